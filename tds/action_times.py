@@ -73,14 +73,14 @@ class Recorder:
         if not is_whole:
             marks = [mark for mark in marks if clock.is_reached(mark[2])]
         work = [_resolve(clock, *mark) for mark in marks]
-        for _, began, ended, _ in marks:
-            clock.free((began, ended))
+        for _, start, end, _ in marks:
+            clock.free((start, end))
         return work
 
 
 def _resolve(clock: Clock, action: Action, began: Any, ended: Any, waits: list[tuple[Any, Any]]) -> Work:
-    at = clock.nanoseconds
-    return Work(action, at(began), at(ended), tuple((at(before), at(after)) for before, after in waits))
+    to_ns = clock.nanoseconds
+    return Work(action, to_ns(began), to_ns(ended), tuple((to_ns(before), to_ns(after)) for before, after in waits))
 
 
 def durations_of(work: Iterable[Work]) -> Durations:
@@ -101,7 +101,7 @@ def costs_of(
 ) -> Costs:
     """Return the costs of all pieces, from the seconds per action type and chunk of each stage.
 
-    If no backward of a piece is split, its whole backward counts as ``backward_input`` and ``backward_weight`` is 0.
+    If no backward of a piece is split, its full backward counts as ``backward_input`` and ``backward_weight`` is 0.
     """
     placed = Placement(len(stages), num_chunks, placement)
     pieces = [(stages[placed.stage_of(piece)], piece // len(stages)) for piece in range(placed.num_pieces)]

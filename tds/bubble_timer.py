@@ -44,10 +44,10 @@ class BubbleTimer:
     def _resolve(self) -> None:
         if self._pending is None:
             return
-        (began, ended, waits), self._pending = self._pending, None
+        (start, end, waits), self._pending = self._pending, None
         clock = self._clock
-        waited = sum(clock.nanoseconds(after) - clock.nanoseconds(before) for before, after in waits)
-        start_end = clock.nanoseconds(began) + self._offset_ns, clock.nanoseconds(ended) + self._offset_ns
-        self._rows.append((*start_end, waited))
+        wait_ns = sum(clock.nanoseconds(wait_end) - clock.nanoseconds(wait_start) for wait_start, wait_end in waits)
+        start_end = clock.nanoseconds(start) + self._offset_ns, clock.nanoseconds(end) + self._offset_ns
+        self._rows.append((*start_end, wait_ns))
         self._number += 1
-        clock.free((began, ended, *(mark for pair in waits for mark in pair)))
+        clock.free((start, end, *(mark for pair in waits for mark in pair)))

@@ -96,9 +96,9 @@ def offset_to_wall_ns() -> int:
     narrowest = None
     offset = 0
     for _ in range(5):
-        before = time.perf_counter_ns()
-        wall = time.time_ns()
-        after = time.perf_counter_ns()
-        if narrowest is None or after - before < narrowest:
-            narrowest, offset = after - before, wall - (before + after) // 2
+        start_ns = time.perf_counter_ns()
+        wall_ns = time.time_ns()
+        end_ns = time.perf_counter_ns()
+        if narrowest is None or end_ns - start_ns < narrowest:
+            narrowest, offset = end_ns - start_ns, wall_ns - (start_ns + end_ns) // 2
     return offset

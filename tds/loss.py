@@ -182,20 +182,20 @@ def named_losses(loss: Any, micro_batch: int) -> dict[str, Any]:
 def _named_parts(loss: Any, micro_batch: int) -> dict[str, Any]:
     """Return the losses of a dict, a namedtuple, a tuple or a list by name."""
     if isinstance(loss, Mapping):
-        named = dict(loss)
+        losses = dict(loss)
     elif isinstance(loss, tuple) and hasattr(loss, "_fields"):
-        named = dict(zip(loss._fields, loss, strict=True))
+        losses = dict(zip(loss._fields, loss, strict=True))
     elif isinstance(loss, (tuple, list)):
-        named = {f"loss_{i}" if i else "loss": part for i, part in enumerate(loss)}
+        losses = {f"loss_{i}" if i else "loss": part for i, part in enumerate(loss)}
     else:
-        named = {}
-    if not named or not all(isinstance(name, str) and name for name in named):
+        losses = {}
+    if not losses or not all(isinstance(name, str) and name for name in losses):
         raise TypeError(
             f"the loss function must return {LOSS_STRUCTURES}, got {_describe(loss)} at micro-batch {micro_batch}. "
             "A model that has no loss can be run by eval_batch(..., compute_loss=False)."
         )
-    first = "loss" if "loss" in named else next(iter(named))
-    return {first: named.pop(first), **named}
+    first = "loss" if "loss" in losses else next(iter(losses))
+    return {first: losses.pop(first), **losses}
 
 
 def is_weighted(loss: Any) -> bool:

@@ -105,19 +105,19 @@ class LossReduction:
         Raises:
             ValueError: the losses have different names on different replicas.
         """
-        _, num_own, check, squares = (number / self.num_replicas for number in self._numbers[:_HEAD])
+        _, num_own, check, squares = (average / self.num_replicas for average in self._numbers[:_HEAD])
         if squares != check**2:
             raise ValueError(
                 f"the losses must have the same names on each of the {self.num_replicas} replicas, got "
                 "different ones. Return each loss always, and as tds.Weighted(0, 0) where there is nothing to count."
             )
-        numbers, doubles = {}, set()
+        mean_by_name, doubles = {}, set()
         for idx, name in enumerate(_read(tuple(self._numbers[_NAMES:]))):
             total, weight, is_double = self._numbers[_HEAD + 3 * idx : _HEAD + 3 * idx + 3]
             mean = total / weight if weight > 0 else 0.0
-            numbers[name] = mean if is_double else c_float(mean).value  # rounded to fp32
+            mean_by_name[name] = mean if is_double else c_float(mean).value  # rounded to fp32
             doubles.update([name] if is_double else [])
-        return MeanLosses(numbers, frozenset(doubles), int(num_own), self.sent.device)
+        return MeanLosses(mean_by_name, frozenset(doubles), int(num_own), self.sent.device)
 
 
 def all_reduce_loss(
@@ -132,17 +132,17 @@ def all_reduce_loss(
     Raises:
         ValueError: there are too many losses, or their names are too long.
     """
-    numbers = torch.zeros(_SIZE, dtype=torch.float64, device=device)
+    message = torch.zeros(_SIZE, dtype=torch.float64, device=device)
     if meter is not None:
         head, encoded_names = _written(tuple(meter.sums), meter.num_own, device)
         parts = torch.cat([head, *(loss_sum.numbers(device) for loss_sum in meter.sums.values())])
-        numbers[: parts.numel()] = parts
+        message[: parts.numel()] = parts
         if data_size > 1:
-            dist.all_reduce(numbers[:_NAMES], group=data_group)
-        numbers[_NAMES:] = encoded_names
+            dist.all_reduce(message[:_NAMES], group=data_group)
+        message[_NAMES:] = encoded_names
     if pipe_size > 1:
-        dist.broadcast(numbers, src=last_rank, group=pipe_group)
-    return LossReduction(numbers, data_size)
+        dist.broadcast(message, src=last_rank, group=pipe_group)
+    return LossReduction(message, data_size)
 
 
 @functools.lru_cache(maxsize=16)
@@ -155,12 +155,12 @@ def _written(names: tuple[str, ...], num_own: int, device: torch.device) -> tupl
         raise ValueError(
             f"the names of losses must have no line breaks and together less than {MAX_BYTES} bytes, got {len(text)}"
         )
-    parts = text.ljust(MAX_BYTES, b"\n")
-    encoded = [int.from_bytes(parts[i : i + _PART], "big") for i in range(0, MAX_BYTES, _PART)]
+    padded = text.ljust(MAX_BYTES, b"\n")
+    encoded = [int.from_bytes(padded[i : i + _PART], "big") for i in range(0, MAX_BYTES, _PART)]
     check = zlib.crc32(text + bytes([num_own])) % 2**_CHECK_BITS
     head = [len(names), num_own, check, check**2]
-    host_tensors = (torch.tensor(numbers, dtype=torch.float64) for numbers in (head, encoded))
-    head_tensor, names_tensor = (upload(numbers, device) for numbers in host_tensors)
+    host_tensors = (torch.tensor(values, dtype=torch.float64) for values in (head, encoded))
+    head_tensor, names_tensor = (upload(values, device) for values in host_tensors)
     return head_tensor, names_tensor
 
 

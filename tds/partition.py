@@ -91,14 +91,14 @@ def partition_by_times(
         return _cut_in_runs(times, parameters, num_pieces)
     step = _SimulatedStep(num_stages, num_chunks, placement)
     price = _price_of_chunks(times, parameters, step)
-    most = MOST_SIMULATED // step.num_actions
-    if math.comb(len(times) - 1, num_pieces - 1) <= most:
+    max_tried = MOST_SIMULATED // step.num_actions
+    if math.comb(len(times) - 1, num_pieces - 1) <= max_tried:
         return _best(_every_cut(len(times), num_pieces), price)
     starts = (
         _cut_in_runs(times, parameters, num_pieces),
         partition_balanced_chunks(times, num_stages, num_chunks, placement),
     )
-    return _improved(min(starts, key=price), price, most)
+    return _improved(min(starts, key=price), price, max_tried)
 
 
 def _cut_in_runs(times: Sequence[float], parameters: Sequence[int], num_pieces: int) -> Bounds:

@@ -45,12 +45,20 @@ def events(
     position = {"pid": replica, "tid": stage}
     for index, item in enumerate(work):
         if index == 0:
-            step_args = {"step": step, "schedule": schedule, "num_micro_batches": num_micro_batches}
-            at = _time(item.began_ns, item.began_ns, origin_ns)["ts"]
-            yield {"ph": "i", "name": f"step {step}", "cat": "step", "s": "t", **position, "ts": at, "args": step_args}
+            about = {"step": step, "schedule": schedule, "num_micro_batches": num_micro_batches}
+            step_ts = _time(item.began_ns, item.began_ns, origin_ns)["ts"]
+            yield {
+                "ph": "i",
+                "name": f"step {step}",
+                "cat": "step",
+                "s": "t",
+                **position,
+                "ts": step_ts,
+                "args": about,
+            }
         args = {"micro_batch": item.action.micro_batch, "chunk": item.action.chunk, "step": step}
-        for before, after in item.waits:
-            times = _time(before, after, origin_ns)
+        for wait_start, wait_end in item.waits:
+            times = _time(wait_start, wait_end, origin_ns)
             yield {"ph": "X", "name": "wait", "cat": "wait", **position, **times, "args": args}
         times = _time(item.started_ns, item.ended_ns, origin_ns)
         action_args = {**args, "work": item.work_ns / 1e3}
@@ -94,9 +102,9 @@ def _keep(path: Path) -> None:
     """Rename a file of an earlier run to the next free number, which ``read_traces`` ignores."""
     if not path.exists():
         return
-    number = 1
-    while (backup := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
+    suffix = 1
+    while (backup := path.with_name(f"{path.name}.{suffix}")).exists():
+        suffix += 1
     path.rename(backup)
 
 
@@ -105,7 +113,7 @@ class MeasuredStep:
     """One measured training step of one replica, over all stages.
 
     ``timeline`` starts with the first action; waits are gaps. ``costs`` are medians over the step's micro-batches; a
-    whole backward counts as ``backward_input``.
+    full backward counts as ``backward_input``.
     """
 
     step: int

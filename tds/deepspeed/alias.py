@@ -86,7 +86,7 @@ def check_torch(installed: str | None = None) -> None:
 
 
 def _check(package: str, installed: str | None, oldest: tuple[int, ...], below: tuple[int, ...] | None) -> None:
-    wanted = f">={_text(oldest)}" + (f",<{_text(below)}" if below else "")
+    requirement = f">={_text(oldest)}" + (f",<{_text(below)}" if below else "")
     if installed is None:
         from importlib import (
             metadata,
@@ -96,7 +96,7 @@ def _check(package: str, installed: str | None, oldest: tuple[int, ...], below: 
             installed = metadata.version(package)
         except metadata.PackageNotFoundError as missing:
             raise ImportError(
-                f"tds needs {package}, which is not installed: pip install '{package}{wanted}'"
+                f"tds needs {package}, which is not installed: pip install '{package}{requirement}'"
             ) from missing
     numbers = []
     for part in installed.split("+")[0].split(".")[:3]:
@@ -105,8 +105,8 @@ def _check(package: str, installed: str | None, oldest: tuple[int, ...], below: 
     version = tuple(numbers)
     if version < oldest or (below is not None and version >= below):
         raise ImportError(
-            f"tds needs {package} {wanted}, got {installed}: it builds on private parts that change between versions. "
-            f"pip install '{package}{wanted}'"
+            f"tds needs {package} {requirement}, got {installed}: it builds on private parts that change between "
+            f"versions. pip install '{package}{requirement}'"
         )
 
 

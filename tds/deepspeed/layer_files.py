@@ -126,8 +126,8 @@ def _has_layer(module: Any, key: str) -> bool:
 
 def _is_all_tied(module: Any, key: str, state: dict[str, Any]) -> bool:
     """Return True if every tensor of ``state`` is a tied weight, which its layer's file also contains."""
-    part = module.tied_modules[key]
-    tied = {weight_named(module, part, name).data_ptr() for name in module.tied_weight_attrs[key]}
+    tied_module = module.tied_modules[key]
+    tied = {weight_named(module, tied_module, name).data_ptr() for name in module.tied_weight_attrs[key]}
     return all(torch.is_tensor(value) and value.data_ptr() in tied for value in state.values())
 
 

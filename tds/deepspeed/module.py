@@ -223,18 +223,18 @@ def check_bounds(bounds: Any, num_layers: int, num_pieces: int) -> list[int]:
     """Return ``bounds`` as a list; raise PartitionError unless they split ``num_layers`` layers into ``num_pieces``."""
     got = f"got partition_method={bounds!r} for {num_layers} layers and {num_pieces} stages (times chunks)"
     try:
-        listed = [int(bound) for bound in bounds]
-        exact = listed == list(bounds)
+        as_ints = [int(bound) for bound in bounds]
+        exact = as_ints == list(bounds)
     except (TypeError, ValueError):
         exact = False
     if not exact:
         raise PartitionError(f"partition_method must be a name or a list of whole numbers, {got}")
-    if len(listed) != num_pieces + 1 or listed[0] != 0 or listed[-1] != num_layers or listed != sorted(listed):
+    if len(as_ints) != num_pieces + 1 or as_ints[0] != 0 or as_ints[-1] != num_layers or as_ints != sorted(as_ints):
         raise PartitionError(
             f"partition bounds must be {num_pieces + 1} rising numbers from 0 to the number of layers, {got}. "
             f"Write [0, ..., {num_layers}] so that each layer lies on one stage."
         )
-    return listed
+    return as_ints
 
 
 def refuse_empty_pieces(parts: list[int], num_layers: int, method: Any, placement: Placement) -> None:
@@ -243,9 +243,9 @@ def refuse_empty_pieces(parts: list[int], num_layers: int, method: Any, placemen
     if not empty:
         return
     num_stages, chunks = placement.num_stages, placement.num_chunks
-    place = f"stage {placement.stage_of(empty[0])}" + (f", chunk {empty[0] // num_stages}" if chunks > 1 else "")
+    location = f"stage {placement.stage_of(empty[0])}" + (f", chunk {empty[0] // num_stages}" if chunks > 1 else "")
     raise PartitionError(
-        f"each stage must hold a layer{' in each chunk' if chunks > 1 else ''}, got none on {place}: {num_layers} "
+        f"each stage must hold a layer{' in each chunk' if chunks > 1 else ''}, got none on {location}: {num_layers} "
         f"layers, {num_stages} stages, {chunks=}, partition_method={method!r} gives bounds {parts}. "
         "Use fewer stages or chunks, more layers, or bounds of your own."
     )

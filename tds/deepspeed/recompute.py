@@ -93,11 +93,11 @@ class Recompute:
         return torch_checkpoint(run, use_reentrant=False, preserve_rng_state=False)
 
     def _keep(self, x: torch.Tensor) -> _Kept:
-        version, kept = self._kept.get(x, (None, None))
-        if kept is None or version != changes_of(x):
-            kept = _Kept(x)
-            self._kept[x] = changes_of(x), kept
-        return kept
+        version, saved = self._kept.get(x, (None, None))
+        if saved is None or version != changes_of(x):
+            saved = _Kept(x)
+            self._kept[x] = changes_of(x), saved
+        return saved
 
     def _log_once(self) -> None:
         if self._has_logged or dist.get_rank() != 0:
@@ -187,18 +187,18 @@ def keeping_structure(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(checkpoint)
     def run(function: Callable[..., Any], *inputs: Any) -> Any:
-        came = flatten(inputs[0]) if len(inputs) == 1 and type(inputs[0]) in (list, dict) else None
+        flattened = flatten(inputs[0]) if len(inputs) == 1 and type(inputs[0]) in (list, dict) else None
         returned: list[Structure] = []
 
         def on_tensors(*tensors: Any) -> Any:
-            output = function(*tensors) if came is None else function(came[1].rebuild(tensors))
+            output = function(*tensors) if flattened is None else function(flattened[1].rebuild(tensors))
             if type(output) not in (list, dict):
                 return output
-            flat, structure = flatten(output)
+            tensors_out, structure = flatten(output)
             returned.append(structure)  # the recomputation appends an equal one
-            return flat
+            return tensors_out
 
-        result = checkpoint(on_tensors, *(inputs if came is None else came[0]))
+        result = checkpoint(on_tensors, *(inputs if flattened is None else flattened[0]))
         if not returned:
             return result
         return returned[0].rebuild(result if isinstance(result, tuple) else (result,))

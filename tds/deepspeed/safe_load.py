@@ -60,16 +60,16 @@ class UnsafeFileError(RuntimeError):
 @contextmanager
 def weights_only() -> Iterator[None]:
     """Restrict every ``torch.load`` in the block to the classes in ``ALLOWED`` and those of torch."""
-    before = os.environ.get(_FORCE)
+    previous = os.environ.get(_FORCE)
     os.environ[_FORCE] = "1"
     try:
         with torch.serialization.safe_globals(ALLOWED):
             yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[_FORCE]
         else:
-            os.environ[_FORCE] = before
+            os.environ[_FORCE] = previous
 
 
 def load_safely(path: str, read: Callable[..., Any] = torch.load, **options: Any) -> Any:

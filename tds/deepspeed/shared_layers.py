@@ -95,10 +95,10 @@ def layer_parameters(layer: Any) -> Iterator[torch.nn.Parameter]:
 
     A layer is a module, a function, or a ``functools.partial`` of a tied module's ``forward_fn`` with the module.
     """
-    for part in (layer, *getattr(layer, "args", ())):
-        if isinstance(part, nn.Module):
-            yield from part.parameters()
-            for borrowed in vars(part).get("borrowed_modules", ()):
+    for owner in (layer, *getattr(layer, "args", ())):
+        if isinstance(owner, nn.Module):
+            yield from owner.parameters()
+            for borrowed in vars(owner).get("borrowed_modules", ()):
                 yield from borrowed.parameters()
 
 

@@ -46,14 +46,14 @@ class StepReport:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Time one ``train_batch`` and write the lines that are due after it."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         with self.part(TRAIN_BATCH):
             yield
-        self._elapsed_s += time.perf_counter() - began
+        self._elapsed_s += time.perf_counter() - start
         self._num_steps += 1
-        every = self._engine.steps_per_print()
-        if self._engine.global_steps % (every or 1) == 0:
-            self._write(None if every is None or self._engine.num_stages == 1 else self._bubble(), every is not None)
+        period = self._engine.steps_per_print()
+        if self._engine.global_steps % (period or 1) == 0:
+            self._write(None if period is None or self._engine.num_stages == 1 else self._bubble(), period is not None)
             self._num_steps, self._elapsed_s = 0, 0.0
 
     def _bubble(self) -> float | None:
@@ -72,9 +72,9 @@ class StepReport:
                 timer.reset()
         if has_line and engine.global_rank == 0 and _deepspeed_logger.isEnabledFor(logging.INFO):
             step_s = self._elapsed_s / self._num_steps
-            others = "".join(f"{name}: {mean:0.4f} " for name, mean in (engine.agg_additional_losses or {}).items())
+            extra = "".join(f"{name}: {mean:0.4f} " for name, mean in (engine.agg_additional_losses or {}).items())
             log_dist(
-                f"steps: {engine.global_steps} loss: {engine.agg_train_loss:0.4f} {others}iter time (s): {step_s:0.3f} "
+                f"steps: {engine.global_steps} loss: {engine.agg_train_loss:0.4f} {extra}iter time (s): {step_s:0.3f} "
                 f"samples/sec: {engine.train_batch_size() / step_s:0.3f}"
                 + ("" if bubble is None else f" bubble: {100 * bubble:0.1f} %"),
                 ranks=[0],
@@ -85,8 +85,8 @@ class StepReport:
         engine = self._engine
         if not engine.monitor.enabled:
             return
-        loss, *others = means.numbers.items()
-        values = {"train_loss": loss[1]} | dict(others)
+        loss, *additional = means.numbers.items()
+        values = {"train_loss": loss[1]} | dict(additional)
         values["lr"] = engine.get_lr()[0]
         if engine.fp16_enabled():
             values["loss_scale"] = engine.optimizer.loss_scale
@@ -94,8 +94,8 @@ class StepReport:
 
     def write_evaluation(self, means: MeanLosses) -> None:
         """Write the losses of an evaluation to the monitors."""
-        loss, *others = means.numbers.items()
-        _write_events(self._engine, {"eval_loss": loss[1], **{f"eval_{name}": mean for name, mean in others}})
+        loss, *additional = means.numbers.items()
+        _write_events(self._engine, {"eval_loss": loss[1], **{f"eval_{name}": mean for name, mean in additional}})
 
 
 def _write_events(engine: Any, values: dict[str, float]) -> None:

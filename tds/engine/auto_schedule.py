@@ -1,13 +1,13 @@
 """``"schedule": "auto"``: measure action times, then choose among the schedules that fit the placement of the layers.
 
 The first four steps are trials: two with 1f1b and two with zb-h1. The second step of each is measured. The 1f1b trial
-yields the times of the forward and the whole backward, the zb-h1 trial those of the two halves of the backward. The
+yields the times of the forward and the full backward, the zb-h1 trial those of the two halves of the backward. The
 costs are averaged over all ranks, each schedule is simulated with its costs, and all ranks continue with the fastest
 one. If the number of micro-batches changes, the same costs are simulated again. All schedules give bitwise equal
 results, so the choice only affects the time. No layer is moved.
 
 With several chunks per stage, interleaved replaces 1f1b in the trials. With the placement "v", dualpipev, which has
-whole backwards in its middle, replaces 1f1b, and zb-v replaces zb-h1.
+full backwards in its middle, replaces 1f1b, and zb-v replaces zb-h1.
 
 ``"auto:1f1b,gpipe"`` restricts trials and choice to the named schedules, for example because others need too much
 memory.
@@ -58,7 +58,7 @@ def choices(schedule: str, placement: Placement) -> tuple[str, ...]:
 
 
 def trials(names: Sequence[str], placement: Placement) -> tuple[str, ...]:
-    """Return the schedule of each trial step: two steps with whole backwards, then two with split backwards.
+    """Return the schedule of each trial step: two steps with full backwards, then two with split backwards.
 
     Args:
         names: the result of ``choices``. A single name needs no trial; the result is that name.
@@ -162,13 +162,13 @@ def best(
     """Return (name of the fastest schedule, explanation for the log).
 
     Args:
-        whole: costs measured with whole backwards.
+        whole: costs measured with full backwards.
         split: costs measured with split backwards.
         names: the schedules to choose among; empty: all that fit ``placement``.
     """
     placement_args = placement.num_chunks, placement.kind
     sizes = placement.num_stages, num_micro_batches, *placement_args
-    # With few micro-batches the split trial may not have run any whole backward.
+    # With few micro-batches the split trial may not have run any full backward.
     combined_costs = replace(split, backward=whole.whole_backward)
     names = names or candidates(AUTO, *placement_args)
     whole_orders = {

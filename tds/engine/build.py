@@ -77,7 +77,7 @@ def make_data_agreement(
         return None
     group = world_group
     if not torch_api.sends_from_host(group):
-        headers = [header_group for (kind, *_), header_group in links.groups.items() if kind is Kind.HEADER]
+        headers = [candidate for (msg_type, *_), candidate in links.groups.items() if msg_type is Kind.HEADER]
         group = headers[0] if headers else dist.new_group(backend="gloo", timeout=links.timeout)
     return DataConsistency(
         group,

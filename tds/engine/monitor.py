@@ -83,8 +83,8 @@ class EngineMonitor:
         with self.watchdog.over("in train_batch"), recording:
             yield
             if self._stage.span is not None:
-                began, ended = self._stage.span
-                self._bubble.note(began, ended, list(self._exchange.waits))
+                start, end = self._stage.span
+                self._bubble.note(start, end, list(self._exchange.waits))
 
     @contextmanager
     def _recording(self, step: int, num_micro_batches: int) -> Iterator[None]:
@@ -140,10 +140,10 @@ class EngineMonitor:
 
     def _agreed_time_ns(self, offset_ns: int) -> int:
         """Return rank 0's wall-clock time: the origin of traces and a unique name for this engine. Collective."""
-        now = torch.tensor([time.perf_counter_ns() + offset_ns], dtype=torch.int64, device=self._device)
+        now_ns = torch.tensor([time.perf_counter_ns() + offset_ns], dtype=torch.int64, device=self._device)
         if dist.get_world_size() > 1:
-            dist.broadcast(now, src=0)
-        return int(now)
+            dist.broadcast(now_ns, src=0)
+        return int(now_ns)
 
     def _make_watchdog(self, origin_ns: int) -> watchdog.EngineWatchdog:
         names, limit = list(self._names.ranks), self._exchange.links.timeout

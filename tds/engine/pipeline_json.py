@@ -117,15 +117,15 @@ def chosen_schedule(section: Mapping[str, Any], module: Any) -> Any:
     """
     has_chunks = hasattr(module, "chunks")
     chunks, placement = (module.chunks, module.placement) if has_chunks else (1, LOOP)
-    asked, schedule = section.get("chunks", chunks), section.get("schedule")
-    if not has_chunks and (asked != 1 or schedule == "interleaved"):
+    setting, schedule = section.get("chunks", chunks), section.get("schedule")
+    if not has_chunks and (setting != 1 or schedule == "interleaved"):
         raise ValueError(
             f"a stage of several chunks needs tds.PipelineModule(..., chunks=c), got a plain {type(module).__name__} "
-            f'and "pipeline": {{"schedule": {schedule!r}, "chunks": {asked!r}}}. Build it with tds.PipelineModule.'
+            f'and "pipeline": {{"schedule": {schedule!r}, "chunks": {setting!r}}}. Build it with tds.PipelineModule.'
         )
-    if asked != chunks:
+    if setting != chunks:
         raise ValueError(
-            f'"pipeline": {{"chunks": ...}} in the JSON must be the module\'s, got {asked!r} there and {chunks=} in '
+            f'"pipeline": {{"chunks": ...}} in the JSON must be the module\'s, got {setting!r} there and {chunks=} in '
             "PipelineModule. The layers are built before the JSON is read: change the module, or leave the key out."
         )
     if section.get("placement", placement) != placement:
@@ -180,12 +180,12 @@ def splits_by_graph(section: Mapping[str, Any], module: Any) -> bool | None:
     Raises:
         ValueError: "backward_split" is not in ``BACKWARD_SPLITS``.
     """
-    asked = section.get("backward_split", "auto")
-    if asked not in BACKWARD_SPLITS:
-        raise ValueError(f'"pipeline": {{"backward_split": ...}} must be "auto", "linear" or "graph", got {asked!r}')
+    setting = section.get("backward_split", "auto")
+    if setting not in BACKWARD_SPLITS:
+        raise ValueError(f'"pipeline": {{"backward_split": ...}} must be "auto", "linear" or "graph", got {setting!r}')
     # Splitting by the graph would recompute each layer twice, so "auto" does not use it with recompute.
     recomputes = bool(getattr(module, "activation_checkpoint_interval", 0))
-    return False if asked == "auto" and recomputes else BACKWARD_SPLITS[asked]
+    return False if setting == "auto" and recomputes else BACKWARD_SPLITS[setting]
 
 
 def wait_limit(section: Mapping[str, Any], default: timedelta | None) -> timedelta | None:
@@ -226,12 +226,12 @@ def max_ctas(section: Mapping[str, Any]) -> int:
     Raises:
         ValueError: "p2p_max_ctas" is not a non-negative int.
     """
-    asked = section.get("p2p_max_ctas", process_groups.MAX_CTAS)
-    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
+    value = section.get("p2p_max_ctas", process_groups.MAX_CTAS)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(
-            f'"pipeline": {{"p2p_max_ctas": ...}} must be a whole number of 0 (as NCCL chooses) or more, got {asked!r}'
+            f'"pipeline": {{"p2p_max_ctas": ...}} must be a whole number of 0 (as NCCL chooses) or more, got {value!r}'
         )
-    return asked
+    return value
 
 
 def group_size(section: Mapping[str, Any], placement: Placement) -> int:
@@ -241,30 +241,30 @@ def group_size(section: Mapping[str, Any], placement: Placement) -> int:
         ValueError: "micro_batch_group_size" is not an int of at least the number of stages, or the stages have one
             chunk, or the placement is not "loop".
     """
-    asked = section.get("micro_batch_group_size", 0)
-    is_number = isinstance(asked, int) and not isinstance(asked, bool)
-    if asked != 0 and not (is_number and asked >= placement.num_stages):
+    value = section.get("micro_batch_group_size", 0)
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if value != 0 and not (is_number and value >= placement.num_stages):
         raise ValueError(
             '"pipeline": {"micro_batch_group_size": ...} must be a whole number, as large as the stages are many, got '
-            f"{asked!r} for {placement.num_stages} stages"
+            f"{value!r} for {placement.num_stages} stages"
         )
-    if asked and (placement.num_chunks == 1 or placement.kind != LOOP):
+    if value and (placement.num_chunks == 1 or placement.kind != LOOP):
         raise ValueError(
-            f'"pipeline": {{"micro_batch_group_size": {asked}}} needs several chunks on each stage, in a {LOOP}, got '
+            f'"pipeline": {{"micro_batch_group_size": {value}}} needs several chunks on each stage, in a {LOOP}, got '
             f"{placement.num_chunks} in a {placement.kind}. Leave it out"
         )
-    return int(asked)
+    return int(value)
 
 
 def reduce_bucket_size(given: Mapping[str, Any]) -> int:
     """Return "reduce_bucket_size" of the JSON's "zero_optimization", in elements; 0 if it is not set."""
     section = given.get("zero_optimization")
-    asked = section.get("reduce_bucket_size", 0) if isinstance(section, Mapping) else 0
-    return int(asked) if isinstance(asked, (int, float)) else 0  # "auto" counts as not set
+    value = section.get("reduce_bucket_size", 0) if isinstance(section, Mapping) else 0
+    return int(value) if isinstance(value, (int, float)) else 0  # "auto" counts as not set
 
 
 def _switch(section: Mapping[str, Any], key: str, default: bool) -> bool:
-    asked = section.get(key, default)
-    if not isinstance(asked, bool):
-        raise ValueError(f'"pipeline": {{"{key}": ...}} must be true or false, got {asked!r}')
-    return asked
+    value = section.get(key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f'"pipeline": {{"{key}": ...}} must be true or false, got {value!r}')
+    return value

@@ -86,9 +86,9 @@ class Stage:
         call.source.begin(self._program.reads)
         with self._breaking():
             self.exchange.begin(actions, is_training=call.is_training, marks_all=call.recomputes_reentrantly)
-            began = self.exchange.clock.mark()
+            start = self.exchange.clock.mark()
             self._do(actions, call)
-            self.span = (began, self.exchange.clock.mark())
+            self.span = (start, self.exchange.clock.mark())
             self.exchange.finish()
 
     @contextmanager

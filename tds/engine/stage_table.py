@@ -76,7 +76,7 @@ def table(pieces: Sequence[Piece]) -> str:
 
 def format_layers(names: Sequence[str], start: int) -> str:
     """Return the indices of the first and last layer, then the layer names in order: "3-6 Block x 3, Norm"."""
-    runs = [(name, len(list(same))) for name, same in itertools.groupby(names)]
+    runs = [(name, len(list(group))) for name, group in itertools.groupby(names)]
     span = f"{start}" if len(names) == 1 else f"{start}-{start + len(names) - 1}"
     return f"{span} " + ", ".join(name if count == 1 else f"{name} x {count}" for name, count in runs)
 
@@ -132,7 +132,7 @@ def bubble_of(stages: Sequence[Sequence[Row]]) -> float | None:
     idle_ns = total_ns = 0
     for rows in zip(*stages, strict=True):
         step_ns = max(row[1] for row in rows) - rows[0][0]
-        busy_ns = sum(ended - began - waited for began, ended, waited in rows)
+        busy_ns = sum(end - start - wait_ns for start, end, wait_ns in rows)
         total_ns += step_ns * len(rows)
         idle_ns += max(0, step_ns * len(rows) - busy_ns)
     return idle_ns / total_ns if total_ns else None

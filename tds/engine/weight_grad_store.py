@@ -21,7 +21,7 @@ A module's ``backward_dw()`` computes the gradients of its weights for the oldes
 and stores them in ``grad``. The engine calls it on the outermost module that has it, once per forward in a micro-batch.
 A module that can also compute weight gradients in its backward has an attribute ``delay_wgrad``, which the engine sets
 to True during forwards whose backward is split. A module without it, such as ``te.Linear(delay_wgrad_compute=True)``,
-always defers, so the engine calls its ``backward_dw()`` after whole backwards too.
+always defers, so the engine calls its ``backward_dw()`` after full backwards too.
 
 All other layers compute their weight gradients together with their input gradients;
 ``WeightGradStore.describe_split`` names their parameters.
@@ -129,7 +129,7 @@ class DelayedModules:
             evaluation or recompute, are not counted.
 
     Attributes:
-        always_wait: at least one module defers its weight gradients in whole backwards too.
+        always_wait: at least one module defers its weight gradients in full backwards too.
     """
 
     def __init__(self, module: nn.Module | None, current: Callable[[], Key | None]) -> None:

@@ -28,11 +28,11 @@ class Together:
     def at_work(self) -> Iterator[None]:
         """Attribute the collectives in the block to this engine. Blocks nest, since one engine may call another."""
         global _present
-        before, _present = _present, self
+        outer, _present = _present, self
         try:
             yield
         finally:
-            _present = before
+            _present = outer
 
     def forget(self) -> None:
         """Reset ``doing`` after an error, for this engine and for ``outside``."""
@@ -54,16 +54,16 @@ def collective_scope(stage: int, doing: str) -> Iterator[None]:
     """
     global _number
     present = _present
-    before, present.doing = present.doing, doing
+    outer, present.doing = present.doing, doing
     _number += 1
     try:
         yield
     except RuntimeError as error:  # ``doing`` is not reset, so that the watchdog can report it until its ``over`` ends
         raise PeerLost(f"stage {stage} lost a rank while {doing}: {error}") from error
     except BaseException:
-        present.doing = before
+        present.doing = outer
         raise
-    present.doing = before
+    present.doing = outer
     present.history.append(f"ended {doing}")
 
 

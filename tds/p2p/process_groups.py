@@ -95,8 +95,8 @@ def routes(placement: Placement) -> list[Route]:
     forward = [pair for pair in dict.fromkeys(itertools.pairwise(stages)) if pair[0] != pair[1]]
     backward = [(receiver, sender) for sender, receiver in forward]
     return [
-        (kind, *pair)
-        for kind, pairs in (
+        (message_type, *pair)
+        for message_type, pairs in (
             (Kind.ACTIVATION, forward),
             (Kind.GRADIENT, backward),
             (Kind.HEADER, forward),
@@ -135,9 +135,9 @@ def _device_groups(
         torch_api.open_world(device)
     for turn in split_in_turns(placement):
         pairs = [
-            (sorted((ranks[source], ranks[destination])), (kind, source, destination))
+            (sorted((ranks[source], ranks[destination])), (message_type, source, destination))
             for ranks in pipelines
-            for kind, source, destination in turn
+            for message_type, source, destination in turn
         ]
         own_route = next((route for pair, route in pairs if own_rank in pair), None)
         if is_split:
@@ -155,16 +155,16 @@ def _device_groups(
 
 def open_channels(groups: Groups, ranks: list[int], stage: int, device: torch.device, placement: Placement) -> None:
     """Send one byte over each route of the pipeline, in the same order on every rank. Collective."""
-    for kind, source, destination in routes(placement):
-        if kind is Kind.HEADER or stage not in (source, destination):
+    for message_type, source, destination in routes(placement):
+        if message_type is Kind.HEADER or stage not in (source, destination):
             continue
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
-        group = groups[kind, source, destination]
-        with collective_scope(stage, f"opening the channel of {kind.name.lower()}s {source} -> {destination}"):
+        group = groups[message_type, source, destination]
+        with collective_scope(stage, f"opening the channel of {message_type.name.lower()}s {source} -> {destination}"):
             if stage == source:
-                dist.send(byte, ranks[destination], group=group, tag=int(kind))
+                dist.send(byte, ranks[destination], group=group, tag=int(message_type))
             else:
-                dist.recv(byte, ranks[source], group=group, tag=int(kind))
+                dist.recv(byte, ranks[source], group=group, tag=int(message_type))
 
 
 def refuse_host_backend(backend: str, num_stages: int, device: torch.device) -> None:

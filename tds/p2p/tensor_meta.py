@@ -108,12 +108,12 @@ def check_same(
     Args:
         structures: the structures of this micro-batch and of the first one.
     """
-    for index, (spec, before) in enumerate(zip(now, first, strict=False)):
-        if spec != before:
-            grad = "" if spec.needs_grad == before.needs_grad else f" with gradient={spec.needs_grad}"
+    for index, (spec, expected) in enumerate(zip(now, first, strict=False)):
+        if spec != expected:
+            grad = "" if spec.needs_grad == expected.needs_grad else f" with gradient={spec.needs_grad}"
             raise BoundaryError(
                 "shapes and dtypes must stay the same within one train_batch or eval_batch: "
-                f"{place.tensor(index, names[index] if names else '')} was {before}, got {spec}{grad} at micro-batch "
+                f"{place.tensor(index, names[index] if names else '')} was {expected}, got {spec}{grad} at micro-batch "
                 f"{micro_batch}. Pad the micro-batches of one call to one shape, or build the PipelineModule with "
                 "dynamic_shape=True."
             )

@@ -104,11 +104,11 @@ class Transport:
 
     def wait_for(self, transfer: P2PHandle) -> torch.Tensor:
         """Wait for a receive and return its bytes."""
-        before = self.clock.mark()
+        start = self.clock.mark()
         self._wait(transfer, "receiving")
         if self.beside is not None and transfer.kind is not Kind.HEADER:
             keep_for_current_stream(transfer.buffer)
-        self.waits.append((before, self.clock.mark()))
+        self.waits.append((start, self.clock.mark()))
         self.history.append(("received", transfer.kind, transfer.message))
         return transfer.buffer
 
@@ -142,7 +142,9 @@ class Transport:
         """
         if is_host(self.links.device) or not self.links.are_own:
             return False
-        groups = {id(group): group for (kind, *_), group in self.links.groups.items() if kind is not Kind.HEADER}
+        groups = {
+            id(group): group for (msg_type, *_), group in self.links.groups.items() if msg_type is not Kind.HEADER
+        }
         for group in groups.values():
             torch_api.abort(group, self.links.device)
         return True

@@ -24,7 +24,7 @@ class Forward(Action):
 
 
 class Backward(Action):
-    """Run the whole backward: compute the weight gradients, and the input gradient for the previous piece."""
+    """Run the full backward: compute the weight gradients, and the input gradient for the previous piece."""
 
     __slots__ = ()
 

@@ -117,7 +117,7 @@ def receive_posts(
 def _messages_between(stages: Sequence[Sequence[Action]], num_chunks: int, placement: str) -> list[_Message]:
     """Return the messages of one run in the order in which they are received.
 
-    In this run a whole backward takes two units of time, and every other action one.
+    In this run a full backward takes two units of time, and every other action one.
     """
     started: list[tuple[int, Event]] = []
     free_at = [0] * len(stages)

@@ -23,7 +23,7 @@ from tds.schedule.validate import ScheduleError, validate
 
 # The format of ``torch.distributed.pipelining`` has a line per stage and a cell per action in order; an empty cell
 # means that the stage idles. ``2F5`` is the forward of micro-batch 5 in piece 2 of the model. The letters are F
-# (forward), B (whole backward), I (backward for the input) and W (backward for the weights). The file contains no
+# (forward), B (full backward), I (backward for the input) and W (backward for the weights). The file contains no
 # messages, because they follow from the actions. A pair of torch's DualPipeV, ``(0F7;7B3)OVERLAP_F_B``, is read as two
 # actions that run one after the other.
 #

@@ -156,7 +156,7 @@ class _Weaver:
         return self.forwards_done[stage] >= forwards and self.backwards_done[0] >= backwards
 
 
-# GPipe and 1F1B: one chunk per stage, whole backwards.
+# GPipe and 1F1B: one chunk per stage, full backwards.
 #
 # Sources: Huang et al. 2019, "GPipe"; Narayanan et al. 2019, "PipeDream", section 3.2.
 
@@ -189,7 +189,7 @@ def one_forward_one_backward(num_stages: int, num_micro_batches: int, stage: int
 # backwards of a chunk, and no stage exceeds the forwards in flight on the first stage of interleaved 1F1B. Stage 1
 # splits only the backwards of the last round of micro-batches (of the last two rounds if the last one is short). With
 # even stages, splitting earlier backwards would send their gradients to stage 0 no sooner than it needs them, and a
-# split backward costs more than a whole one. If the stages are very uneven, interleaved 1F1B may be faster; "auto"
+# split backward costs more than a full one. If the stages are very uneven, interleaved 1F1B may be faster; "auto"
 # measures it.
 #
 # With even stages, each stage idles for (p-1)(F+B) - (min(p, m)-1) min(F, B, W). This is (p-1)(F+B-W) if m >= p and W

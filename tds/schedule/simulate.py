@@ -195,7 +195,7 @@ class Costs:
 
     Attributes:
         transfer: time from the end of an action to the arrival of its message.
-        backward: time of a whole backward of each piece; empty: the sum of its halves. Splitting costs extra time.
+        backward: time of a full backward of each piece; empty: the sum of its halves. Splitting costs extra time.
 
     Raises:
         ValueError: there is not one value per piece, or a value is negative or not finite.
@@ -244,7 +244,7 @@ class Costs:
 
     @property
     def whole_backward(self) -> tuple[float, ...]:
-        """Time of a whole backward of each piece."""
+        """Time of a full backward of each piece."""
         return self.backward or tuple(map(sum, zip(self.backward_input, self.backward_weight, strict=True)))
 
 
@@ -391,6 +391,6 @@ def _reason(chosen: str, fastest: list[str], timelines: Mapping[str, Timeline], 
         reason += " against " + ", ".join(f"{times[name]} ({name})" for name in others)
     tied = [name for name in fastest if name != chosen]
     if tied:
-        held = ", ".join(f"{peaks[name]} ({name})" for name in tied)
-        reason += f"; it holds {peaks[chosen]} micro-batches in flight, against {held}"
+        tied_peaks = ", ".join(f"{peaks[name]} ({name})" for name in tied)
+        reason += f"; it holds {peaks[chosen]} micro-batches in flight, against {tied_peaks}"
     return reason

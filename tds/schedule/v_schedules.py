@@ -44,7 +44,7 @@ class _Writer:
         self.add(BackwardWeight, chunk)
 
     def add_whole(self, chunk: int) -> None:
-        """Add a whole backward."""
+        """Add a full backward."""
         self.actions.append(Backward(self.done[BackwardInput, chunk], chunk))
         self.done.update({(BackwardInput, chunk): 1, (BackwardWeight, chunk): 1})
 

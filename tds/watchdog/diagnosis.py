@@ -124,7 +124,7 @@ def verdict(
         listed = ", ".join(names[rank] for rank in silent[:8]) + (f" and {len(silent) - 8} more" if silent[8:] else "")
         text = f"{listed} did not come and does not answer: stopped, dead or cut off"
         return text + "".join(
-            f"; the last word of rank {rank} was: {place}" for rank, place in (last_places or {}).items()
+            f"; the last word of rank {rank} was: {location}" for rank, location in (last_places or {}).items()
         )
     rank, seen = asking, {asking}
     while (next_rank := reports[rank].waits_for) is not None and next_rank not in seen:

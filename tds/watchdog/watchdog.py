@@ -140,21 +140,21 @@ class Watchdog:
 
     def _look(self) -> None:
         """Request an alarm if this rank is late; if the store does not answer, conclude without it."""
-        number = self._number
+        call_number = self._number
         if not self._is_late():
             return
         with self._lock:
-            if number != self._number:
+            if call_number != self._number:
                 return
             self._finished.clear()
             self._asked = True
         self._wake.set()
         patience_s = PATIENCE_S + LINGER_S + (self._alarms.more_s if self._alarms else 0.0)
-        if not self._finished.wait(patience_s) and number == self._number and not self._closed.is_set():
-            own = self._report()
-            self._write_report(own)
+        if not self._finished.wait(patience_s) and call_number == self._number and not self._closed.is_set():
+            own_report = self._report()
+            self._write_report(own_report)
             self._answered = self._seen
-            self._conclude(number, STORE_LOST, own, None)
+            self._conclude(call_number, STORE_LOST, own_report, None)
 
     def _is_late(self) -> bool:
         """Return True if this rank has exceeded the time limit of its state, and no alarm has been answered for it."""
@@ -186,12 +186,12 @@ class Watchdog:
 
     def _answer(self, alarms: Alarms) -> None:
         """Report the state of this rank, and determine or read the verdict of the alarm."""
-        number = self._number
+        call_number = self._number
         self._heard.set()
-        own = self._report()
+        own_report = self._report()
         self._answered = self._seen
-        self._write_report(own)
-        self._conclude(number, alarms.answer(own), own, alarms.linger)
+        self._write_report(own_report)
+        self._conclude(call_number, alarms.answer(own_report), own_report, alarms.linger)
 
     def _finish(self, number: int, found: str | None) -> None:
         """Store the verdict, unless the watched call has ended."""
@@ -215,9 +215,9 @@ class Watchdog:
         state = self._update(time.monotonic())
         since_s = time.monotonic() - self._since
         ranks = self.exchange.links.ranks if self.exchange.links else ()
-        own = report(state.phase, state.action, state.waiting, state.together, since_s, ranks)
-        own = on_device(own, self.exchange.action_of_device())
-        return self._describe(own, state)
+        base_report = report(state.phase, state.action, state.waiting, state.together, since_s, ranks)
+        base_report = on_device(base_report, self.exchange.action_of_device())
+        return self._describe(base_report, state)
 
     def _write_report(self, own: Report) -> None:
         """Write this rank's report line, at most once per watched call."""
