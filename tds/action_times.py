@@ -29,7 +29,7 @@ class Work:
 
     @property
     def started_ns(self) -> int:
-        """Time at which the last awaited message had arrived."""
+        """Arrival time of the last awaited message; the start of the action if it did not wait."""
         return self.waits[-1][1] if self.waits else self.began_ns
 
     @property

@@ -54,7 +54,7 @@ class BucketSchedule:
     def arrived(self, parameter: torch.Tensor) -> list[Bucket]:
         """Register that the gradient of ``parameter`` is final; return the buckets that can start now.
 
-        Call it once per parameter.
+        It must be called once per parameter.
         """
         bucket_idx = self._number_of.get(parameter)
         if bucket_idx is None:  # empty, or in a late bucket
@@ -94,7 +94,7 @@ class ChunkOrder(BucketSchedule):
         every: all parameters of the stage.
         chunks: the parameters of each chunk, in the order of its layers.
         tied: parameters with copies on other stages.
-        bucket_bytes: size of a bucket; None for ``BUCKET_BYTES``.
+        bucket_bytes: maximum size of a bucket; None: ``BUCKET_BYTES``.
         numbers: maximum number of elements of a bucket; None: limit the bytes instead.
     """
 
@@ -237,7 +237,7 @@ class BucketReducer:
         dtype: dtype in which gradients are sent and summed; None: the gradients' dtype.
         starts_early: start all-reduces during the last backward. Otherwise all start after it, with equal results.
         way_out: advice at the end of the error for a gradient that arrives after its all-reduce has started.
-        scatter: starts the reduce-scatter of a bucket; None all-reduces the gradients.
+        scatter: starts the reduce-scatter of a bucket; None: all-reduce the gradients.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class BucketReducer:
         self._scatter = scatter
         self._hooks: list[Any] = []
         self._ready: set[torch.Tensor] = set()
-        self._started: list[Any] = []  # ``GradientBucket`` or what ``scatter`` returns
+        self._started: list[Any] = []  # ``GradientBucket`` or the result of ``scatter``
 
     @property
     def is_scattered(self) -> bool:

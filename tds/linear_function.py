@@ -32,7 +32,7 @@ from tds.param_info import AddProduct, info_of
 
 
 class WeightGradDeferral(Protocol):
-    """Computes ``linear`` so that the weight gradient can be deferred: a ``WeightGradStore``."""
+    """The method of ``WeightGradStore`` that ``linear`` calls to make its weight gradient deferrable."""
 
     def split_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``x W^T + b``. Its backward saves the tensors that the gradients of ``weight`` and ``bias`` need."""

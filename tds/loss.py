@@ -16,7 +16,7 @@ losses are summed in fp32, or in fp64 if the loss is fp64.
 The weight of a micro-batch is only known after all micro-batches have run. Each backward therefore runs on
 ``loss / nominal``, and the gradients are multiplied once by ``nominal / total`` when they are reduced. For a plain
 tensor, ``nominal`` is the number of micro-batches (the mean over the replicas, if they have unequal numbers). For
-``Weighted``, it is a power of two that the engine sets, so that the division is exact.
+``Weighted``, it is the engine's ``nominal_weight``, a power of two, so that the division is exact.
 """
 
 from __future__ import annotations

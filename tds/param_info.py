@@ -131,7 +131,7 @@ class ParamInfo:
             its part of the sequence or from its heads. The optimizer all-reduces the gradient over that group.
         is_expert: a weight of an expert, which only some ranks of the data-parallel group have. Its gradient is
             excluded from the all-reduce over the replicas; the optimizer reduces it over the ranks with the expert.
-        is_uninitialized: the values will be set by the parameter's name (``megatron.models.common.parameters``).
+        is_uninitialized: the values are not set yet; ``megatron.models.common.parameters`` draws them by name.
         add_product: accumulates the gradient in place (``tds.linear_function``); None: autograd accumulates it.
     """
 

@@ -188,7 +188,7 @@ class BaseModule(DeepSpeedModule):
 
 
 class LayerRun:
-    """The layers of one chunk, as ``self`` for DeepSpeed's ``PipelineModule.forward``.
+    """The layers of one chunk, passed as ``self`` to DeepSpeed's ``PipelineModule.forward``.
 
     All other attributes are those of the module.
     """
@@ -286,7 +286,7 @@ def weight_named(module: Any, part: Any, name: str) -> torch.Tensor:
 
 
 def choose_recomputed(module: Any) -> None:
-    """Update the information which layers of ``module`` are recomputed."""
+    """Precompute again which layers of ``module`` are recomputed."""
     module._precompute_checkpointable_values()
 
 
@@ -342,7 +342,7 @@ def has_own_norm(optimizer: Any) -> bool:
 
 
 def make_contiguous(optimizer: DeepSpeedZeroOptimizer) -> None:
-    """Make a ZeRO 1 optimizer use contiguous gradients, whatever the JSON says, so that it takes reduced ones."""
+    """Make ZeRO 1 use contiguous gradients regardless of the JSON, so that it accepts reduced gradients."""
     if optimizer.contiguous_gradients:
         return
     optimizer.contiguous_gradients = True

@@ -75,9 +75,9 @@ class LayerCheckpoints:
             (path, client state), or (None, None) if there is no checkpoint.
 
         Raises:
-            CheckpointError: on any rank, files are missing, damaged, do not fit the model or contain disallowed
-                objects; or the ranks find different checkpoints; or the optimizer states have another layout. The
-                model may be partly loaded: load another checkpoint, or end the program.
+            CheckpointError: on some rank, a file is missing or damaged, does not fit the model, or contains a class
+                that is not allowed; or the ranks find different checkpoints; or the optimizer states have another
+                layout. The model may be partly loaded: load another checkpoint, or end the program.
             ValueError: ``custom_load_fn`` is given; it is not supported, because each layer has its own file.
         """
         if custom_load_fn is not None:

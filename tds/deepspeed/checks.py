@@ -37,7 +37,7 @@ def refuse_unsupported(engine: Any) -> None:
 
 
 def log_unused_settings(engine: Any) -> None:
-    """Log the keys of the JSON that have an effect only in DeepSpeed's engine, on rank 0."""
+    """Log on rank 0 the keys of the JSON that have an effect only in DeepSpeed's engine."""
     config = engine.config_given
     unused: list[str] = [key for key in ("prescale_gradients", "gradient_predivide_factor") if key in config]
     unused += [key for key in ("pipe_partitioned", "grad_partitioned") if key in config.get("pipeline", {})]

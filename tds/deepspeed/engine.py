@@ -23,7 +23,7 @@ from tds.watchdog.watchdog import name_of
 
 
 class EngineUpdate:
-    """``tds.engine.update.Update`` by DeepSpeed's engine, which clips, steps and counts."""
+    """Implementation of ``tds.engine.update.Update`` by DeepSpeed's engine, which clips, steps and counts."""
 
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine = engine
@@ -156,7 +156,7 @@ class PipelineEngine(  # type: ignore[misc]  # grad_norm is a property of BaseEn
         return self._force_grad_boundary
 
     def flops_profiler_enabled(self) -> bool:
-        """Return False, whatever the JSON says: DeepSpeed would start the profiler in each forward and not stop it."""
+        """Return False regardless of the JSON: DeepSpeed would start the profiler in each forward and never stop it."""
         return False
 
     def get_pipeline_parallel_rank(self) -> int:

@@ -4,8 +4,8 @@ The probe builds one layer at a time on every rank, runs its forward and backwar
 ranks probe the same layer at the same time, so layers may contain collectives of the tensor group. Random number states
 are restored, so the initial weights do not depend on the probe.
 
-Similar layers (equal class, number of parameters and input shapes, and about equal time) are all timed, and each gets
-the median time of them. Otherwise noise would influence the partition.
+Similar layers have equal class, number of parameters and input shapes, and about equal time. All of them are timed, and
+each gets their median time. Otherwise noise would influence the partition.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def average_over_ranks(layers: Sequence[LayerCost], device: torch.device) -> lis
 
 
 def even_out(layers: Sequence[LayerCost]) -> list[LayerCost]:
-    """Return the layer costs, where similar layers of about equal time have their median time."""
+    """Return the layer costs, with the median time for similar layers of about equal time."""
     alike: dict[tuple[str, int, str], list[LayerCost]] = {}
     for each in layers[:-1]:  # the last one includes the loss
         alike.setdefault((each.name, each.parameters, each.shapes), []).append(each)

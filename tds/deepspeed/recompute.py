@@ -128,7 +128,7 @@ class _Kept:
         """Return a tensor equal to the saved one. Collective over the tensor group if it is sharded."""
         (spec,) = self._layout.specs
         (full,) = self._layout.unpack(self.held.to(self._device, non_blocking=True, copy=True))
-        if full.stride() != self._strides:  # torch chooses kernels by strides, and kernels differ in what they save
+        if full.stride() != self._strides:  # kernels, and the tensors they save, depend on the strides
             strided = full.new_empty_strided(full.shape, self._strides)
             unexpanded = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in self._strides)
             strided[unexpanded].copy_(full[unexpanded])

@@ -137,7 +137,7 @@ class ScheduleEngine:
         )
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Train on one global batch and return its mean loss, the same on every rank. Collective.
+        """Train on one global batch and return its mean loss, which is equal on every rank. Collective.
 
         Every rank runs the same collectives in the same order: the data-parallel all-reduces that the backward has not
         started yet, the all-reduce of the losses, the sums of tied weights, then the wait for all of them. ``on_loss``
@@ -390,7 +390,7 @@ class ScheduleEngine:
         return self.is_first_stage() or self.is_last_stage()
 
     def _log_split_layers(self) -> None:
-        """Log once, on one rank per stage, how much of the stage's weight gradients the schedule can defer."""
+        """Log once, on one rank per stage, the fraction of the stage's weight gradients that is deferred."""
         self._has_logged_split = True
         if self.grid.get_data_parallel_rank() == 0 and self.grid.get_slice_parallel_rank() == 0:
             description = self._stage.splitter.describe_split(dict(self.module.named_parameters()))

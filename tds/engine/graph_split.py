@@ -64,7 +64,7 @@ class _Graph:
         self.order = list(_nodes(_node(root) for root in roots))
         input_nodes = {_node(get_gradient_edge(item)) for item in inputs}
         self._to_input: dict[Any, bool] = {}
-        self._weights: dict[Any, frozenset[torch.Tensor]] = {}  # the weights below each node
+        self._weights: dict[Any, frozenset[torch.Tensor]] = {}  # the weights that each node leads to
         self.hidden = 0
         self._anchor = _node(get_gradient_edge(anchor))
         for node in self.order:

@@ -88,7 +88,7 @@ class EngineMonitor:
 
     @contextmanager
     def _recording(self, step: int, num_micro_batches: int) -> Iterator[None]:
-        """Record the actions of a step for the trace and "auto"; a failed step keeps its recorded actions."""
+        """Record the actions of a step for the trace and "auto". The trace also gets the actions of a failed step."""
         if self._auto is not None:
             self._auto.before_step(num_micro_batches)
         is_traced = self._tracing is not None and self._tracing.records_step

@@ -40,14 +40,15 @@ class PipelineSettings:
 
     Args:
         schedule: name or function; None: the default of the placement.
-        group_size: micro-batches that pass through a chunk before the next chunk's turn; 0: the number of stages.
+        group_size: number of micro-batches that run through a chunk before the next chunk starts; 0: the number of
+            stages.
         timeout: time limit of each wait for another rank; None: no limit.
         checks_data: compare checksums of the data that the ranks of a replica have read.
         overlaps_reduction: start all-reduces over replicas during the backward pass.
         max_ctas: maximum number of CTAs per message on a GPU; 0: NCCL's default.
         splits_by_graph: defer every weight gradient that autograd's graph allows in a split backward. None: only if
             linear layers have less than half of the weights that could be deferred.
-        trace: (folder, number of steps) of a trace.
+        trace: (folder, number of steps) of the trace; None: no trace.
         reduce_bucket_size: elements per gradient bucket; 0: chosen by the number of replicas.
         sums_dtype: type in which gradients are all-reduced; None: the gradients' type.
         gradient_clipping: maximum norm of the gradients; 0: no clipping.
@@ -235,7 +236,7 @@ def max_ctas(section: Mapping[str, Any]) -> int:
 
 
 def group_size(section: Mapping[str, Any], placement: Placement) -> int:
-    """Return the number of micro-batches per chunk before the next chunk starts; 0: the number of stages.
+    """Return the group size of the schedule "interleaved" in micro-batches; 0: the number of stages.
 
     Raises:
         ValueError: "micro_batch_group_size" is not an int of at least the number of stages, or the stages have one

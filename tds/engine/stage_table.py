@@ -84,7 +84,7 @@ def format_layers(names: Sequence[str], start: int) -> str:
 def write(module: Any, layer_names: Sequence[str], stage: int, group: Any, device: torch.device) -> None:
     """Log the table of ``module`` on rank 0. Collective.
 
-    The table is printed if the layers were partitioned by measured times, and logged at level INFO otherwise.
+    The table is always shown if the layers were partitioned by measured times; otherwise it is logged at level INFO.
 
     Args:
         layer_names: the names of all layers of the model; empty: there is no table.

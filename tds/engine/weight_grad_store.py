@@ -24,7 +24,7 @@ to True during forwards whose backward is split. A module without it, such as ``
 always defers, so the engine calls its ``backward_dw()`` after full backwards too.
 
 All other layers compute their weight gradients together with their input gradients;
-``WeightGradStore.describe_split`` names their parameters.
+``WeightGradStore.describe_split`` reports their parameters.
 
 Source: Qi et al. 2023, "Zero bubble pipeline parallelism", section 2; Megatron-LM's ``delay_wgrad_compute``.
 """
@@ -211,7 +211,7 @@ class WeightGradStore:
             F.linear = self.plain
 
     def linear(self, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002 - torch's own name for it
-        """Replace ``torch.nn.functional.linear`` for users' layers."""
+        """Compute ``F.linear``, split if possible; replaces ``torch.nn.functional.linear`` for users' layers."""
         if torch.is_grad_enabled() and is_plain_product(input, weight, bias):
             return self.split_linear(input, weight, bias)
         return self.plain(input, weight, bias)

@@ -85,7 +85,7 @@ class Copied(dist.Work):
         for work in self._works:
             work.wait(*([timeout] if timeout else []))
         for tensor, copy in self._back:
-            # ``.data``, because torch's collectives do not raise the version counter either.
+            # ``.data``, because torch's collectives do not increment the version counter either.
             tensor.data.copy_(copy)
         self._back, self._is_done = (), True
         return True

@@ -18,8 +18,8 @@ def with_leaves(tensors: Sequence[torch.Tensor], is_own: bool = False) -> tuple[
     (all strides are 0).
 
     Args:
-        is_own: the tensors are outputs of another chunk on this stage. An in-place change of an input then raises the
-            version counter of the output, so that the backward of that chunk reports the change.
+        is_own: the tensors are outputs of another chunk on this stage. An in-place change of an input then
+            increments the version counter of the output, so that the backward of that chunk raises an error.
     """
     leaves = [t.new_empty_strided(t.shape, [0] * t.dim()).requires_grad_() for t in tensors]
     return (_FromLeaves.apply(tuple(tensors), is_own, *leaves) if leaves else ()), leaves

@@ -88,8 +88,8 @@ def routes(placement: Placement) -> list[Route]:
     """Return every route of a pipeline, in the same order on all ranks.
 
     Activations and headers go from each piece to the next, gradients go back. With several chunks and the placement
-    "loop", the last stage also sends to the first. With the placement "v", each stage sends to both neighbours. In both
-    cases, two stages have routes of each type in both directions.
+    "loop", the last stage also sends to the first. With the placement "v", each stage sends to both neighbours. Two
+    stages then have routes of each type in both directions.
     """
     stages = map(placement.stage_of, range(placement.num_pieces))
     forward = [pair for pair in dict.fromkeys(itertools.pairwise(stages)) if pair[0] != pair[1]]

@@ -150,7 +150,7 @@ def _declared(record: Boundary) -> str:
 
 
 def _is_float_declared_int(record: Boundary, dtype: torch.dtype) -> bool:
-    """Return True for a float declared as "int" without a gradient, a common and harmless habit."""
+    """Return True for a float declared as "int" without a gradient, a common and harmless practice."""
     return record.dtype == "int" and not record.needs_grad and dtype.is_floating_point
 
 

@@ -51,7 +51,7 @@ class StageLinks:
 
 GLOO_GRACE = timedelta(seconds=1)
 """Added to the timeout of waits over gloo. The error closes this rank's connections, which makes the other ranks fail
-too. With this grace period, the watchdog has raised the alarm and all ranks have reported their waits before that."""
+too. The grace period lets the watchdog raise the alarm, and all ranks report their waits, before that."""
 
 
 @dataclass

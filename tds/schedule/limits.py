@@ -17,9 +17,9 @@ from tds.schedule.validate import Event, ScheduleError, run, validate
 # Without a limit, a stage that runs faster than its neighbour, such as the first stage in an evaluation, would retain
 # all outputs it has sent. If the limit is too small, the schedule deadlocks: every stage waits to send, and none
 # reaches the action that receives a message. This can happen with chunks, whose messages form a ring. Whether a limit
-# is safe depends on the whole schedule, so each limit is tested by running the schedule without time. The test is
-# stricter than a real run in two ways. It counts a message until an action receives it, while a real send completes
-# when the receive is posted. And it delays the sending action, while a real stage runs the action and waits afterwards.
+# is safe depends on the whole schedule, so each limit is tested by a dry run of the schedule, which is stricter than a
+# real run in two ways. It counts a message until an action receives it, while a real send completes when the receive is
+# posted. And it delays the sending action, while a real stage runs the action and waits afterwards.
 
 
 @functools.lru_cache(maxsize=32)

@@ -183,7 +183,7 @@ def one_forward_one_backward(num_stages: int, num_micro_batches: int, stage: int
 # The previous stage only waits for the gradient of its output, so the input half (``BackwardInput``) runs first. The
 # weight half (``BackwardWeight``) is deferred: on stage i it trails by i micro-batches. This is the maximum that does
 # not exceed the forwards in flight on the first stage of 1F1B. On stage 0, the weight half would follow immediately,
-# and no stage waits for the input half. Backwards on stage 0 therefore stay whole, which is cheaper.
+# and no stage waits for the input half. Backwards on stage 0 are therefore not split, which is cheaper.
 #
 # With several chunks per stage, the same is applied to interleaved 1F1B: on stage i, the weight half trails by i
 # backwards of a chunk, and no stage exceeds the forwards in flight on the first stage of interleaved 1F1B. Stage 1

@@ -55,7 +55,7 @@ class _Writer:
                 self.add(BackwardWeight, chunk)
 
     def written(self, num_micro_batches: int, num_stages: int, stage: int) -> list[Action]:
-        """Return the order for ``num_micro_batches``. A backward stays whole if no other stage waits for it."""
+        """Return the order for ``num_micro_batches``. A backward is not split if no other stage waits for it."""
         kept = [action for action in self.actions if action.micro_batch < num_micro_batches]
         return _joined(kept, stage, Placement(num_stages, 2, V))
 

@@ -19,7 +19,7 @@ from tds.schedule.actions import (
     sent,
 )
 
-# Execution of a schedule without time, by the messages between stages.
+# Dry run of a schedule: the order of actions and messages, without times.
 
 
 class ScheduleError(ValueError):

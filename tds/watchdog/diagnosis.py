@@ -1,4 +1,4 @@
-"""Reports of ranks, and the verdict which rank is missing."""
+"""Reports of ranks, and the verdict that names the missing rank."""
 
 from __future__ import annotations
 
