@@ -117,8 +117,8 @@ def _text(version: tuple[int, ...]) -> str:
 def spare_the_compiler(deepspeed: ModuleType) -> None:
     """Keep DeepSpeed from compiling its shared-memory all-reduce at start on a CPU (35 s, and needs g++).
 
-    The function sets DeepSpeed's cache of compatible operations, if DeepSpeed has not filled it yet. Filling it would
-    run a compiler and import setuptools, only to find out about this operation.
+    The operation is marked as incompatible in DeepSpeed's cache of compatible operations. If DeepSpeed has not filled
+    the cache yet, it never will: filling it would run a compiler and import setuptools, only for this operation.
     """
     if importlib.import_module("deepspeed.accelerator").get_accelerator().device_name() == "cpu":
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
