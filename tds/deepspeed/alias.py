@@ -88,9 +88,7 @@ def check_torch(installed: str | None = None) -> None:
 def _check(package: str, installed: str | None, oldest: tuple[int, ...], below: tuple[int, ...] | None) -> None:
     requirement = f">={_text(oldest)}" + (f",<{_text(below)}" if below else "")
     if installed is None:
-        from importlib import (
-            metadata,
-        )  # imported here because it imports the email parser, which slows --help
+        from importlib import metadata  # imported here: it imports the email parser, which slows --help
 
         try:
             installed = metadata.version(package)
