@@ -42,7 +42,7 @@ class Recorder:
     """Records clock marks around the actions of one step.
 
     Args:
-        exchange: has ``clock``, and ``waits`` with the marks before and after each wait for a message.
+        exchange: the stage's ``P2PCommunicator``. The recorder reads its ``clock`` and its ``waits``.
     """
 
     def __init__(self, exchange: Any) -> None:
@@ -99,7 +99,10 @@ def medians(durations: Durations) -> dict[tuple[type[Action], int], float]:
 def costs_of(
     stages: Sequence[Mapping[tuple[type[Action], int], float]], num_chunks: int, placement: str = LOOP
 ) -> Costs:
-    """Return the costs of all pieces, from the seconds per action type and chunk of each stage.
+    """Return the costs of all pieces.
+
+    Args:
+        stages: for each stage, the time in seconds of each action type and chunk.
 
     If no backward of a piece is split, its full backward counts as ``backward_input`` and ``backward_weight`` is 0.
     """

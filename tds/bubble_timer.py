@@ -1,8 +1,9 @@
 """Measured bubble: the fraction of a step in which stages idle. It needs no trace.
 
 For each training step, a stage records three times: the start of its first action, the end of its last action, and the
-total wait for messages in between. A step lasts from the first action of stage 0 to the last end on any stage. A stage
-that finishes early thus idles until the slowest stage is done, as in the closed form ``(p - 1) / (m + p - 1)``.
+total wait for messages in between. A step lasts from the start of the first action on stage 0 to the end of the last
+action on any stage. The time between the end of a stage and the end of the slowest stage thus counts as idle, as in the
+closed form ``(p - 1) / (m + p - 1)``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class BubbleTimer:
         self._pending = began, ended, waits
 
     def drain(self, reader: str = "program") -> list[Row]:
-        """Return the rows of the steps since this reader's last call, at most ``KEPT_STEPS``."""
+        """Return one row per step since this reader's last call; only the last ``KEPT_STEPS`` steps are stored."""
         self._resolve()
         new = self._number - self._read.get(reader, 0)
         self._read[reader] = self._number

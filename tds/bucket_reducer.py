@@ -30,7 +30,8 @@ Bucket = list[torch.nn.Parameter]
 class BucketSchedule:
     """The order in which buckets are all-reduced, equal on every replica.
 
-    ``arrived`` and ``rest`` return each bucket once until ``reset``.
+    In each step, every bucket except the late ones is returned exactly once, by ``arrived`` or by ``rest``. ``reset``
+    starts the next step.
     """
 
     late: Sequence[Bucket] = ()
@@ -48,13 +49,13 @@ class BucketSchedule:
         return [*self._buckets, *self.late]
 
     def is_taken(self, parameter: torch.Tensor) -> bool:
-        """Return True if the bucket of ``parameter`` has been returned."""
+        """Return True if ``arrived`` or ``rest`` has returned the bucket of ``parameter`` in this step."""
         return parameter in self._number_of and self._number_of[parameter] < self._next
 
     def arrived(self, parameter: torch.Tensor) -> list[Bucket]:
         """Register that the gradient of ``parameter`` is final; return the buckets that can start now.
 
-        It must be called once per parameter.
+        Must be called once per parameter and step.
         """
         bucket_idx = self._number_of.get(parameter)
         if bucket_idx is None:  # empty, or in a late bucket
@@ -138,12 +139,15 @@ class ChunkOrder(BucketSchedule):
 class AgreedOrder(BucketSchedule):
     """The order in which the first backward filled the buckets, agreed over the replicas.
 
-    The buckets are those that ``reduce_gradients`` uses for gradients of 32 or 64 bits. In the first backward, their
-    order is a guess: last weights first, and buckets with biases or norms of all layers at the end. A bucket with a
-    weight that gets no gradient is never filled and would block all later ones, so it comes last. The replicas agree on
-    the order twice in the first backward: at its first gradient, by autograd's graph (``_agreed`` 0 -> 1), and at its
-    end, by the gradients that have arrived (1 -> 2). ``arrived`` and ``rest`` are therefore collective in the first
-    backward, and only there.
+    The parameters are bucketed as by ``reduce_gradients`` for gradients of 32 or 64 bits. The order of the buckets is
+    first guessed: last weights first, and buckets with biases or norms of all layers at the end. The replicas then
+    correct it twice during the first backward (``_agreed`` counts the corrections):
+
+    1. At the first gradient, buckets with a weight that autograd's graph will not reach on some replica move to the
+       end. Such a bucket is never filled and would block all later ones.
+    2. At the end of the backward, the buckets are sorted in the order in which they were filled.
+
+    ``arrived`` and ``rest`` are therefore collective in the first backward, and only there.
 
     Args:
         group: process group of the replicas.
@@ -203,10 +207,10 @@ class AgreedOrder(BucketSchedule):
         return self._guess
 
     def _agree(self, turns: list[int]) -> None:
-        """Sort the buckets by the largest turn that any replica has for them. Collective.
+        """Sort the buckets by the maximum of their sort keys over the replicas. Collective.
 
         Args:
-            turns: the turn of each bucket on this replica, in the current order.
+            turns: this replica's sort key for each bucket, in the current order of the buckets.
         """
         self._agreed += 1
         if not turns:
@@ -269,7 +273,9 @@ class BucketReducer:
 
     @contextmanager
     def last_backward(self, chunk: int = 0) -> Iterator[None]:
-        """Start all-reduces as the backward in the block, the last one of ``chunk``, makes gradients final.
+        """Start the all-reduce of each bucket as soon as the backward in the block fills it.
+
+        The block must contain the step's last backward of ``chunk``, because it makes the chunk's gradients final.
 
         Raises:
             RuntimeError: the backward added to a gradient after its all-reduce had started.
@@ -315,7 +321,7 @@ class BucketReducer:
     def finish_launch(self) -> None:
         """Start the remaining buckets, except the late ones. Collective.
 
-        It must be called before other collectives of the group, so that all replicas run them in the same order.
+        Must be called before other collectives of the group, so that all replicas run them in the same order.
         """
         self._start(self.order.rest())
 

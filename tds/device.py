@@ -90,7 +90,7 @@ def move(module: torch.nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def convert_parameters(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace the value of each parameter of ``module`` by ``function`` of it, and keep the parameter objects.
+    """Apply ``function`` to the value of each parameter of ``module``, and keep the parameter objects.
 
     Must be called before ``module.to`` on devices other than CPU and CUDA. On these devices, torch would create new
     parameters without the attributes of the old ones, and a separate one for each module that shares a weight.
@@ -121,7 +121,8 @@ def side_stream(device: torch.device) -> torch.Stream | None:
 def keep_for_current_stream(tensor: torch.Tensor) -> None:
     """Record the use of ``tensor``, which was allocated on another stream, on the current stream.
 
-    When the tensor is freed, its memory is then reused only after the work that the current stream has at that time.
+    The allocator then reuses the memory of the freed tensor only after the work that was queued on the current stream
+    when the tensor was freed.
     """
     tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 

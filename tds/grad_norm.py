@@ -19,11 +19,12 @@ LARGE = 2**16
 
 
 def square_of_norm(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of ``x`` as a scalar in fp64, from norms in fp32 (fp64 for fp64).
+    """Return the sum of squares of ``x`` as a scalar in fp64.
 
-    On a CPU, torch sums the squares of a full tensor in a few fp32 accumulators. The norm of 26 million elements is
-    1.5e-3 too small, and the error depends on the number of elements, so the norm would depend on the layout. Norms of
-    rows are accurate.
+    A large tensor is split into rows of ``ROW`` elements. The norm of each row is computed in fp32 (in fp64 if ``x`` is
+    fp64), and the squares of these norms are summed in fp64. On a CPU, torch would sum the squares of the full tensor
+    in a few fp32 accumulators. The norm of 26 million elements is then too small by a relative error of 1.5e-3. This
+    error depends on the number of elements, so the norm would depend on the layout.
     """
     dtype = accurate_dtype(x.dtype)
     if x.numel() < LARGE:

@@ -4,14 +4,15 @@ Layers call ``linear(x, weight, bias)``. Autograd computes the weight gradient, 
 
 * A schedule that splits backward passes (``tds.engine.weight_grad_store``) is active: the input and the gradient of
   the output are saved until the ``BackwardWeight`` action.
-* The optimizer has set ``ParamInfo.add_product``: the matrix product accumulates, ``sum.addmm_(grad^T, x)``, and the
-  product of the first micro-batch overwrites. Autograd would allocate a new tensor for the gradient and add it to the
-  sum over the micro-batches, which takes a product and a pass over three tensors of the weight's size.
+* The optimizer has set ``ParamInfo.add_product``: one matrix product adds to the accumulated gradient,
+  ``accumulated.addmm_(grad^T, x)``; for the first micro-batch, it overwrites the old value. Autograd would instead
+  allocate a new tensor for the gradient of each micro-batch and add it to the accumulated gradient in a second pass
+  over memory.
 
 In both cases, the weight stays in autograd's graph and its gradient from the product is None. Its ``AccumulateGrad``
 node and its hooks run once per backward pass, after all its products, so the all-reduce over the replicas
-(``tds.bucket_reducer``) starts at the usual time. That node accumulates gradients that reach the weight in another way,
-such as a lookup in a tied table.
+(``tds.bucket_reducer``) starts at the usual time. The node still accumulates other gradients of the weight, such as the
+gradient of a lookup in a tied embedding table.
 
 ``C + A B`` in one product rounds differently from a product and a sum, so losses with and without ``add_product``
 differ by rounding. They do not differ between schedules, because a deferred product is the same product.
@@ -99,7 +100,10 @@ def is_plain_product(x: Any, weight: Any, bias: Any) -> bool:
 
 
 def can_add_products(weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return True if products in the dtype of ``weight`` can accumulate in ``dtype``; on CUDA, it may be wider."""
+    """Return True if matrix products in the dtype of ``weight`` can accumulate in ``dtype``.
+
+    The dtypes must be equal, except that 16-bit products on CUDA can accumulate in a wider dtype.
+    """
     is_wide = weight.device.type == "cuda" and weight.dtype.itemsize == 2
     return weight.dim() == 2 and (is_wide or weight.dtype == dtype)
 
@@ -119,7 +123,7 @@ def share_of(some: Collection[torch.Tensor], parameters: Mapping[str, torch.Tens
 
 @torch.no_grad()
 def add_product(place: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_first: bool) -> None:
-    """Add ``a b`` to ``place`` in place; overwrite ``place`` if ``is_first``.
+    """Add ``a @ b`` to ``place`` in place, or overwrite ``place`` with ``a @ b`` if ``is_first``.
 
     Shapes:
         place [m, n], a [m, k], b [k, n]; or all three batched, [batch, ...]

@@ -53,7 +53,7 @@ class Weighted:
 
 @dataclass(frozen=True)
 class WrappedLoss:
-    """A loss function that wraps another one and computes more.
+    """A loss function that calls another loss function and adds to its result, for example records the losses.
 
     Args:
         function: called with (output, labels).
@@ -68,7 +68,7 @@ class WrappedLoss:
 
 
 def has_loss_function(loss_fn: LossFn | None) -> bool:
-    """Return False if the output of the last layer is the loss, instead of an input of a loss function."""
+    """Return True if a loss function is applied to the last layer's output; False if that output is the loss."""
     return has_loss_function(loss_fn.inner) if isinstance(loss_fn, WrappedLoss) else loss_fn is not None
 
 

@@ -93,7 +93,12 @@ class Matrices:
     is_apart: bool = False
 
     def split(self, *, qkv: bool = True, heads: bool = False) -> Matrices:
-        """Return the matrices with query, key and value as one unless ``qkv``, or one per head with ``heads``."""
+        """Return a finer or coarser division of the same weight. Weights without heads are not changed.
+
+        Args:
+            qkv: query, key and value are separate matrices; False: they are one matrix.
+            heads: every attention head is a separate matrix; ``qkv`` is then ignored.
+        """
         if not self.head:
             return self
         if heads:

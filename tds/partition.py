@@ -74,9 +74,9 @@ def partition_by_times(
 ) -> Bounds:
     """Return the bounds with the shortest step; among equals, those with the most even parameters.
 
-    With one chunk, the slowest stage determines the step time. With several chunks, stages wait for each other in many
-    ways, so partitions are simulated. If there are few partitions, all are simulated; otherwise a local search moves
-    bounds, starting from the better of even pieces and even stages.
+    With one chunk, the slowest stage determines the step time. With several chunks, the step time also depends on waits
+    between the stages, so partitions are simulated. If there are few partitions, all are simulated; otherwise a local
+    search moves bounds, starting from the better of two partitions: with even pieces, and with even stages.
 
     Raises:
         ValueError: there are fewer layers than pieces.
@@ -113,10 +113,11 @@ def _cut_in_runs(times: Sequence[float], parameters: Sequence[int], num_pieces: 
 
 
 class _SimulatedStep:
-    """Computes the step time of 4 p micro-batches from the times of the pieces, summed over all fitting schedules.
+    """Computes step times from the times of the pieces, for steps of 4 p micro-batches.
 
-    The step times are those of ``tds.schedule.simulate`` if forward and both halves of a backward take equal times and
-    messages take none. The order of events does not depend on the times, so it is computed once.
+    The result is the sum of the step times of all schedules that fit the placement. ``tds.schedule.simulate`` would
+    compute the same step times if a forward and both halves of a backward take equal times and messages take no time.
+    The order of events does not depend on the times, so it is computed only once.
     """
 
     def __init__(self, num_stages: int, num_chunks: int, placement: str) -> None:
@@ -296,7 +297,8 @@ def partition_balanced_chunks(costs: Sequence[float], stages: int, chunks: int, 
     """Return the bounds of contiguous pieces of layers with unequal costs.
 
     The criteria are those of ``partition_uniform_chunks``: the most expensive piece, then the most expensive stage,
-    then even pieces. The search for the last two starts from the most even pieces and moves one bound at a time.
+    then even pieces. A local search for the second and third criterion starts from the partition with the most even
+    pieces and moves one bound at a time.
 
     Raises:
         ValueError: there are fewer layers than pieces.

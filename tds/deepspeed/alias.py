@@ -18,13 +18,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Import of DeepSpeed, after the checks of its version and torch's.
+# Version checks of torch and DeepSpeed, and the import of DeepSpeed.
 
 IS_VERBOSE = os.environ.get("TDS_VERBOSE", "0") not in ("", "0")
 OLDEST, BELOW = (0, 19, 6), (0, 20)
 """Oldest supported version of DeepSpeed, and the first one that is not supported."""
 OLDEST_TORCH = (2, 11)
-"""Older than the requirement in ``pyproject.toml``, for machines that have no newer torch."""
+"""Oldest accepted version of torch. ``pyproject.toml`` requires a newer one, which some machines do not have."""
 
 
 def theirs(name: str = "deepspeed") -> Any:
@@ -113,10 +113,11 @@ def _text(version: tuple[int, ...]) -> str:
 
 
 def spare_the_compiler(deepspeed: ModuleType) -> None:
-    """Keep DeepSpeed from compiling its shared-memory all-reduce at start on a CPU (35 s, and needs g++).
+    """Prevent DeepSpeed from compiling its shared-memory all-reduce at start on a CPU (takes 35 s and needs g++).
 
-    The operation is marked as incompatible in DeepSpeed's cache of compatible operations. If DeepSpeed has not filled
-    the cache yet, it never will: filling it would run a compiler and import setuptools, only for this operation.
+    The operation is marked as incompatible in DeepSpeed's cache of compatible operations. If the cache does not exist
+    yet, this function creates it, so that DeepSpeed does not build it, which would run a compiler and import
+    setuptools.
     """
     if importlib.import_module("deepspeed.accelerator").get_accelerator().device_name() == "cpu":
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
@@ -269,7 +270,7 @@ _is_quiet = not IS_VERBOSE
 
 
 def quiet(on: bool = True) -> None:
-    """Switch DeepSpeed's informational lines off (``on``) or on; warnings always show."""
+    """Turn quiet mode on or off. In quiet mode, DeepSpeed logs only warnings and errors."""
     global _is_quiet
     _is_quiet = on
     log_from(logging.WARNING if on else logging.INFO)

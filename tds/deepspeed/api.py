@@ -107,7 +107,7 @@ class BaseEngine(DeepSpeedEngine):
         self._take_model_step(None)
 
     def stage_files(self, load_dir: str, tag: str) -> list[str]:
-        """Return the paths of a checkpoint's stage files, that is, of all files but those of layers."""
+        """Return the paths of a checkpoint's stage files, which are all files except the layer files."""
         return self._get_all_ckpt_names(load_dir, tag)
 
     def zero_shapes(self) -> Any:
@@ -137,7 +137,7 @@ class BaseModule(DeepSpeedModule):
     """DeepSpeed's ``PipelineModule``; its ``__init__`` calls the methods below."""
 
     def build_layers(self) -> None:
-        """Build the layers within the current bounds and append them to the existing ones."""
+        """Build the layers within the current bounds and append them to the layers built before."""
         super()._build()
 
     def set_bounds(self, start: int, stop: int) -> None:
@@ -190,7 +190,7 @@ class BaseModule(DeepSpeedModule):
 class LayerRun:
     """The layers of one chunk, passed as ``self`` to DeepSpeed's ``PipelineModule.forward``.
 
-    All other attributes are those of the module.
+    All other attributes are read from the module.
     """
 
     def __init__(self, module: BaseModule, start: int, own: slice) -> None:
@@ -276,12 +276,12 @@ def layer_specs(module: Any) -> list[Any]:
 
 
 def first_layer(module: Any) -> int:
-    """Return the index in the full model of the first layer of the run that this stage built last."""
+    """Return the index in the full model of the first layer of the chunk that this stage has built last."""
     return module._local_start
 
 
 def weight_named(module: Any, part: Any, name: str) -> torch.Tensor:
-    """Return the weight of ``part`` with the dotted name ``name``."""
+    """Return the weight with the dotted name ``name`` of ``part``, a submodule of ``module``."""
     return module._recursive_getattr(part, name)
 
 

@@ -106,7 +106,11 @@ class LayerCheckpoints:
 
     @contextmanager
     def _reading(self, is_trusted: bool) -> Iterator[None]:
-        """Load files in the block, safely unless they are trusted; an error on any rank raises on all. Collective."""
+        """Read checkpoint files in the block, and raise on every rank if any rank fails. Collective.
+
+        Args:
+            is_trusted: allow the files to construct any object; otherwise only allowed classes (``safe_load``).
+        """
         engine_load = make_safe(self.checkpoint_engine)
         engine_load.is_trusted, engine_load.last_path = is_trusted, None
         try:
@@ -114,7 +118,7 @@ class LayerCheckpoints:
                 yield
         except CheckpointError:  # raised on all ranks already
             raise
-        except Exception as error:  # any error of a damaged file: the other ranks wait in all_ranks_problem
+        except Exception as error:  # a damaged file may raise any error; the other ranks wait in all_ranks_problem
             file = engine_load.last_path or "the checkpoint"
             all_ranks_problem(
                 str(error) if isinstance(error, UnsafeFileError) else f"{file} cannot be loaded: {error!r}"
@@ -267,7 +271,7 @@ def _load_layers(engine: LayerCheckpoints, folder: str, strict: bool) -> str | N
             if layer.is_elsewhere:
                 state = {name: state[name] for name in layer.part.state_dict() if name in state}
             layer.part.load_state_dict(state, strict=strict)
-        except Exception as error:  # any error of a damaged file
+        except Exception as error:  # a damaged file may raise any error
             return f"{layer.path} cannot be loaded: {error}"
     return None
 

@@ -77,7 +77,7 @@ class DeepSpeedAttributes:
         return self.grid.model_parallel_size > 1
 
     def _reentrant_activation_checkpointing(self) -> bool:
-        """Return True if recompute requires float inputs of the first stage to have a gradient."""
+        """Return True if recompute is reentrant, so that float inputs of the first stage must require gradients."""
         return recomputes_reentrantly(self.module)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
@@ -149,7 +149,7 @@ class PipelineEngine(  # type: ignore[misc]  # grad_norm is a property of BaseEn
         self.micro_batches = self.gradient_accumulation_steps()
 
     def reset_activation_shape(self) -> None:
-        """Do nothing, because each call announces its shapes. Kept for programs that call it."""
+        """Do nothing, because stages exchange the shapes in each call. Kept for programs that call it."""
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return True while the optimizer's step runs."""
@@ -168,7 +168,7 @@ class PipelineEngine(  # type: ignore[misc]  # grad_norm is a property of BaseEn
         self.clip_gradients(self.gradient_clipping())
 
     def destroy(self) -> None:
-        """Release the engine's resources and draw the trace, instead of at the end of the program."""
+        """Draw the trace and release the engine's resources now, not only when the program ends."""
         if hasattr(self, "_monitor"):
             self.close()
         super().destroy()

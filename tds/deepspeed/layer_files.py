@@ -6,7 +6,7 @@ of stages:
 | file | content |
 |---|---|
 | ``layer_03-model_states.pt``, ``layer_03-model_01-model_states.pt`` | layer 3; tensor slice 1 of layer 3 |
-| ``layer_07-tied-model_states.pt`` | a stage's copy of a tied module beyond its tied weights, which DeepSpeed loses |
+| ``layer_07-tied-model_states.pt`` | a stage's copy of a tied module, if it has more state than its tied weights |
 | ``shared_bias-model_states.pt``, ``shared_bias-model_01-model_states.pt`` | the shared module with the key "bias" |
 """  # noqa: E501
 
@@ -38,7 +38,7 @@ class SavedLayer:
         part: the module.
         path: the file.
         number_of_files: number of files that exist for this module, one per tensor slice.
-        is_elsewhere: the file is that of another layer, which may contain more than this module's tied weight.
+        is_elsewhere: the file belongs to another layer and may contain more tensors than this module's tied weight.
     """
 
     part: Any
@@ -48,7 +48,7 @@ class SavedLayer:
 
 
 def layers_to_load(module: Any, folder: str) -> Iterator[SavedLayer]:
-    """Yield the modules that this stage loads from ``folder``. The path of a missing file is yielded too."""
+    """Yield the modules that this stage loads from ``folder``, even if their files are missing."""
     slice_rank = grid_of(module).get_slice_parallel_rank()
     for index, layer in enumerate(module.forward_funcs):
         if hasattr(layer, "load_state_dict"):
@@ -66,10 +66,11 @@ def layers_to_load(module: Any, folder: str) -> Iterator[SavedLayer]:
 
 
 def save_tied_rest(module: Any, folder: str, checkpoint_engine: Any) -> None:
-    """Save the modules that DeepSpeed's files lack: shared modules, and tied modules with more than tied weights.
+    """Save the modules that DeepSpeed does not save: shared modules, and copies of tied modules.
 
-    DeepSpeed saves a tied module on stages where it is a layer, but not where only its ``forward_fn`` is. The first
-    stage that has a shared module saves it.
+    DeepSpeed saves a tied module only on stages where the module itself is a layer. On a stage where only its
+    ``forward_fn`` is a layer, this function saves the stage's copy, unless all its state is in tied weights. A shared
+    module is saved by the first stage that has it.
     """
     if grid_of(module).data_parallel_id != 0:
         return
@@ -94,7 +95,7 @@ def shared_path(module: Any, folder: str, key: str) -> str:
 
 
 def tied_path(module: Any, folder: str, local_index: int) -> str:
-    """Return the path of a tied module's separate file; DeepSpeed's converters ignore such names."""
+    """Return the path of the file for this stage's copy of a tied module. DeepSpeed's converters ignore such names."""
     directory, name = os.path.split(module.ckpt_layer_path(folder, local_index))
     return os.path.join(directory, name.replace("-", "-tied-", 1))
 

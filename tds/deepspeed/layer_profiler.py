@@ -202,7 +202,7 @@ def average_over_ranks(layers: Sequence[LayerCost], device: torch.device) -> lis
 
 
 def even_out(layers: Sequence[LayerCost]) -> list[LayerCost]:
-    """Return the layer costs, with the median time for similar layers of about equal time."""
+    """Return the layer costs, in which similar layers of about equal time have their median time."""
     alike: dict[tuple[str, int, str], list[LayerCost]] = {}
     for each in layers[:-1]:  # the last one includes the loss
         alike.setdefault((each.name, each.parameters, each.shapes), []).append(each)
@@ -212,7 +212,7 @@ def even_out(layers: Sequence[LayerCost]) -> list[LayerCost]:
         forward_s = statistics.median(one.forward_s for one in same)
         backward_s = statistics.median(one.backward_s for one in same)
         if abs(each.total_s - forward_s - backward_s) > NOISE * (forward_s + backward_s):
-            return each  # the same class, but with other work
+            return each  # this layer has the same class, but does different work
         return replace(each, forward_s=forward_s, backward_s=backward_s)
 
     return [*map(typical, layers[:-1]), *layers[-1:]]

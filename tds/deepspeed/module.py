@@ -35,7 +35,10 @@ def layer_numbers(module: Any) -> list[int]:
 
 
 def index_in_one_run(module: Any, local_index: int) -> int:
-    """Return the index for DeepSpeed's path functions, which assume that a stage's layers are one run."""
+    """Convert a local layer index for DeepSpeed's path functions.
+
+    They assume that a stage has one contiguous run of layers, and add ``first_layer(module)`` to the local index.
+    """
     return layer_numbers(module)[local_index] - first_layer(module)
 
 
@@ -88,9 +91,10 @@ class PipelineModule(BaseModule):
         return self._runs[chunk].forward(forward_input)
 
     def made_output(self, output: Any) -> Any:
-        """Return the output of the last layer as ``eval_batch`` returns it. Subclasses may override this method.
+        """Convert the output of the last layer to the output that ``eval_batch`` returns.
 
-        For a last layer that leaves work to the loss function, such as logits that the loss computes in chunks.
+        Subclasses override this method if the last layer leaves work to the loss function. Example: the loss function
+        computes the logits in chunks, and this method computes all of them.
         """
         return output
 

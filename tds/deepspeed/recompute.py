@@ -113,7 +113,7 @@ class Recompute:
 
 
 class _Kept:
-    """The saved copy of one tensor. ``held``: this rank's bytes of it."""
+    """The saved copy of one tensor. ``held`` contains this rank's shard of the copy as bytes."""
 
     def __init__(self, x: torch.Tensor) -> None:
         cut = Slice()
@@ -154,7 +154,7 @@ def _tracking(states: dict[str, Any]) -> Iterator[None]:
 
 
 def recomputes_reentrantly(module: Any) -> bool:
-    """Return True if recompute requires float inputs of the first stage to have a gradient.
+    """Return True if recompute is reentrant, so that float inputs of the first stage must require gradients.
 
     Functions other than DeepSpeed's are assumed not to be reentrant.
     """

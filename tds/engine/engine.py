@@ -45,8 +45,8 @@ class ScheduleEngine:
         nominal_weight    power of two by which losses returned as ``tds.Weighted`` are divided in the backward. A value
                           near the number of tokens per step, over all replicas, keeps 16-bit gradients in range
         mean_num_micro_batches
-                          mean number of micro-batches per replica, for replicas with unequal numbers of them. None:
-                          every replica has as many as this one
+                          mean number of micro-batches per replica, if the replicas have different numbers. None: all
+                          replicas have the same number
         on_micro_batch    called with the index of the micro-batch before each forward in training
         on_action         called with each action before it runs, in training and in evaluation
         agrees_on_data    False: skip the small messages before and after each call by which all ranks detect a loader
@@ -139,9 +139,10 @@ class ScheduleEngine:
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train on one global batch and return its mean loss, which is equal on every rank. Collective.
 
-        Every rank runs the same collectives in the same order: the data-parallel all-reduces that the backward has not
-        started yet, the all-reduce of the losses, the sums of tied weights, then the wait for all of them. ``on_loss``
-        and the check of the loss run after these, so that no message is in flight if they raise.
+        Every rank starts the same collectives in the same order: the data-parallel all-reduces that the backward has
+        not started yet, the all-reduce of the losses, then the all-reduces of tied weights' gradients. The rank then
+        waits for all of them, before it checks the loss and calls ``on_loss``, so that no message is in flight if one
+        of these raises.
 
         Args:
             data_iter: yields ``micro_batches`` micro-batches on the ranks of the first and last stage that read data.
@@ -185,7 +186,7 @@ class ScheduleEngine:
                 if gradients.are_multiplied_in_step:
                     if self.grid.data_parallel_size > 1:
                         self._reduce_over_replicas(gradients, reducer, 1.0)
-                    if is_scattered:  # each replica now has only its shards, so less is sent between stages
+                    if is_scattered:  # each replica now has only its shards, so stages exchange fewer bytes
                         self._reduce_tied(gradients)
                     read_with_norm(self.optimizer, losses)
                 else:
@@ -287,7 +288,10 @@ class ScheduleEngine:
             self.data_iterator = iter(loader)
 
     def set_batch_fn(self, fn: BatchFn | None) -> None:
-        """Set the function that makes (inputs, labels) of an item; it gets None on a rank without an iterator."""
+        """Set the function that converts an item of the data iterator to (inputs, labels).
+
+        On a rank without an iterator, the function is called with None.
+        """
         self.batch_fn = fn
 
     def set_schedule(self, schedule: Any) -> None:
@@ -313,7 +317,7 @@ class ScheduleEngine:
         self._monitor.watchdog.limit_s = limit_s
 
     def let_watch(self) -> P2PCommunicator:
-        """Stop the engine's watchdog, for a program that has a watchdog of its own.
+        """Stop the engine's watchdog, for a program that has its own watchdog.
 
         Returns:
             The communicator. Its ``action``, ``waiting``, ``waits`` and ``history`` describe this rank's current
@@ -323,7 +327,7 @@ class ScheduleEngine:
         return self._stage.exchange
 
     def set_input_grad(self, values: Sequence[bool] | None) -> None:
-        """Declare which of the tensors sent between stages have a gradient, from the next call on."""
+        """Declare for which of the tensors sent between stages a gradient is sent back, from the next call on."""
         boundary.set_list(self.module, "_input_grad", values)
 
     def set_input_type(self, values: Sequence[Any] | None) -> None:
@@ -460,14 +464,14 @@ class ScheduleEngine:
         return [p for p in self.module.parameters() if p.requires_grad]
 
     def _groups(self) -> Collection[Any]:
-        """Return the process groups, other than those of the messages, whose timeout ``set_wait_limit`` changes."""
+        """Return the process groups whose timeout ``set_wait_limit`` changes, except the message groups."""
         grid = self.grid
         groups = [grid.get_pipe_parallel_group(), grid.get_data_parallel_group(), grid.get_model_parallel_group()]
         groups += [self._world_group, *(group for weight, group in self.module.get_tied_weights_and_groups())]
         return [group for group in groups if isinstance(group, dist.ProcessGroup)]
 
     def _refuse_unfrozen(self, known: Collection[torch.nn.Parameter]) -> None:
-        """Raise RuntimeError if a weight has been unfrozen that DeepSpeed's optimizer would never update.
+        """Raise RuntimeError if a weight was unfrozen too late for DeepSpeed's optimizer to update it.
 
         Args:
             known: the parameters that were trainable when the optimizer copied them into its buffers.

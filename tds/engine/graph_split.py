@@ -55,7 +55,7 @@ class _Graph:
     """The part of autograd's graph that is reachable from ``roots``.
 
     Attributes:
-        order: all nodes, each after the nodes that it leads to.
+        order: all nodes, each after its ``next_functions``.
         branches: the branches whose weight gradients can be deferred.
         hidden: number of weight elements of the linear layers that are split without the graph.
     """
@@ -95,7 +95,8 @@ def pays(roots: Sequence[Any], inputs: Sequence[torch.Tensor], anchor: torch.Ten
     """Return True if splitting by the graph defers more weight elements than splitting only the linear layers.
 
     Args:
-        anchor: the leaf that marks split linear layers: their nodes lead to it and have ``leaves``.
+        anchor: the leaf tensor that marks split linear layers. It is an input of each of their nodes, and each of these
+            nodes has an attribute ``leaves`` (weight, bias).
     """
     graph = _Graph(roots, inputs, anchor)
     return sum(weight.numel() for branch in graph.branches for weight in branch.weights) > graph.hidden
@@ -104,7 +105,10 @@ def pays(roots: Sequence[Any], inputs: Sequence[torch.Tensor], anchor: torch.Ten
 def backward(
     roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[torch.Tensor], anchor: torch.Tensor
 ) -> list[Branch]:
-    """Run the backward of ``roots`` without the weights that can be deferred; return the deferred branches.
+    """Run the backward of ``roots``, except for the weight gradients that can be deferred.
+
+    Returns:
+        The branches whose weight gradients are deferred. ``Branch.run`` computes them.
 
     Args:
         roots: a loss, or gradient edges with their ``grads``.
@@ -130,7 +134,7 @@ def _node(root: Any) -> Any:
 
 
 def _nodes(roots: Iterator[Any]) -> Iterator[Any]:
-    """Yield every node reachable from ``roots`` once, after the nodes that it leads to."""
+    """Yield every node that is reachable from ``roots`` once, after its ``next_functions``."""
     seen: set[Any] = set()
     stack = [(node, False) for node in roots]
     while stack:

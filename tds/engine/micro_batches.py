@@ -76,7 +76,10 @@ class BatchSource:
             self._first = self._read()
 
     def next(self, micro_batch: int = 0) -> tuple[Any, Any]:
-        """Return (inputs, labels) of the next micro-batch, which is ``micro_batch``.
+        """Return (inputs, labels) of the next micro-batch.
+
+        Args:
+            micro_batch: index of that micro-batch.
 
         Raises:
             DataEnded: the iterator has ended, and there is no agreement with other ranks.
@@ -99,7 +102,10 @@ class BatchSource:
             self.agreement.end(self.ended_at, self.checksums, num_micro_batches)
 
     def _fetch(self, iterator: Iterator[Any]) -> int:
-        """Fetch the first item before the batch function runs, in which other ranks of a group may already wait."""
+        """Fetch the first item from ``iterator``; return READY, or ENDED if there is none.
+
+        This happens before the batch function runs, because other ranks of the tensor group may wait inside theirs.
+        """
         try:
             self._fetched = [next(iterator)]
         except StopIteration:
@@ -118,7 +124,7 @@ class BatchSource:
         return batch[0], batch[1]
 
     def _given(self, iterator: Iterator[Any]) -> Any:
-        """Return the next item of the iterator, or its last item again after it has ended; ``end`` reports that."""
+        """Return the next item of the iterator; after its end, repeat the last item until ``end`` raises the error."""
         try:
             batch = self._fetched.pop() if self._fetched else next(iterator)
         except StopIteration:
@@ -152,7 +158,7 @@ class BothEndsSource(BatchSource):
 
 
 def read_ahead(iterator: Iterator[Any] | None) -> None:
-    """Call the iterator's method ``read_ahead``, if it has one: the host is idle while the device is busy."""
+    """Call the iterator's method ``read_ahead``, if it has one, to prefetch data while the device is busy."""
     read = getattr(iterator, "read_ahead", None)
     if read is not None:
         read()

@@ -76,7 +76,11 @@ class EngineMonitor:
 
     @contextmanager
     def step(self, step: int, num_micro_batches: int) -> Iterator[None]:
-        """Watch and time one ``train_batch``, the update ``step``, and record it if the trace or "auto" needs it."""
+        """Watch and time one ``train_batch``; record its actions if the trace or "auto" needs them.
+
+        Args:
+            step: number of updates before this one.
+        """
         self._stage.span = None
         has_readers = self._tracing is not None or self._auto is not None
         recording = self._recording(step, num_micro_batches) if has_readers else nullcontext()

@@ -21,9 +21,9 @@ KEYS = (
     "trace_steps", "timeout_s", "check_data", "overlap_reduction", "p2p_max_ctas", "backward_split",
     "overlap_forward_backward",
 )  # fmt: skip
-"""Keys of DeepSpeed 0.19 and those that tds adds: schedule, schedule_file, chunks, placement, micro_batch_group_size,
-trace, trace_steps, timeout_s, check_data, overlap_reduction, p2p_max_ctas, backward_split. "overlap_forward_backward"
-was removed: it is accepted, and ``log_unused_settings`` reports that it has no effect."""
+"""Accepted keys. tds adds the following to the keys of DeepSpeed 0.19: schedule, schedule_file, chunks, placement,
+micro_batch_group_size, trace, trace_steps, timeout_s, check_data, overlap_reduction, p2p_max_ctas, backward_split.
+"overlap_forward_backward" was removed: it is accepted, and ``log_unused_settings`` reports that it has no effect."""
 BACKWARD_SPLITS = {"auto": None, "linear": False, "graph": True}
 UNSUPPORTED = {
     "amp": 'use "bf16" or "fp16"',
@@ -154,7 +154,8 @@ def _schedule_in(path: Any, section: Mapping[str, Any]) -> FileSchedule:
 def accepted(given: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON without the ``UNSUPPORTED`` sections, all of which must be disabled.
 
-    They are removed because DeepSpeed rejects some of them even when disabled, after dropping those features.
+    These sections are removed because newer releases of DeepSpeed, which dropped some of the features, raise an error
+    for their sections even if they are disabled.
 
     Raises:
         NotImplementedError: an unsupported section is enabled.

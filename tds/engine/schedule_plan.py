@@ -60,7 +60,7 @@ class SchedulePlan:
         return _forwards(self.placement.num_chunks)(self.placement.num_stages, num_micro_batches, self.stage)
 
     def limits(self, num_micro_batches: int, *, is_training: bool = True) -> tuple[int, Posts]:
-        """Return (maximum number of pending sends, posts of the receives) for ``P2PCommunicator.set_limits``."""
+        """Return the send window and the posting times of receives, as ``P2PCommunicator.set_limits`` expects them."""
         key = num_micro_batches, is_training
         if key not in self._limits:
             if is_training:
@@ -79,7 +79,11 @@ def _forwards(num_chunks: int) -> Order:
 
 
 def prove(order: Order, name: str, num_micro_batches: int, placement: Placement) -> None:
-    """Raise ScheduleError, with the name of a user's ``order``, if it is incomplete or would deadlock."""
+    """Validate a user's ``order``: raise ScheduleError if it is incomplete or would deadlock.
+
+    Args:
+        name: name of the schedule for the error message.
+    """
     try:
         num_stages = placement.num_stages
         stages = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]

@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 class Stage:
     """The layers of one pipeline rank and their communication with the adjacent stages.
 
+    Args:
+        module: the layers of this stage, see ``ScheduleEngine``.
+        exchange: the communicator of this stage.
+        by_graph: split backwards by autograd's graph, see ``WeightGradStore``.
+        recompute: activation recomputation of the layers; None: no recomputation.
+
     Attributes:
         recorder: records the times of each action in training; None: actions are not recorded.
         span: clock marks before and after the actions of the last run.
@@ -76,7 +82,7 @@ class Stage:
         return bool(self._program.put_off)
 
     def run(self, actions: Sequence[Action], call: Call) -> None:
-        """Run ``actions`` in order. Collective: the other stages run their actions.
+        """Run ``actions`` in order. Collective: all other stages must run their actions of the same call.
 
         Raises:
             RuntimeError: an earlier call failed midway, so its messages may still be in flight.
@@ -165,7 +171,7 @@ class Stage:
             call.reducer.register_chunk_ready(action.chunk)
 
     def backward_in_halves(self, action: Action, call: Call) -> None:
-        """Run ``backward`` for a stage with modules that defer their weight gradients in every backward."""
+        """Run a full backward as two halves, for modules that defer their weight gradients in every backward."""
         self._run_backward(action, call)
         self.backward_weight(action, call)
 
@@ -227,9 +233,10 @@ class Stage:
         return action_key(action) if self.exchange.is_training and isinstance(action, Forward) else None
 
     def _starting_reductions(self, action: Action, call: Call) -> AbstractContextManager[None]:
-        """Return a context in which data-parallel reductions start as the last backward of a chunk fills their buckets.
+        """Return a context in which the last backward of a chunk starts the all-reduces of the buckets that it fills.
 
-        The context does nothing if the gradients are not final after that backward.
+        The context does nothing if ``action`` is not the last backward of its chunk, if the schedule defers weight
+        gradients, if recompute is reentrant, or if the gradient source stores gradients only after the backward.
         """
         if call.reducer is None or action not in self._program.last or self.splits or call.recomputes_reentrantly:
             return nullcontext()

@@ -32,7 +32,17 @@ from tds.schedule import (
 class Call:
     """Arguments and results of one ``train_batch`` or ``eval_batch``.
 
-    ``reducer`` is None with a single replica or without gradients.
+    Attributes:
+        source: reads the micro-batches.
+        meter: sums the losses on the last stage.
+        gradients: access to the optimizer's gradients; None in evaluation.
+        reducer: all-reduces the gradients over the replicas; None with a single replica or without gradients.
+        loss_scale: factor of each loss before its backward.
+        recomputes_reentrantly: recompute is reentrant, so float inputs of the first stage must require gradients.
+        collects_losses: False: the last stage stores the model's outputs and computes no losses.
+        part: returns a context that times one part of the step, see ``Report.part``.
+        outputs: result of an evaluation: the loss or output of each micro-batch on the last stage.
+        last_output: output of the last micro-batch of an evaluation on the last stage.
     """
 
     source: BatchSource
@@ -68,8 +78,9 @@ class Program:
     """Properties derived from the actions of a call on one stage.
 
     Attributes:
-        messages: (received message, sent message) of each action. A forward that reads the data receives None, as does
-            the backward of the loss; a forward that computes the loss and the backward of the first layers send None.
+        messages: (received message, sent message) of each action. The received message is None for a forward that reads
+            data and for the backward of the loss. The sent message is None for a forward that computes the loss and for
+            the backward of the model's first layers. Both are None for ``BackwardWeight``.
         last: the actions after which all gradients of their chunk are final.
         put_off: (micro-batch, chunk) of each backward whose weight gradients are deferred.
         reads: the stage reads micro-batches from the data.

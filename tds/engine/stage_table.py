@@ -139,7 +139,11 @@ def bubble_of(stages: Sequence[Sequence[Row]]) -> float | None:
 
 
 def gathered_bubble(rows: Sequence[Row], stage: int, group: Any, device: torch.device) -> float | None:
-    """Return the bubble of the steps whose ``rows`` each stage passes. Collective over the pipeline's ``group``."""
+    """Return the bubble over all stages. Collective over the pipeline's ``group``.
+
+    Args:
+        rows: the times of the steps on this stage; every stage passes the same steps.
+    """
     if dist.get_world_size(group) == 1:
         return bubble_of([rows])
     local = torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 3)

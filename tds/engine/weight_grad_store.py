@@ -17,7 +17,7 @@ is accumulated later through its weight's ``AccumulateGrad`` node, so hooks run 
 needs no change. A ``TorchFunctionMode`` would not work: it is off inside ``backward``, where recompute runs layers
 again, and on GPUs the backward runs in another thread.
 
-A module's ``backward_dw()`` computes the gradients of its weights for the oldest of its backwards that is not done yet,
+A module's ``backward_dw()`` computes its weight gradients for the oldest backward whose weight gradients are pending,
 and stores them in ``grad``. The engine calls it on the outermost module that has it, once per forward in a micro-batch.
 A module that can also compute weight gradients in its backward has an attribute ``delay_wgrad``, which the engine sets
 to True during forwards whose backward is split. A module without it, such as ``te.Linear(delay_wgrad_compute=True)``,
@@ -125,8 +125,8 @@ class DelayedModules:
     """The outermost modules of a stage with ``backward_dw()``, and their forward counts per micro-batch and chunk.
 
     Args:
-        current: returns the (micro-batch, chunk) of the running training forward, or None. Forwards during None, in
-            evaluation or recompute, are not counted.
+        current: returns the (micro-batch, chunk) of the running training forward. It returns None during evaluation and
+            recompute, whose forwards are not counted.
 
     Attributes:
         always_wait: at least one module defers its weight gradients in full backwards too.
@@ -291,7 +291,7 @@ class WeightGradStore:
 
 
 class _SplitLinear(torch.autograd.Function):
-    """``F.linear`` whose backward stores the work for weight and bias in its splitter.
+    """``F.linear`` whose backward stores the work for weight and bias in a ``WeightGradStore``, the ``splitter``.
 
     Weight and bias are passed in a tuple to hide them from autograd, which would otherwise run their hooks before they
     have a gradient. ``anchor`` makes the output require a gradient in their place.

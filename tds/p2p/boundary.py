@@ -2,17 +2,18 @@
 
 The module has either three lists with one entry per tensor:
 
-    module._input_grad = [True, False]               # has a gradient?
+    module._input_grad = [True, False]               # is a gradient sent back?
     module._input_type = ["float", "bool"]           # float, int, bool, or a torch.dtype
     module._input_pipe_partitioned = [True, False]   # sharded over the tensor group in transit?
 
-or a list of records, for all boundaries or per boundary. The keys are the indices of the pieces that send:
+or a list of records. It applies to all boundaries, or is given per boundary in a dict whose keys are the indices of the
+sending pieces:
 
     module.boundary = [Boundary("hidden"), Boundary("mask", "bool")]
     module.boundary = {0: [Boundary("hidden")], 1: [Boundary("hidden"), Boundary("memory", torch.float32)]}
 
-The declaration must be equal on every rank. Without a declaration, any tensors may be sent, and a float has a gradient
-if it requires one on the sender.
+The declaration must be equal on every rank. Without a declaration, any tensors may be sent, and a gradient is sent back
+for each float tensor that requires one on the sender.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Boundary:
 
     Attributes:
         dtype: a torch.dtype, "float", "int" or "bool", or None for any type.
-        needs_grad: the tensor has a gradient; None: True unless ``dtype`` is an int or bool type.
+        needs_grad: a gradient is sent back for the tensor; None: True unless ``dtype`` is an int or bool type.
         partitioned: the tensor is sharded over the tensor group in transit.
     """
 

@@ -58,7 +58,7 @@ def collective_scope(stage: int, doing: str) -> Iterator[None]:
     _number += 1
     try:
         yield
-    except RuntimeError as error:  # ``doing`` is not reset, so that the watchdog can report it until its ``over`` ends
+    except RuntimeError as error:  # ``doing`` is not reset, so that ``EngineWatchdog.over`` can report it
         raise PeerLost(f"stage {stage} lost a rank while {doing}: {error}") from error
     except BaseException:
         present.doing = outer

@@ -1,9 +1,9 @@
 """P2PCommunicator: asynchronous messages between stages, with receives posted before the action that needs them.
 
-One call of ``train_batch`` or ``eval_batch`` is one ``begin`` ... ``finish``. Messages of one type from one neighbour
-are sent in the order of the schedule, so they need no sequence number. A header with shapes and dtypes precedes the
-first activation of each boundary, or every activation with ``dynamic_shape``. A gradient has the shape of its
-activation. If the header equals the previous call's, both sides reuse the cached layout.
+Each ``train_batch`` or ``eval_batch`` starts with ``begin`` and ends with ``finish``. Messages of one type from one
+neighbour are sent in the order of the schedule, so they need no sequence number. A header with shapes and dtypes
+precedes the first activation of each boundary, or every activation with ``dynamic_shape``. A gradient has the shape of
+its activation. If the header equals the previous call's, both sides reuse the cached layout.
 
 ``tds.schedule.limits`` determines after which action each receive is posted. On an accelerator, receives run on a
 separate stream, so that they do not wait for the kernels of that action. On the CPU, a receive is posted one action
@@ -40,14 +40,14 @@ Fingerprint = tuple[Structure, list[tuple[Any, ...]]]
 
 @dataclass
 class BoundaryTensors:
-    """The tensors of one boundary as both sides have agreed on them; cached for later calls.
+    """Description of the tensors of one boundary, equal on both sides and cached for later calls.
 
     Attributes:
         specs: type, shape and flags of each tensor.
         structure: container of the tensors.
         activations, gradients: layouts of the messages.
         header: the header that announced these tensors.
-        fingerprint: types, shapes and structure of the described output; only on the sender.
+        fingerprint: structure and tensor properties of the output that ``specs`` describes; None on the receiver.
     """
 
     specs: tuple[TensorMeta, ...]
@@ -66,7 +66,7 @@ class BoundaryTensors:
         return cls(specs, structure, PackedLayout(specs, cut), PackedLayout(with_grad, cut), header, fingerprint)
 
     def with_grad(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the ``tensors`` of a message that have a gradient."""
+        """Return the ``tensors`` of a message for which a gradient is sent back."""
         return [tensor for tensor, spec in zip(tensors, self.specs, strict=True) if spec.needs_grad]
 
 
@@ -180,7 +180,10 @@ class P2PCommunicator(Transport):
             posted.clear()
 
     def send_forward(self, message: Message, output: Any) -> list[torch.Tensor]:
-        """Send a stage's output; return its tensors that will receive gradients, in the order of these gradients.
+        """Send a stage's output.
+
+        Returns:
+            The output tensors for which gradients are sent back, in the order in which ``recv_backward`` returns them.
 
         Raises:
             TypeError, BoundaryError: the output does not match the declaration. Nothing has been sent.
@@ -256,7 +259,10 @@ class P2PCommunicator(Transport):
     def _check_again(
         self, message: Message, tensors: Sequence[torch.Tensor], structure: Structure, crossing: BoundaryTensors
     ) -> None:
-        """Raise BoundaryError if an output with another fingerprint than the first one also has another description."""
+        """Raise BoundaryError if the description of an output differs from the first one of this call.
+
+        Called only if the fingerprints differ. The descriptions may still be equal.
+        """
         specs = self._describe(message, tensors, structure)
         structures = structure, crossing.structure
         check_same(specs, crossing.specs, structures, self._output_place(message), micro_batch=message.micro_batch)

@@ -66,7 +66,8 @@ def encode_header(specs: Sequence[TensorMeta], structure: Structure, place: Plac
 
 def decode_header(header: torch.Tensor) -> tuple[tuple[TensorMeta, ...], Structure]:
     """Return (description of each tensor, structure)."""
-    magic, num_tensors, form, num_key_bytes, *values = header.tolist()  # one call: each read of a device would wait
+    # One call, because each read of a device tensor waits for the device.
+    magic, num_tensors, form, num_key_bytes, *values = header.tolist()
     if magic != MAGIC:
         raise RuntimeError(f"expected a header of tds, got {magic:#x}: the stages run different schedules")
     specs = []

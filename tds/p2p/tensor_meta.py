@@ -103,10 +103,12 @@ def check_same(
     micro_batch: int,
     names: Sequence[str] = (),
 ) -> None:
-    """Raise BoundaryError if a micro-batch's output differs from that of the first one of the call.
+    """Raise BoundaryError if the outputs of two micro-batches of a call have different descriptions.
 
     Args:
-        structures: the structures of this micro-batch and of the first one.
+        now: description of the output of ``micro_batch``.
+        first: description of the first output of the call.
+        structures: the structures of both outputs, in this order.
     """
     for index, (spec, expected) in enumerate(zip(now, first, strict=False)):
         if spec != expected:

@@ -113,9 +113,9 @@ class Transport:
         return transfer.buffer
 
     def let_go(self, answer: Message) -> None:
-        """Free the sent activations up to the one that the gradient ``answer`` belongs to.
+        """Free the buffers of sent activations, up to and including the activation whose gradient is ``answer``.
 
-        Its sender has received that activation, so these sends have completed.
+        The peer has received that activation before it sent the gradient, so these sends have completed.
         """
         sends, answered = self._sending[Kind.ACTIVATION, answer.peer], (answer.micro_batch, answer.chunk)
         sent_keys = [(handle.message.micro_batch, handle.message.chunk) for handle in sends]

@@ -83,7 +83,7 @@ class Placement:
         return chunk * self.num_stages + self._mirrored(stage, chunk)
 
     def stage_of(self, piece: int) -> int:
-        """Return the stage of a piece. Indices beyond both ends continue the pattern."""
+        """Return the stage of a piece. Indices before the first or after the last piece continue the pattern."""
         chunk, position = divmod(piece, self.num_stages)
         return self._mirrored(position, chunk)
 

@@ -94,9 +94,10 @@ class _Weaver:
         self.backwards = [(micro_batch, num_chunks - 1 - chunk) for micro_batch, chunk in self.forwards]
         forward_at = {key: i for i, key in enumerate(self.forwards)}
         backward_at = {key: i for i, key in enumerate(self.backwards)}
-        # For each forward of stage 0: the number of forwards that the last stage must have completed before.
+        # For each forward of stage 0: the number of forwards that the last stage must have completed before it.
         self.entry = [forward_at[i, chunk - 1] + 1 if chunk else 0 for i, chunk in self.forwards]
-        # For each backward of the last stage: the numbers of (its forwards, backwards of stage 0) to complete before.
+        # For each backward of the last stage: the number of forwards that this stage must have completed before it, and
+        # the number of backwards that stage 0 must have completed before it.
         top = num_chunks - 1
         self.turn = [
             (forward_at[i, top] + 1, backward_at[i, chunk + 1] + 1 if chunk < top else 0) for i, chunk in self.backwards
@@ -201,7 +202,7 @@ def one_forward_one_backward(num_stages: int, num_micro_batches: int, stage: int
 def zero_bubble_h1(
     num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 1, group_size: int = 0
 ) -> list[Action]:
-    """Return the actions of 1F1B, or interleaved 1F1B, of ``stage`` with deferred weight halves of backwards."""
+    """Return the actions of ``stage`` in ZB-H1: 1F1B (with chunks interleaved 1F1B) with split backwards."""
     if num_chunks == 1:
         unsplit = one_forward_one_backward(num_stages, num_micro_batches, stage)
     else:
@@ -215,9 +216,9 @@ def zero_bubble_h1(
 
 
 def _put_off(whole: Sequence[Action], trail: int, stay_whole: int) -> list[Action]:
-    """Return ``whole`` with split backwards; each weight half follows the input halves of ``trail`` later backwards.
+    """Split the backwards of the actions ``whole``, except the first ``stay_whole`` backwards.
 
-    The first ``stay_whole`` backwards are not split.
+    Each weight half runs after the input halves of ``trail`` later backwards.
     """
     actions: list[Action] = []
     deferred: deque[Action] = deque()

@@ -28,11 +28,15 @@ from tds.schedule.validate import Channel, Content, ScheduleError, run, validate
 # | zb-v | 2 | min(2 p, i + 1 + m) chunks | m max(T) + (p - 1) mean(T) / 6 at F = B = W | (p - 1) / (6 m + p - 1) |
 # | dualpipev | 2 | min(2 p + 1, i + 1 + m) chunks | m max(T) + (p - 1) mean(T) / 6 at F = B = W | (p - 1) / (6 m + p - 1) |  # noqa: E501
 #
-# The formulas below gpipe assume enough micro-batches. If m < p, each missing micro-batch costs another max(T) / 3 in
-# zb-h1 and (c - 1) max(T) / c in interleaved. If m > p, each micro-batch missing to a multiple of p costs about two
-# thirds of that in interleaved, and about one third in zb-h1 with chunks. The formulas of zb-v and dualpipev assume
-# m >= 2 p: each missing micro-batch costs about mean(T) / 6, or mean(T) / 3 below p. Messages are assumed to take no
-# time. The function ``simulate`` runs the actions with given costs instead.
+# The formulas in the rows below gpipe assume enough micro-batches:
+#
+# * zb-h1 and interleaved assume m >= p. Each micro-batch fewer adds max(T) / 3 to the step time in zb-h1, and
+#   (c - 1) max(T) / c in interleaved.
+# * With chunks, m should be a multiple of p. If m > p, each micro-batch that is missing to the next multiple of p adds
+#   about two thirds of (c - 1) max(T) / c in interleaved, and about one third of it in zb-h1.
+# * zb-v and dualpipev assume m >= 2 p. Each micro-batch fewer adds about mean(T) / 6, or mean(T) / 3 if m < p.
+#
+# All formulas assume that messages take no time. ``simulate`` computes step times with measured or given costs instead.
 #
 # Sources: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 2.2; Qi et
 # al. 2023, "Zero bubble pipeline parallelism", section 2.
@@ -44,11 +48,11 @@ IN_A_V = ("zb-v", "dualpipev")
 SPLITTING = ("zb-h1", *IN_A_V)
 """Schedules that defer weight gradients."""
 AUTO = "auto"
-"""Selects the fastest schedule by measuring the first steps, among those for the placement of the chunks. "auto:" and a
-list of names, such as "auto:1f1b,gpipe", restricts the choice to these schedules."""
+"""Name that selects the fastest of the schedules for the placement of the chunks, by measuring the first steps. "auto:"
+and a list of names, such as "auto:1f1b,gpipe", restricts the choice to these schedules."""
 SPLIT_PRICE = 0.10
 """Relative extra time of a backward with deferred weight gradients on a CPU, measured on a stage with the head
-(docs/experiments.md, row of 5a29946 and after). Not measured on other devices."""
+(docs/experiments.md, row "5a29946 and after"). Not measured on other devices."""
 SCHEDULES = (*dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS, *IN_A_V)), AUTO)
 
 

@@ -143,7 +143,7 @@ def dual_pipe_v(num_stages: int, num_micro_batches: int, stage: int, num_chunks:
         order.add_whole(UP)
         order.add(Forward, UP)
         order.add_whole(DOWN)
-    # The second half of these backwards is split; on an even stage, the split starts between the two chunks.
+    # The last ``stage + 1`` of these ``2 (stage + 1)`` backwards are split.
     for turn in range(stage + 1):
         for chunk in (UP, DOWN):
             if 2 * turn + (chunk == DOWN) > stage:

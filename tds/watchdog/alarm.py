@@ -39,7 +39,7 @@ not reported as dead.
 LOOKS_PER_S = 10_000
 """Maximum polls per second of all ranks. The store's single thread answered 28,000 to 49,000 polls/s on two cores."""
 ANSWERS_PER_S = 2_000
-"""Number of reports per second that the judging rank can read while all ranks poll."""
+"""Number of reports per second that the rank which determines the verdict can read while all ranks poll."""
 PAUSE_S = 0.02
 
 

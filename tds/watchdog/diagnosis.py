@@ -88,7 +88,11 @@ def report(
 
 
 def on_device(own: Report, action: Action | None) -> Report:
-    """Return ``own`` with the device's current action added; None: the host does not queue work on a device."""
+    """Return the report ``own`` with the device's current action added.
+
+    Args:
+        action: the action that the device runs; None: unknown, or the host does not queue work on a device.
+    """
     return own if action is None else replace(own, words=f"{own.words}, its device is at its {_name(action)}")
 
 

@@ -44,8 +44,8 @@ def operations(groups: Mapping[str, str] | None = None) -> list[Operation]:
 def idle_s() -> float:
     """Return the seconds since this process started its last operation; infinite if it has started none.
 
-    If the wall clock has been changed, the operation may have started before or after that. The shorter of both times
-    is returned.
+    torch records wall-clock times. If the wall clock has been changed since the import of this module, the operation
+    may have been recorded by the old or by the new clock, so the shorter of the two durations is returned.
     """
     recorded = operations()
     if not recorded:

@@ -1,6 +1,6 @@
 """Watchdogs of an engine and of a run: timer and listener threads, time limits, and hooks for the reaction.
 
-| class | late | reaction to the verdict |
+| class | raises an alarm if | reaction to the verdict |
 |---|---|---|
 | ``EngineWatchdog`` | a wait for other ranks exceeds the limit | the error of the wait names the missing rank |
 | ``RunWatchdog`` | any phase exceeds its limit | the process exits with code 4 |
@@ -111,7 +111,7 @@ class Watchdog:
         return self.limit_s
 
     def _describe(self, own: Report, state: State) -> Report:
-        """Return the report ``own``, which is based on messages and collectives, with further information."""
+        """Return ``own``, the report based on messages and collectives, with information of the subclass added."""
         return own
 
     def _past(self) -> list[str]:
@@ -331,8 +331,8 @@ class EngineWatchdog(Watchdog):
 class RunWatchdog(Watchdog):
     """Watches one rank of a run, whose main thread sets its phase and counts its steps.
 
-    Only communication with other ranks, a completed step or a new phase counts as progress. The stacks of a late rank
-    are written too.
+    Only communication with other ranks, a completed step or a new phase counts as progress. If the watchdog's own
+    threads do not run for ``limit_s``, ``faulthandler`` writes the stacks of all threads.
 
     Args:
         alarms: alarms over a store that only this run uses.
