@@ -2,8 +2,8 @@
 
 In the last backward, gradients become final one by one, from the last layer to the first. They are sent in buckets. A
 bucket starts when its last gradient is final and all previous buckets have started: all replicas must start buckets in
-the same order (``ChunkOrder``, ``AgreedOrder``), even if their gradients become final in different orders. The
-all-reduces of all layers except the first thus overlap with the backward. The results are bitwise equal to those of
+the same order (``ChunkOrder``, ``AgreedOrder``), even if their gradients become final in different orders. The all-
+reduces of all layers except the first thus overlap with the backward. The results are bitwise equal to the results of
 ``reduce_gradients`` after the backward.
 
 A gradient to which autograd adds twice in one backward (a weight shared by several layers, under reentrant recompute)
@@ -71,7 +71,7 @@ class BucketSchedule:
         return self._take_up_to(len(self._buckets))
 
     def reset(self) -> None:
-        """Start a new step and drop the arrived gradients, including those of an interrupted backward."""
+        """Start a new step, and forget which gradients have arrived, also if the backward was interrupted."""
         self._next, self._missing = 0, [len(bucket) for bucket in self._buckets]
 
     def _take_up_to(self, end: int) -> list[Bucket]:
@@ -312,7 +312,7 @@ class BucketReducer:
             self._start(self.order.arrived(parameter))
 
     def register_chunk_ready(self, chunk: int, apart_from: Iterable[torch.Tensor] = ()) -> None:
-        """Register that the gradients of ``chunk`` are final, except those of ``apart_from``."""
+        """Register that the gradients of the parameters of ``chunk``, except ``apart_from``, are final."""
         still_waiting = set(apart_from)
         for parameter in self.order.of_chunk(chunk):
             if parameter not in still_waiting:

@@ -104,7 +104,7 @@ def convert_parameters(module: torch.nn.Module, function: Callable[[torch.Tensor
 
 
 def sends_over_host() -> bool:
-    """Return True if the collectives of the device are those of the host (gloo)."""
+    """Return True if collectives on device tensors run on the host (gloo)."""
     return get_accelerator().communication_backend_name() == "gloo"
 
 

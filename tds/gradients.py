@@ -43,7 +43,7 @@ class GradientSource(Protocol):
         come_in_hooks: the parameters' hooks store gradients before ``after_backward``, so that all-reduces may start
             during a backward.
         norm_is_scaled: the optimizer's norm includes the loss scale.
-        takes_unfrozen: the optimizer updates all weights of its groups, including those unfrozen after ``initialize``.
+        takes_unfrozen: the optimizer also updates weights of its groups that are unfrozen after ``initialize``.
         are_multiplied_in_step: the optimizer multiplies gradients by its ``gradient_factor`` in its step. The norm is
             computed before that (``norm_of_sums``) and passed to the optimizer as ``raw_norm``, so that loss and norm
             are copied to the host together.

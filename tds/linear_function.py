@@ -90,7 +90,11 @@ def accumulates_in_place(weight: torch.Tensor) -> bool:
 
 
 def is_plain_product(x: Any, weight: Any, bias: Any) -> bool:
-    """Return True if ``weight`` is a leaf whose gradient can be computed after that of ``x``, in the same dtype."""
+    """Return True if the gradient of ``weight`` can be computed later than the gradient of ``x``.
+
+    ``weight`` must be a trainable leaf matrix with the dtype of ``x``, outside of autocast and of compiled layers, and
+    ``bias`` a leaf or None.
+    """
     plain = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)
     if not plain or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
         return False

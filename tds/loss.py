@@ -99,7 +99,7 @@ class LossMeter:
         """Add one micro-batch's losses and return the root of its backward, before loss scaling.
 
         Raises:
-            TypeError, ValueError: the losses have an unsupported structure, or another one than before.
+            TypeError, ValueError: the structure of the losses is not supported, or has changed since the last call.
         """
         losses = named_losses(loss, micro_batch)
         trained, num_own = next(iter(losses)), len(losses)
@@ -169,7 +169,7 @@ def _with_additional(losses: dict[str, Any], more: Mapping[str, Any]) -> dict[st
 
 
 def named_losses(loss: Any, micro_batch: int) -> dict[str, Any]:
-    """Return the losses by name, the one to train on first.
+    """Return the losses by name; the first one is the loss to train on.
 
     Raises:
         TypeError: the structure is not one that a loss function may return.

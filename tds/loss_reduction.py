@@ -35,8 +35,8 @@ class MeanLosses:
     """The mean losses of a global batch.
 
     Attributes:
-        numbers: all losses by name as Python floats, the one to train on first. Reading tensors would wait for the
-            device.
+        numbers: all losses by name as Python floats, because reading tensors would wait for the device. The first one
+            is the loss to train on.
         doubles: names of the losses in fp64.
         num_own: number of losses that come from the loss function.
     """

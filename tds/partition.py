@@ -37,7 +37,7 @@ def _cheapest_cut(
         price: returns the price of a run from start to stop; infinite: the run is not allowed.
         join: combines the prices of the runs: ``max`` or ``add``.
         shortest: tie-breaker. "first": prefer the shortest first run, then the shortest second run, and so on; "last":
-            prefer the shortest last run, then the one before it.
+            prefer the shortest last run, then the shortest run before it.
     """
     is_mirrored = shortest == "last"
     prices = [
@@ -72,7 +72,11 @@ MOST_SIMULATED = 4_000_000
 def partition_by_times(
     times: Sequence[float], parameters: Sequence[int], num_stages: int, num_chunks: int = 1, placement: str = LOOP
 ) -> Bounds:
-    """Return the bounds with the shortest step; among equals, those with the most even parameters.
+    """Return the bounds with the shortest step time; among equal step times, the bounds with the most even parameters.
+
+    Args:
+        times: time of each layer per micro-batch (forward and backward), in any unit.
+        parameters: number of parameters of each layer.
 
     With one chunk, the slowest stage determines the step time. With several chunks, the step time also depends on waits
     between the stages, so partitions are simulated. If there are few partitions, all are simulated; otherwise a local
@@ -296,9 +300,9 @@ def partition_balanced(costs: Sequence[float], parts: int) -> list[int]:
 def partition_balanced_chunks(costs: Sequence[float], stages: int, chunks: int, placement: str = LOOP) -> list[int]:
     """Return the bounds of contiguous pieces of layers with unequal costs.
 
-    The criteria are those of ``partition_uniform_chunks``: the most expensive piece, then the most expensive stage,
-    then even pieces. A local search for the second and third criterion starts from the partition with the most even
-    pieces and moves one bound at a time.
+    The criteria are the same as in ``partition_uniform_chunks``: the cost of the most expensive piece, then the cost of
+    the most expensive stage, then even pieces. A local search for the second and third criterion starts from the
+    partition with the most even pieces and moves one bound at a time.
 
     Raises:
         ValueError: there are fewer layers than pieces.

@@ -65,7 +65,12 @@ def draw_planned(
     num_chunks: int,
     out: str | os.PathLike[str],
 ) -> None:
-    """Write the picture of a simulated schedule to the PNG file ``out``."""
+    """Write the picture of a simulated schedule to the PNG file ``out``.
+
+    Args:
+        name: name of the schedule, for the title.
+        peaks: peak number of forwards in flight on each stage.
+    """
     title = f"{_sizes(name, timeline, num_micro_batches, num_chunks)}: bubble {100 * timeline.bubble:.1f} %"
     draw_panels(
         [Panel(timeline, f"step {timeline.step_s:.6g}", peaks, num_chunks)], title, "time in the unit of the costs", out

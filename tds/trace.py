@@ -41,7 +41,11 @@ def name_of(action: Action) -> str:
 def events(
     work: Iterable[Work], *, step: int, schedule: str, num_micro_batches: int, replica: int, stage: int, origin_ns: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the events of one step: its metadata, then the waits and the event of each action."""
+    """Yield the events of one step: its metadata, then the waits and the event of each action.
+
+    Args:
+        origin_ns: the zero of the events' times, on the clock of ``work``.
+    """
     position = {"pid": replica, "tid": stage}
     for index, item in enumerate(work):
         if index == 0:

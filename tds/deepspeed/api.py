@@ -191,6 +191,10 @@ class LayerRun:
     """The layers of one chunk, passed as ``self`` to DeepSpeed's ``PipelineModule.forward``.
 
     All other attributes are read from the module.
+
+    Args:
+        start: index in the full model of the chunk's first layer.
+        own: the chunk's range in ``module.forward_funcs``.
     """
 
     def __init__(self, module: BaseModule, start: int, own: slice) -> None:
@@ -294,7 +298,7 @@ def limit_waits(module: Any, limit: timedelta | None = None, more: Iterable[Any]
     """Set the timeout of all groups that DeepSpeed created for ``module``, and of the groups ``more``.
 
     Args:
-        limit: the timeout; None: that of the default group.
+        limit: the timeout; None: the timeout of the default group.
     """
     limit = default_timeout() if limit is None else limit
     if limit is None:

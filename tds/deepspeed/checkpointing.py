@@ -68,6 +68,8 @@ class LayerCheckpoints:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint written by tds or by DeepSpeed. Collective.
 
+        All arguments except ``is_trusted`` are arguments of DeepSpeed's ``load_checkpoint``.
+
         Args:
             is_trusted: allow the files to construct any object, which runs code of their author; see ``safe_load``.
 
@@ -139,7 +141,10 @@ class LayerCheckpoints:
         return isinstance(self.optimizer, BF16_Optimizer) and not self.zero_optimization()
 
     def _take_rate_from_scheduler(self) -> None:
-        """Set the learning rates, which torch saves with the optimizer states, to those of the loaded scheduler."""
+        """Set the optimizer's learning rates from the loaded scheduler.
+
+        Needed if the optimizer states are not loaded, because torch saves the learning rates with them.
+        """
         if self.optimizer is None or not has_rates(self.lr_scheduler):
             return
         for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):

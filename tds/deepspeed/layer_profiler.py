@@ -55,6 +55,7 @@ def profiled_cut(
     """Return the partition that minimises the time of the slowest stage. Collective over all ranks.
 
     Args:
+        specs: all layers of the model, as passed to ``PipelineModule``.
         batch: one micro-batch (inputs, labels), with equal shapes on every rank.
         recomputes: layers are recomputed, so the forward time is added to the backward time.
 
@@ -177,7 +178,7 @@ def _fresh(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _counting(kept: dict[int, int], weights: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Record in ``kept`` the bytes of each storage that autograd saves in the block, except those of the weights."""
+    """Record in ``kept`` the bytes of each storage that autograd saves in the block, except the weights' storages."""
     weight_storages = {weight.untyped_storage().data_ptr() for weight in weights}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:

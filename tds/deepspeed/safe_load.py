@@ -44,7 +44,7 @@ ALLOWED: list[Any] = [
     *((_reconstruct, f"{home}._reconstruct") for home in _HOMES),
     *((_scalar, f"{home}.scalar") for home in _HOMES),
 ]
-"""Allowed classes in addition to those of torch (tensors, sizes, dtypes, sets, OrderedDict and Counter).
+"""Allowed classes, in addition to the classes that torch allows (tensors, sizes, dtypes, sets, OrderedDict, Counter).
 
 | written by | objects |
 |---|---|
@@ -59,7 +59,7 @@ class UnsafeFileError(RuntimeError):
 
 @contextmanager
 def weights_only() -> Iterator[None]:
-    """Restrict every ``torch.load`` in the block to the classes in ``ALLOWED`` and those of torch."""
+    """Restrict every ``torch.load`` in the block to the classes in ``ALLOWED`` and the classes that torch allows."""
     previous = os.environ.get(_FORCE)
     os.environ[_FORCE] = "1"
     try:

@@ -91,7 +91,7 @@ def _lend(layer: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def layer_parameters(layer: Any) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters that a built layer uses, including those of shared modules.
+    """Yield the parameters that a built layer uses, including the parameters of shared modules.
 
     A layer is a module, a function, or a ``functools.partial`` of a tied module's ``forward_fn`` with the module.
     """

@@ -1,9 +1,9 @@
 """``"schedule": "auto"``: measure action times, then choose among the schedules that fit the placement of the layers.
 
 The first four steps are trials: two with 1f1b and two with zb-h1. The second step of each is measured. The 1f1b trial
-yields the times of the forward and the full backward, the zb-h1 trial those of the two halves of the backward. The
-costs are averaged over all ranks, each schedule is simulated with its costs, and all ranks continue with the fastest
-one. If the number of micro-batches changes, the same costs are simulated again. All schedules give bitwise equal
+yields the times of the forward and the full backward, the zb-h1 trial the times of the two halves of the backward. The
+costs are averaged over all ranks, each schedule is simulated with them, and all ranks continue with the fastest
+schedule. If the number of micro-batches changes, the same costs are simulated again. All schedules give bitwise equal
 results, so the choice only affects the time. No layer is moved.
 
 With several chunks per stage, interleaved replaces 1f1b in the trials. With the placement "v", dualpipev, which has

@@ -28,7 +28,7 @@ NOWHERE = -1
 
 
 class DataEnded(RuntimeError):
-    """Raised if the data of some ranks ended before those of others, or in the middle of a global batch."""
+    """Raised if the data ended on some ranks but not on others, or in the middle of a global batch."""
 
 
 class DataDisagreement(ValueError):
@@ -133,7 +133,11 @@ _ADVICE = (
 
 
 def checksum(value: Any, before: int = 0) -> int:
-    """Return a checksum of the tensors in ``value``, of their types and shapes, and of its structure."""
+    """Return a checksum of the tensors in ``value``, of their types and shapes, and of its structure.
+
+    Args:
+        before: the checksum to continue from.
+    """
     if isinstance(value, torch.Tensor):
         header_crc = zlib.crc32(f"{value.dtype}{list(value.shape)}".encode(), before)
         flat = value.detach().cpu().contiguous().reshape(-1)

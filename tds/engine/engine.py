@@ -219,6 +219,7 @@ class ScheduleEngine:
         of training are restored afterwards.
 
         Args:
+            data_iter: yields the micro-batches on the ranks that read data; None on all other ranks.
             return_logits: return (loss, output of the last micro-batch); the output is None except on the last stage.
             compute_loss: False: return the model's outputs instead; with reduce_output="avg", the mean of each output
                 tensor.

@@ -16,7 +16,7 @@ class Together:
     """The collective operations of one engine.
 
     Attributes:
-        doing: description of the current collective, or of the one that failed; None if there is none.
+        doing: description of the current or failed collective; None if there is none.
         history: receives a line for each collective that ends.
     """
 
@@ -68,7 +68,7 @@ def collective_scope(stage: int, doing: str) -> Iterator[None]:
 
 
 def current_collective() -> str | None:
-    """Return the description of this process's current collective, or of the one that failed; None without one."""
+    """Return the description of this process's current or failed collective; None if there is none."""
     return _present.doing
 
 

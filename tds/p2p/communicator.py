@@ -100,6 +100,7 @@ class P2PCommunicator(Transport):
 
     Args:
         module: has the declaration of the boundaries, which is read again at each call.
+        placement: placement of the chunks on the stages; None: one chunk per stage.
         is_dynamic: shapes may change within a call.
 
     Attributes:
@@ -153,7 +154,7 @@ class P2PCommunicator(Transport):
         self.window, self.posts = window, posts
 
     def action_of_device(self) -> Action | None:
-        """Return the last action that the device has started, which may be far behind the host; None if unknown.
+        """Return the last action that the device has started, which may lag far behind the host; None if unknown.
 
         The method only queries events and never waits, so any thread may call it.
         """

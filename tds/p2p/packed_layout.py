@@ -27,7 +27,12 @@ class Slice:
 
 
 class PackedLayout:
-    """Byte offsets of the tensors in a message; recomputed only if the tensors of the boundary change."""
+    """Byte offsets of the tensors in a message; recomputed only if the tensors of the boundary change.
+
+    Args:
+        specs: description of each tensor.
+        cut: the tensor group over which partitioned tensors are sharded.
+    """
 
     def __init__(self, specs: Sequence[TensorMeta], cut: Slice) -> None:
         self.specs = tuple(specs)
@@ -50,7 +55,7 @@ class PackedLayout:
         return spec.partitioned and self.cut.size > 1
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the message's bytes; a single contiguous tensor is not copied."""
+        """Return the message as uint8 [num_bytes]; a single contiguous tensor is not copied."""
         chunks = [self._local_bytes(t, spec) for t, spec in zip(tensors, self.specs, strict=True)]
         if len(chunks) == 1 and chunks[0].numel() == self.num_bytes:
             return chunks[0]
@@ -60,7 +65,7 @@ class PackedLayout:
         return message
 
     def new_buffer(self, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised buffer to receive a message into."""
+        """Return an uninitialised buffer, uint8 [num_bytes], for a message that is received."""
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
 
     def unpack(self, message: torch.Tensor) -> list[torch.Tensor]:

@@ -62,7 +62,7 @@ def message_groups(
     """Return (group of each route from and to this stage, whether the groups must be opened). Collective.
 
     Args:
-        limit: timeout of the groups created here; None: that of the default group.
+        limit: timeout of the groups created by this function; None: the timeout of the default group.
         max_ctas: maximum number of CTAs of a message on a GPU; 0: NCCL's default.
 
     Raises:

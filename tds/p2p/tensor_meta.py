@@ -46,6 +46,8 @@ def describe(
     """Check a stage's output against the declaration and return the description of each tensor.
 
     Args:
+        records: the declaration of this boundary; None: it is not declared.
+        place: name of the output for error messages.
         marks_all: reentrant recompute is on, which makes every float output require a gradient. Floats declared without
             a gradient are then sent without one instead of raising an error.
 

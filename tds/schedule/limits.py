@@ -31,7 +31,7 @@ def send_window(
     is_training: bool = True,
     placement: str = LOOP,
 ) -> int:
-    """Return a send window with which the schedule completes: p + 1, doubled as often as necessary.
+    """Return a send window with which the schedule ``order`` completes: p + 1, doubled as often as necessary.
 
     Raises:
         ScheduleError: the schedule does not complete with any window.
@@ -97,7 +97,7 @@ def receive_posts(
     num_chunks: int = 1,
     placement: str = LOOP,
 ) -> tuple[Posts, ...]:
-    """Return the ``Posts`` of each stage.
+    """Return the ``Posts`` of each stage in the schedule ``order``.
 
     Raises:
         ScheduleError: the schedule cannot run.

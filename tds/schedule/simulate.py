@@ -361,7 +361,7 @@ def choose(
     num_chunks: int = 1,
     placement: str = LOOP,
 ) -> Choice:
-    """Choose the candidate with the shortest simulated step; among equals, the one with the fewest forwards in flight.
+    """Choose the candidate with the shortest simulated step; among equals, the fewest forwards in flight decide.
 
     Raises:
         ScheduleError: a candidate cannot run; the message names it.
@@ -385,7 +385,7 @@ def choose(
 
 
 def _reason(chosen: str, fastest: list[str], timelines: Mapping[str, Timeline], peaks: Mapping[str, int]) -> str:
-    """Return a text with the step time of the choice, those of the other candidates, and the tie-breaker if needed."""
+    """Return a text with the step times of the choice and of the other candidates, and the tie-breaker if needed."""
     longest = max(timeline.step_s for timeline in timelines.values())
     unit, factor = ("s", 1.0) if longest >= 1 else ("ms", 1e3)
     times = {name: f"{timeline.step_s * factor:.3g}" for name, timeline in timelines.items()}

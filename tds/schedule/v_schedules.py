@@ -49,7 +49,7 @@ class _Writer:
         self.done.update({(BackwardInput, chunk): 1, (BackwardWeight, chunk): 1})
 
     def add_weights_left(self) -> None:
-        """Add all deferred weight halves, first those of chunk ``UP``, whose backwards run first."""
+        """Add all deferred weight halves: first chunk ``UP``, whose backwards run first, then chunk ``DOWN``."""
         for chunk in (UP, DOWN):
             while self.done[BackwardWeight, chunk] < self.done[BackwardInput, chunk]:
                 self.add(BackwardWeight, chunk)

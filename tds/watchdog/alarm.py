@@ -78,7 +78,14 @@ class Alarms:
         self._store.set(f"at/{self._rank}", place)
 
     def answer(self, own: Report) -> str | None:
-        """Raise the next alarm, or answer it if it has been raised; return its verdict, or None on timeout."""
+        """Raise the next alarm, or answer it if another rank has raised it.
+
+        Args:
+            own: the report of this rank.
+
+        Returns:
+            The verdict; None on timeout.
+        """
         store, result = dist.PrefixStore(str(self.number), self._store), None
         is_first = not store.check(["alarm"]) and store.add("alarm", 1) == 1
         store.set(f"report/{self._rank}", own.encode())

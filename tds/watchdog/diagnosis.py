@@ -113,9 +113,9 @@ def verdict(
 ) -> str:
     """Return a sentence that names the missing rank.
 
-    Ranks without a report are stopped or gone. If all ranks have reported, the missing rank is the one at the end of
-    the chain of waits that starts at ``asking``. If the chain ends in a collective or a cycle, it is the rank that has
-    been working for the longest time.
+    Ranks without a report are stopped or gone. If all ranks have reported, the missing rank is the last rank in the
+    chain of waits that starts at ``asking``. If the chain ends in a collective or a cycle, the missing rank is the rank
+    that has been working for the longest time.
 
     Args:
         reports: the reports, by rank.

@@ -28,7 +28,7 @@ class Operation:
 
 
 def operations(groups: Mapping[str, str] | None = None) -> list[Operation]:
-    """Return the operations that this process has started, except those of background threads, the newest last.
+    """Return the operations that this process has started, the newest last. Background threads are excluded.
 
     Args:
         groups: maps the names of process groups to descriptions.

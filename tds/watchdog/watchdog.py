@@ -43,7 +43,7 @@ class NoPipeline:
 
 
 class Watchdog:
-    """Detects that this rank or another one makes no progress. Subclasses implement the reaction.
+    """Detects that this rank or another rank makes no progress. Subclasses implement the reaction.
 
     The main thread may hang, so two daemon threads check three times per second. The timer thread checks the state of
     the main thread, which needs no communication. If the state has not changed for longer than the limit, it requests
