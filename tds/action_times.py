@@ -101,10 +101,10 @@ def costs_of(
 ) -> Costs:
     """Return the costs of all pieces.
 
+    If no backward of a piece is split, its full backward counts as ``backward_input`` and ``backward_weight`` is 0.
+
     Args:
         stages: for each stage, the time in seconds of each action type and chunk.
-
-    If no backward of a piece is split, its full backward counts as ``backward_input`` and ``backward_weight`` is 0.
     """
     placed = Placement(len(stages), num_chunks, placement)
     pieces = [(stages[placed.stage_of(piece)], piece // len(stages)) for piece in range(placed.num_pieces)]

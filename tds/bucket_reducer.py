@@ -2,9 +2,9 @@
 
 In the last backward, gradients become final one by one, from the last layer to the first. They are sent in buckets. A
 bucket starts when its last gradient is final and all previous buckets have started: all replicas must start buckets in
-the same order (``ChunkOrder``, ``AgreedOrder``), even if their gradients become final in different orders. The all-
-reduces of all layers except the first thus overlap with the backward. The results are bitwise equal to the results of
-``reduce_gradients`` after the backward.
+the same order (``ChunkOrder``, ``AgreedOrder``), even if their gradients become final in different orders. The
+all-reduces of all layers except the first thus overlap with the backward. The results are bitwise equal to the results
+of ``reduce_gradients`` after the backward.
 
 A gradient to which autograd adds twice in one backward (a weight shared by several layers, under reentrant recompute)
 could be sent incomplete. This raises an error if its bucket has already started.

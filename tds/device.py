@@ -156,7 +156,7 @@ def random_states() -> tuple[torch.Tensor, torch.Tensor]:
 
 @contextmanager
 def drawing_from(states: tuple[torch.Tensor, torch.Tensor]) -> Iterator[None]:
-    """Set the random generators to ``states`` in the block and restore their current states afterwards."""
+    """Set the random generators to ``states`` in the block and restore their previous states afterwards."""
     previous = random_states()
     torch.set_rng_state(states[0])
     get_accelerator().set_rng_state(states[1])
@@ -197,7 +197,7 @@ def keep_freed() -> bool:
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is None:
         return False
-    for size in LARGEST_KEPT:  # the mmap threshold first: setting only the other one would freeze it
+    for size in LARGEST_KEPT:  # the mmap threshold first: setting only the trim threshold would freeze it
         if set_option(MMAP_THRESHOLD, size):
             return bool(set_option(TRIM_THRESHOLD, LARGEST_KEPT[0]))
     return False

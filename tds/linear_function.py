@@ -44,7 +44,7 @@ _deferral: WeightGradDeferral | None = None  # global, because recompute runs la
 
 @contextmanager
 def deferring_weight_grads(deferral: WeightGradDeferral) -> Iterator[None]:
-    """Compute ``linear`` in the block by ``deferral``."""
+    """Make ``linear`` call ``deferral.split_linear`` in the block."""
     global _deferral
     outer, _deferral = _deferral, deferral
     try:

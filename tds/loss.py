@@ -83,7 +83,7 @@ class LossMeter:
         additional: a module's ``get_additional_losses``; returns more losses to report after each micro-batch, or None.
 
     Attributes:
-        sums: the sum of each loss by name, the loss to train on first. Filled by the first micro-batch.
+        sums: the sum of each loss by name; the first one is the loss to train on. Filled by the first micro-batch.
         num_own: number of losses that come from the loss function.
     """
 
@@ -172,7 +172,7 @@ def named_losses(loss: Any, micro_batch: int) -> dict[str, Any]:
     """Return the losses by name; the first one is the loss to train on.
 
     Raises:
-        TypeError: the structure is not one that a loss function may return.
+        TypeError: a loss function must not return this structure.
     """
     if isinstance(loss, torch.Tensor) or is_weighted(loss):
         return {"loss": loss}

@@ -84,7 +84,7 @@ class Matrices:
 
     Args:
         widths: rows of each matrix in a period; empty: the weight is one matrix.
-        head: rows of an attention head, where each matrix consists of full heads; 0: no heads along the rows.
+        head: number of rows per attention head; 0: the rows are not divided into heads.
         is_apart: each period is a separate matrix.
     """
 
@@ -197,7 +197,7 @@ def is_tied_copy(parameter: torch.Tensor) -> bool:
 
 
 def mark_tied_copy(parameter: torch.Tensor, is_copy: bool) -> None:
-    """Mark this tied weight as a copy whose owner is another pipeline stage, or as the owner."""
+    """Mark this tied weight as a copy, which another pipeline stage owns, or as owned by this stage."""
     parameter.ds_pipe_replicated = is_copy  # type: ignore[attr-defined]
 
 

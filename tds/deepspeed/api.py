@@ -50,7 +50,7 @@ GRID_GROUPS = ("ds_model_proc_group", "dp_proc_group", "pp_proc_group", "slice_p
 
 
 class BaseEngine(DeepSpeedEngine):
-    """DeepSpeed's engine, with public names for the private ones that tds uses."""
+    """DeepSpeed's engine, with public names for the private names that tds uses."""
 
     _curr_ckpt_path: str | None = None
 

@@ -126,14 +126,14 @@ def _has_layer(module: Any, key: str) -> bool:
 
 
 def _is_all_tied(module: Any, key: str, state: dict[str, Any]) -> bool:
-    """Return True if every tensor of ``state`` is a tied weight, which its layer's file also contains."""
+    """Return True if every tensor of ``state`` is a tied weight, which the file of the tied layer also contains."""
     tied_module = module.tied_modules[key]
     tied = {weight_named(module, tied_module, name).data_ptr() for name in module.tied_weight_attrs[key]}
     return all(torch.is_tensor(value) and value.data_ptr() in tied for value in state.values())
 
 
 def _path_of_first(module: Any, key: str, own: str) -> str:
-    """Return the file of the first layer tied by ``key``; if there is none, the missing file ``own``."""
+    """Return the path of the file of the first layer tied by ``key``; ``own`` if no such file exists."""
     folder, name = os.path.split(own)
     for layer_idx, _ in _tied_specs(module, key):
         layer_file = f"layer_{layer_idx:02d}-" + name.split("-", 1)[1]

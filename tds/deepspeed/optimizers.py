@@ -37,7 +37,7 @@ from tds.param_info import copy_attributes
 
 
 class Gradients(OptimizerGradients):
-    """Gradients of any optimizer, which may clip by itself as DeepSpeed's optimizers do."""
+    """Gradients of any optimizer, including optimizers that clip gradients in their step, as DeepSpeed's do."""
 
     @property
     def clips_itself(self) -> bool:

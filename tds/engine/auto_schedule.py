@@ -2,9 +2,9 @@
 
 The first four steps are trials: two with 1f1b and two with zb-h1. The second step of each is measured. The 1f1b trial
 yields the times of the forward and the full backward, the zb-h1 trial the times of the two halves of the backward. The
-costs are averaged over all ranks, each schedule is simulated with them, and all ranks continue with the fastest
-schedule. If the number of micro-batches changes, the same costs are simulated again. All schedules give bitwise equal
-results, so the choice only affects the time. No layer is moved.
+costs are averaged over all ranks, each schedule is simulated with the costs for its type of backward (full or split),
+and all ranks continue with the fastest schedule. If the number of micro-batches changes, the same costs are simulated
+again. All schedules give bitwise equal results, so the choice only affects the time. No layer is moved.
 
 With several chunks per stage, interleaved replaces 1f1b in the trials. With the placement "v", dualpipev, which has
 full backwards in its middle, replaces 1f1b, and zb-v replaces zb-h1.

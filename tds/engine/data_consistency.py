@@ -1,4 +1,4 @@
-"""Check that all ranks that read have the same number of micro-batches and, on request, the same data.
+"""Check that all ranks that read data get the same number of micro-batches and, on request, the same data.
 
 Without this check, a rank whose loader ends first would leave the step while the other ranks wait for it. Every call
 therefore starts and ends with a small all-gather:

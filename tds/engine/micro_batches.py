@@ -82,7 +82,7 @@ class BatchSource:
             micro_batch: index of that micro-batch.
 
         Raises:
-            DataEnded: the iterator has ended, and there is no agreement with other ranks.
+            DataEnded: the iterator has ended, and ``agreement`` is None.
             TypeError: the batch is not a pair.
         """
         first, self._first = self._first, None

@@ -56,8 +56,8 @@ def send_window(
 # first use of a kernel) then waits for the other stage too. If that stage needs a later result of this stage, or waits
 # for its device in the same way, both stages wait forever.
 #
-# To avoid this, one run of the schedule is recorded action by action. A receive is posted only after the last action of
-# its stage that precedes the send in the recorded run. If the actions run in the recorded order, every message arrives
+# To avoid this, one run of the schedule is recorded action by action. A receive is posted only after all actions of its
+# stage that precede the send in the recorded run. If the actions run in the recorded order, every message arrives
 # in time, even if each host waits for its device before each action. A run with fewer waits completes as well. In
 # addition, a receive is posted at most ``ahead`` actions before it is needed, with the smallest ``ahead`` for which the
 # schedule completes: 1 for 1F1B, GPipe and ZB-H1, mostly 1 to 3 with chunks, whose messages form a ring.

@@ -17,8 +17,8 @@ from tds.schedule.actions import (
     sent,
 )
 
-# A micro-batch goes down the stages in chunk 0 and up again in chunk 1; its gradient goes the same way back. An output
-# that stage i sends down returns after 2(p-i-1) chunks, and forwards of chunk 0 fill that time.
+# A micro-batch goes down the stages in chunk 0 and up again in chunk 1; its gradient takes the same path back. An
+# output that stage i sends down returns after 2(p-i-1) chunks, and forwards of chunk 0 fill that time.
 #
 # Each order is generated for at least 2p - 1 (ZB-V) or 2p (DualPipeV) micro-batches. The actions of surplus
 # micro-batches are then removed, which is valid because no other action depends on them.

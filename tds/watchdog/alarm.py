@@ -99,10 +99,10 @@ class Alarms:
         return result
 
     def linger(self) -> None:
-        """Wait until the other ranks have read the last verdict, because this rank may host the store and exit next.
+        """Wait until the other ranks have read the last verdict.
 
-        Each rank calls this after it has used the verdict, because an exiting rank closes the connections of the
-        others.
+        Must be called before this rank exits, because it may host the store, and its exit breaks the connections of the
+        other ranks.
         """
         store = dist.PrefixStore(str(self.number - 1), self._store)
         if store.check(["verdict"]):

@@ -17,7 +17,7 @@ class Report:
 
     Attributes:
         is_waiting: the rank waits for other ranks, instead of working or sleeping.
-        waits_for: the rank that it waits for; None if it waits for a group, or for no rank.
+        waits_for: the rank that this rank waits for; None if it waits for a group, or does not wait.
         since_s: duration of the current operation in seconds.
         words: description of the operation, which follows the rank's name in messages.
     """
@@ -64,12 +64,12 @@ def report(
     """Return the report of a rank.
 
     Args:
-        phase: "in train_batch", "in eval_batch", or its activity outside of them.
+        phase: "in train_batch", "in eval_batch", or the activity of the rank outside of these calls.
         action: the current action of the schedule.
         waiting: the message that the rank waits for.
         together: the collective that the rank is in.
         since_s: duration of this state in seconds.
-        ranks: the global ranks of its pipeline, by stage.
+        ranks: the global ranks of the rank's pipeline, by stage.
     """
     since = f"for {since_s:.1f} s"
     ahead = f" ahead of its {_name(action)}" if action is not None else ""

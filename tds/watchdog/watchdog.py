@@ -263,7 +263,7 @@ class EngineWatchdog(Watchdog):
 
     @contextmanager
     def over(self, phase: str) -> Iterator[None]:
-        """Watch the block; an error of a lost peer in it is replaced by one that names the missing rank."""
+        """Watch the block. If it fails because a peer is lost, raise an error that names the missing rank instead."""
         self._now = phase
         try:
             with self._own_collectives.at_work():
