@@ -83,7 +83,7 @@ def is_host(device: torch.device) -> bool:
 
 
 def move(module: torch.nn.Module, device: torch.device) -> None:
-    """Move ``module`` to ``device`` and keep its parameters the same Python objects."""
+    """Move ``module`` to ``device`` and keep its parameter objects."""
     convert_parameters(module, lambda tensor: tensor.to(device))
     module.to(device)
 

@@ -202,7 +202,7 @@ def mark_tied_copy(parameter: torch.Tensor, is_copy: bool) -> None:
 
 
 def set_partial(parameter: Tensor) -> Tensor:
-    """Mark ``parameter`` as one for which each tensor-parallel rank computes a summand of the gradient."""
+    """Mark that each tensor-parallel rank computes a summand of the gradient of ``parameter``."""
     parameter.sequence_parallel = True  # type: ignore[attr-defined]
     return set_info(parameter, replace(info_of(parameter), has_partial_grad=True))
 

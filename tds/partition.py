@@ -74,13 +74,13 @@ def partition_by_times(
 ) -> Bounds:
     """Return the bounds with the shortest step time; among equal step times, the bounds with the most even parameters.
 
-    Args:
-        times: time of each layer per micro-batch (forward and backward), in any unit.
-        parameters: number of parameters of each layer.
-
     With one chunk, the slowest stage determines the step time. With several chunks, the step time also depends on waits
     between the stages, so partitions are simulated. If there are few partitions, all are simulated; otherwise a local
     search moves bounds, starting from the better of two partitions: with even pieces, and with even stages.
+
+    Args:
+        times: time of each layer per micro-batch (forward and backward), in any unit.
+        parameters: number of parameters of each layer.
 
     Raises:
         ValueError: there are fewer layers than pieces.
@@ -201,7 +201,7 @@ def _improved(bounds: Bounds, price: _Price, most: int) -> Bounds:
 
 
 def _moved(bounds: Bounds) -> Iterator[Bounds]:
-    """Yield bounds without empty pieces in which one or two inner bounds move by one layer, or one moves by two."""
+    """Yield bounds after one move: one or two inner bounds by one layer, or one by two layers; no piece gets empty."""
     inner = range(1, len(bounds) - 1)
     single = [(bound_idx, offset) for offset in (1, -1, 2, -2) for bound_idx in inner]
     steps = [(bound_idx, offset) for bound_idx, offset in single if abs(offset) == 1]

@@ -95,7 +95,8 @@ def split_world(
 ) -> Any:
     """Split the default group into groups of disjoint ``ranks``; return this rank's group, or None. Collective.
 
-    torch requires that the default group has a bound device, which may not have been given at initialisation.
+    torch requires that the default group has a bound device. It may have been initialised without one, so this function
+    binds ``device`` during the call.
     """
     world: Any = distributed_c10d._get_default_group()
     previous, world.bound_device_id = world.bound_device_id, device

@@ -103,7 +103,7 @@ class TraceFile:
 
 
 def _keep(path: Path) -> None:
-    """Rename a file of an earlier run to the next free number, which ``read_traces`` ignores."""
+    """Rename a file of an earlier run to the next free number; ``read_traces`` ignores files with a number."""
     if not path.exists():
         return
     suffix = 1

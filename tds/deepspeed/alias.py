@@ -137,7 +137,8 @@ FOLDER = Path(__file__).parents[1]
 class Finder(MetaPathFinder, Loader):
     """Finds modules ``tds.*`` that are not files of tds in DeepSpeed.
 
-    It comes before Python's finder, which would load the files of ``deepspeed.ops`` a second time as ``tds.ops``.
+    Python's finder would load the files of ``deepspeed.ops`` a second time as ``tds.ops``, so this finder precedes it
+    in ``sys.meta_path``.
     """
 
     def find_spec(
@@ -245,7 +246,7 @@ class _Following(ModuleType):
         return sorted({*dir(self._followed()), *self._own})
 
     def _followed(self) -> ModuleType:
-        """Return the module of DeepSpeed that this one replaces."""
+        """Return the module of DeepSpeed that this module replaces."""
         _name_all()
         return theirs(theirs_of(self.__name__))  # type: ignore[no-any-return]
 

@@ -134,9 +134,10 @@ class LayerCheckpoints:
         make_safe(self.checkpoint_engine)
 
     def _is_bf16_without_zero(self) -> bool:
-        """Return True for ``BF16_Optimizer`` without ZeRO, which saves in ZeRO's format.
+        """Return True for ``BF16_Optimizer`` without ZeRO.
 
-        DeepSpeed's load expects the format without ZeRO for it.
+        DeepSpeed saves the states of this optimizer in ZeRO's format, but expects the format without ZeRO when it loads
+        them.
         """
         return isinstance(self.optimizer, BF16_Optimizer) and not self.zero_optimization()
 

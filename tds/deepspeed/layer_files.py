@@ -32,7 +32,7 @@ from tds.deepspeed.shared_layers import sharing_layers
 
 @dataclass(frozen=True)
 class SavedLayer:
-    """A module of this stage with a state, and the file that it is loaded from.
+    """A module of this stage that has state, and the file from which it is loaded.
 
     Attributes:
         part: the module.

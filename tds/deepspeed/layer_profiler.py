@@ -5,7 +5,7 @@ ranks probe the same layer at the same time, so layers may contain collectives o
 are restored, so the initial weights do not depend on the probe.
 
 Similar layers have equal class, number of parameters and input shapes, and about equal time. All of them are timed, and
-each gets their median time. Otherwise noise would influence the partition.
+each of them gets the median of their times. Otherwise noise would influence the partition.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class SafeLoad:
 
 
 def make_safe(checkpoint_engine: Any) -> SafeLoad:
-    """Replace ``checkpoint_engine.load`` by a ``SafeLoad``, unless it is one already, and return it."""
+    """Replace ``checkpoint_engine.load`` by a ``SafeLoad`` if that is not done yet, and return the ``SafeLoad``."""
     if not isinstance(checkpoint_engine.load, SafeLoad):
         checkpoint_engine.load = SafeLoad(checkpoint_engine.load)
     return checkpoint_engine.load

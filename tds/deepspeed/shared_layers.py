@@ -41,7 +41,7 @@ _holder: ContextVar[nn.ModuleDict | None] = ContextVar("holder", default=None)
 
 @contextmanager
 def held_in(modules: nn.ModuleDict) -> Iterator[nn.ModuleDict]:
-    """Make layers built in the block use the shared modules in ``modules``; missing ones are built and added."""
+    """Make layers built in the block use the shared modules in ``modules``; missing modules are built and added."""
     token = _holder.set(modules)
     try:
         yield modules

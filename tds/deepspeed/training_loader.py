@@ -11,7 +11,7 @@ from tds.deepspeed.api import RepeatingLoader
 
 
 class TrainingLoader(RepeatingLoader):
-    """DeepSpeed's ``RepeatingLoader`` with the attributes of its loader that curriculum learning needs."""
+    """DeepSpeed's ``RepeatingLoader`` with the attributes of the wrapped loader that curriculum learning needs."""
 
     loader: Any
 
@@ -34,7 +34,7 @@ def training_loader(data: Any, grid: Any, make_loader: Callable[..., Any], *, ha
     """Return an endless loader over this replica's part of ``data``.
 
     Args:
-        make_loader: DeepSpeed's function that makes a loader of the data and a sampler.
+        make_loader: DeepSpeed's function that constructs a loader from the data and a sampler.
         has_curriculum: the JSON enables DeepSpeed's curriculum sampler.
 
     Raises:

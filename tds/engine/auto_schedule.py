@@ -131,7 +131,7 @@ class Auto:
             self._choose(num_micro_batches)
 
     def _choose(self, num_micro_batches: int) -> None:
-        """Set the fastest schedule for ``num_micro_batches``. All ranks have the same costs and so choose the same."""
+        """Set the fastest schedule for ``num_micro_batches``; it is equal on all ranks, because the costs are equal."""
         whole_costs, split_costs = self._measured
         name, reason = best(whole_costs, split_costs, self._placement, num_micro_batches, self._names)
         self._chosen_for = num_micro_batches

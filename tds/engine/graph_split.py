@@ -107,13 +107,13 @@ def backward(
 ) -> list[Branch]:
     """Run the backward of ``roots``, except for the weight gradients that can be deferred.
 
-    Returns:
-        The branches whose weight gradients are deferred. ``Branch.run`` computes them.
-
     Args:
         roots: a loss, or gradient edges with their ``grads``.
         inputs: leaves whose gradients are computed now.
         anchor: see ``pays``. Its gradient is requested as well, so that the split linear layers run.
+
+    Returns:
+        The branches whose weight gradients are deferred. ``Branch.run`` computes them.
     """
     graph = _Graph(roots, inputs, anchor)
     deferred = {weight for branch in graph.branches for weight in branch.weights}

@@ -170,7 +170,8 @@ def stage_inputs(inputs: Any, device: torch.device, *, needs_grad: bool) -> Any:
     A list becomes a tuple; a namedtuple stays a namedtuple.
 
     Args:
-        needs_grad: make float tensors require a gradient; otherwise reentrant recompute detaches the first layers.
+        needs_grad: make float tensors require gradients. Reentrant recompute needs this, because it detaches the output
+            if no input requires a gradient.
 
     Raises:
         TypeError: an input is not a tensor, or a tuple, list or dict of tensors.

@@ -106,8 +106,8 @@ class P2PCommunicator(Transport):
     Attributes:
         incoming, outgoing: the tensors of each boundary that was announced in this call; per micro-batch if
             ``is_dynamic``.
-        agreed: cache of the last tensors of each boundary, by direction, chunk and mode. Only tensors that differ from
-            the cached ones are described, checked against the declaration and laid out again.
+        agreed: cache of the last tensors of each boundary, by direction, chunk and mode. Tensors are described, checked
+            against the declaration and laid out again only if they differ from the cached tensors.
     """
 
     def __init__(
@@ -330,7 +330,7 @@ class P2PCommunicator(Transport):
             self._post(message.kind, message)
 
     def _post(self, kind: Kind, message: Message) -> None:
-        """Post the receive of ``message`` if it is the next one of its type and its size is known."""
+        """Post the receive of ``message`` if it is the next message of its type and peer, and its size is known."""
         expected = self._expected.get((kind, message.peer))
         while kind is Kind.GRADIENT and expected and self._is_never_sent(expected[0]):
             expected.popleft()

@@ -104,7 +104,8 @@ class HostCopies(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # the only constructor a Python subclass may call
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._gloo._set_sequence_number_for_group()
-        self._plain = dist.ProcessGroup(store, rank, size)  # the base class's methods would call this class again
+        # A second group for the base class's methods, which would call this class's methods again if run on ``self``.
+        self._plain = dist.ProcessGroup(store, rank, size)
         for group in (self, self._plain):
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             group._register_backend(HOST, dist.ProcessGroup.BackendType.GLOO, self._gloo)
@@ -114,7 +115,7 @@ class HostCopies(dist.ProcessGroup):
         return "gloo"
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return gloo, whose timeout applies, for any device."""
+        """Return the gloo backend for any device, because its timeout applies."""
         return self._gloo
 
     def barrier(self, opts: Any = None) -> Any:

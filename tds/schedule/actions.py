@@ -157,7 +157,7 @@ Order = Callable[[int, int, int], list[Action]]
 
 
 def check_sizes(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 1) -> None:
-    """Raise ValueError if a size is not positive, ``stage`` does not exist, or one stage has several chunks."""
+    """Raise ValueError if a size is not positive, ``stage`` does not exist, or a single stage has several chunks."""
     if num_stages < 1 or num_micro_batches < 1 or not 0 <= stage < num_stages:
         raise ValueError(
             f"a schedule needs num_stages >= 1, num_micro_batches >= 1 and 0 <= stage < num_stages, got "

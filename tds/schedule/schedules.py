@@ -83,8 +83,9 @@ def _all_stages(
 class _Weaver:
     """Simulates the pipeline in ticks and records the actions of each stage.
 
-    All stages have the same two sequences, so the progress of a stage is a pair of counts. A step depends on the same
-    step of the neighbour, or on an earlier step at the other end of the pipeline.
+    All stages run the same sequence of forwards and the same sequence of backwards, so the progress of a stage is a
+    pair of counts. Each action waits for the action with the same index on the neighbouring stage. At the ends of the
+    pipeline, it waits for an action with a lower index at the other end.
     """
 
     def __init__(self, num_stages: int, num_micro_batches: int, num_chunks: int, group_size: int) -> None:

@@ -129,7 +129,7 @@ class Watchdog:
 
         Args:
             number: the number of the watched call that the alarm belongs to, for ``_finish``.
-            found: the verdict; None: the rank that raised the alarm exited before it could write one.
+            found: the verdict; None: the rank that raised the alarm exited before it could write the verdict.
             own: the report of this rank.
             linger: function to call before exiting, because the other ranks may still read the verdict from a store
                 that this rank hosts; None: no such wait is needed.
@@ -172,7 +172,7 @@ class Watchdog:
     # The listener.
 
     def _hear(self) -> bool:
-        """Raise a requested alarm or answer one of another rank; return True to continue listening."""
+        """Raise a requested alarm or answer another rank's alarm; return True to continue listening."""
         if self._closed.is_set() or self._alarms is None:
             return False
         try:
