@@ -58,7 +58,7 @@ class BucketSchedule:
         Must be called once per parameter and step.
         """
         bucket_idx = self._number_of.get(parameter)
-        if bucket_idx is None:  # an empty parameter, or in a late bucket
+        if bucket_idx is None:  # an empty parameter, or one in a late bucket
             return []
         self._missing[bucket_idx] -= 1
         end = self._next

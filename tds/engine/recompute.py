@@ -22,7 +22,7 @@ class Recompute(Protocol):
         """Drop the state that a forward pass without a backward pass has stored."""
 
     def preserving_state(self, module: Any) -> AbstractContextManager[None]:
-        """Return a context that restores random number states and counts of forward passes at its end."""
+        """Return a context that restores random number states, and counts of forwards that seed layers, at its end."""
 
 
 class NoRecompute:

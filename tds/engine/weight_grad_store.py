@@ -8,9 +8,10 @@ A ``WeightGradStore`` defers three types of work from a ``BackwardInput`` to its
 * With "backward_split": "graph", all weight gradients that autograd's graph allows to defer (``graph_split``). The full
   graph is retained.
 
-While a store is active, both linear functions run as an autograd function of this module. In a ``BackwardInput`` it
-returns only the gradient of its input and saves the tensors that the gradients of weight and bias need. Each gradient
-is accumulated later through its weight's ``AccumulateGrad`` node, so hooks run as usual and sums are bitwise equal.
+While a store is active, both linear functions run as an autograd function of this module. In a ``BackwardInput``, this
+function returns only the gradient of its input and saves the tensors that the gradients of weight and bias need. These
+gradients are accumulated later through the ``AccumulateGrad`` nodes of weight and bias, so hooks run as usual and sums
+are bitwise equal.
 
 ``tds.linear_function.linear`` looks up the active store. Users' layers, such as ``nn.Linear``, call
 ``torch.nn.functional.linear``. This name is replaced in torch's module while a store is active, so that a user's model
