@@ -1,11 +1,11 @@
 """DeepSpeed with another pipeline engine: ``import tds as deepspeed``.
 
-Every public name of ``deepspeed`` is reachable here, looked up in DeepSpeed at the moment of use, and every module of
-it under its name in tds. Ours are ``initialize`` (a pipeline model gets our engine, anything else exactly what
-DeepSpeed does), ``PipelineEngine``, ``PipelineModule``, ``Weighted`` (a loss as a mean over tokens),
-``reduce_gradients`` and ``quiet``.
+All public names and modules of ``deepspeed`` are available under ``tds``; they are looked up in DeepSpeed on access.
+tds defines these names itself: ``initialize`` (the engine of tds for a pipeline model, DeepSpeed's behaviour for any
+other model), ``PipelineEngine``, ``PipelineModule``, ``Weighted`` (a loss averaged over tokens), ``reduce_gradients``
+and ``quiet``.
 
-The import alone brings neither torch nor DeepSpeed: they come with the first name that needs them.
+``import tds`` imports neither torch nor DeepSpeed. They are imported when the first name that needs them is accessed.
 """
 
 from __future__ import annotations

@@ -9,13 +9,13 @@ from tds import torch_api
 
 
 def is_running() -> bool:
-    """Return whether a backward runs now, in this thread."""
+    """Return True if a backward pass is running in this thread."""
     return torch_api.runs_backward()
 
 
 def will_reach(parameter: torch.Tensor) -> bool:
-    """Return whether the backward that runs now comes to ``parameter``: it has or will, with a gradient or with None.
+    """Return True if the running backward pass has reached or will reach ``parameter``, even if its gradient is None.
 
-    Within a recompute that starts a backward of its own (``use_reentrant=True``) it is that one.
+    Inside reentrant recompute (``use_reentrant=True``), this refers to the inner backward pass.
     """
     return torch_api.backward_executes(get_gradient_edge(parameter).node)

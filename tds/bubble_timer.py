@@ -1,10 +1,9 @@
-"""Measured bubble: the share of a step in which stages are idle.
+"""Measured bubble: the fraction of a step in which stages idle. It needs no trace.
 
-No tracing is needed.
-
-For each training step a stage keeps three numbers: when its first action began, when its last one ended, and how long
-it waited for messages in between. A step lasts from the first stage's first action to the last end anywhere, so a
-stage that is done early idles until the slowest is done, as in the closed forms ``(p - 1) / (m + p - 1)``.
+For each training step, a stage records three times: the start of its first action, the end of its last action, and the
+total wait for messages in between. A step lasts from the start of the first action on stage 0 to the end of the last
+action on any stage. The time between the end of a stage and the end of the slowest stage thus counts as idle, as in the
+closed form ``(p - 1) / (m + p - 1)``.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from tds.clocks import Clock, offset_to_wall_ns
 
 KEPT_STEPS = 1000
 Row = tuple[int, int, int]
-"""(began, ended, waited) of one step on one stage, in nanoseconds of a clock that all stages share."""
+"""(start, end, total wait) of one step on one stage, in nanoseconds of a clock that all stages share."""
 
 
 class BubbleTimer:
-    """Keeps the times of the last steps of one stage, for several readers that do not know of each other."""
+    """Stores the times of one stage's last steps for several independent readers."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -31,12 +30,12 @@ class BubbleTimer:
         self._pending: tuple[Any, Any, list[tuple[Any, Any]]] | None = None
 
     def note(self, began: Any, ended: Any, waits: list[tuple[Any, Any]]) -> None:
-        """Take the marks of a step: around its actions, and around each wait for a message. Waits for nothing."""
-        self._resolve()  # the step before this one is done by now
+        """Store the marks around a step's actions and its waits for messages, without waiting for the device."""
+        self._resolve()  # the previous step has completed by now
         self._pending = began, ended, waits
 
     def drain(self, reader: str = "program") -> list[Row]:
-        """Return the rows of the steps since this reader's last call, of the last ``KEPT_STEPS``."""
+        """Return one row per step since this reader's last call; only the last ``KEPT_STEPS`` steps are stored."""
         self._resolve()
         new = self._number - self._read.get(reader, 0)
         self._read[reader] = self._number
@@ -46,10 +45,10 @@ class BubbleTimer:
     def _resolve(self) -> None:
         if self._pending is None:
             return
-        (began, ended, waits), self._pending = self._pending, None
+        (start, end, waits), self._pending = self._pending, None
         clock = self._clock
-        waited = sum(clock.nanoseconds(after) - clock.nanoseconds(before) for before, after in waits)
-        at = clock.nanoseconds(began) + self._offset_ns, clock.nanoseconds(ended) + self._offset_ns
-        self._rows.append((*at, waited))
+        wait_ns = sum(clock.nanoseconds(wait_end) - clock.nanoseconds(wait_start) for wait_start, wait_end in waits)
+        start_end = clock.nanoseconds(start) + self._offset_ns, clock.nanoseconds(end) + self._offset_ns
+        self._rows.append((*start_end, wait_ns))
         self._number += 1
-        clock.free((began, ended, *(mark for pair in waits for mark in pair)))
+        clock.free((start, end, *(mark for pair in waits for mark in pair)))

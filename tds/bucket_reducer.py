@@ -1,12 +1,13 @@
-"""BucketReducer: sums of gradients over the replicas that start during the last backward of a step.
+"""BucketReducer: all-reduces of gradients over the replicas that start during the last backward of a step.
 
-The last backward makes gradients final one by one, from the last layer to the first. They are sent in buckets. A bucket
-starts when its last gradient is final and the previous buckets have started: all replicas must start buckets in the
-same order (``ChunkOrder``, ``AgreedOrder``), whatever their graphs did. So the sums of all layers but the first run
-alongside the backward. They are those of ``reduce_gradients`` after the backward to the bit; only their time differs.
+In the last backward, gradients become final one by one, from the last layer to the first. They are sent in buckets. A
+bucket starts when its last gradient is final and all previous buckets have started: all replicas must start buckets in
+the same order (``ChunkOrder``, ``AgreedOrder``), even if their gradients become final in different orders. The
+all-reduces of all layers except the first thus overlap with the backward. The results are bitwise equal to the results
+of ``reduce_gradients`` after the backward.
 
 A gradient to which autograd adds twice in one backward (a weight shared by several layers, under reentrant recompute)
-could be sent incomplete. This raises an error if the bucket has started already.
+could be sent incomplete. This raises an error if its bucket has already started.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ Bucket = list[torch.nn.Parameter]
 
 
 class BucketSchedule:
-    """The order in which buckets are summed, the same on every replica.
+    """The order in which buckets are all-reduced, equal on every replica.
 
-    ``arrived`` and ``rest`` return each bucket once until ``reset``.
+    In each step, every bucket except the late ones is returned exactly once, by ``arrived`` or by ``rest``. ``reset``
+    starts the next step.
     """
 
     late: Sequence[Bucket] = ()
-    """Buckets that are summed after all others, when their gradients are complete."""
+    """Buckets that are all-reduced after all others, once their gradients are complete."""
 
     def __init__(self) -> None:
         self._arrange([])
 
     def of_chunk(self, chunk: int) -> Sequence[torch.nn.Parameter]:
-        """Return the parameters of a chunk of layers whose gradients are final after the chunk's last backward."""
+        """Return the parameters of ``chunk`` whose gradients are final after the chunk's last backward."""
         raise NotImplementedError
 
     def every(self) -> list[Bucket]:
@@ -47,29 +49,29 @@ class BucketSchedule:
         return [*self._buckets, *self.late]
 
     def is_taken(self, parameter: torch.Tensor) -> bool:
-        """Return True if the bucket of ``parameter`` has been returned."""
+        """Return True if ``arrived`` or ``rest`` has returned the bucket of ``parameter`` in this step."""
         return parameter in self._number_of and self._number_of[parameter] < self._next
 
     def arrived(self, parameter: torch.Tensor) -> list[Bucket]:
         """Register that the gradient of ``parameter`` is final; return the buckets that can start now.
 
-        Call it once per parameter.
+        Must be called once per parameter and step.
         """
-        number = self._number_of.get(parameter)
-        if number is None:  # empty, or in a late bucket
+        bucket_idx = self._number_of.get(parameter)
+        if bucket_idx is None:  # an empty parameter, or one in a late bucket
             return []
-        self._missing[number] -= 1
-        full = self._next
-        while full < len(self._buckets) and not self._missing[full]:
-            full += 1
-        return self._take_up_to(full)
+        self._missing[bucket_idx] -= 1
+        end = self._next
+        while end < len(self._buckets) and not self._missing[end]:
+            end += 1
+        return self._take_up_to(end)
 
     def rest(self) -> list[Bucket]:
-        """Return the remaining buckets, in which a parameter got no gradient on this rank."""
+        """Return the remaining buckets, which are incomplete because a parameter got no gradient on this rank."""
         return self._take_up_to(len(self._buckets))
 
     def reset(self) -> None:
-        """Start a new step; forget the arrived gradients, also those of an interrupted backward."""
+        """Start a new step, and forget which gradients have arrived, also if the backward was interrupted."""
         self._next, self._missing = 0, [len(bucket) for bucket in self._buckets]
 
     def _take_up_to(self, end: int) -> list[Bucket]:
@@ -83,18 +85,18 @@ class BucketSchedule:
 
 
 class ChunkOrder(BucketSchedule):
-    """The order of a pipeline stage: its last chunk first, each chunk from its last layer to its first.
+    """The order of a pipeline stage: last chunk first, and each chunk from its last layer to its first.
 
-    So the sums of chunks that finish early overlap the work of the other chunks. Parameters that do not belong to
-    exactly one chunk are late: tied weights, whose copies on several stages are summed first, weights that several
-    chunks share, and weights outside of layers.
+    The all-reduces of chunks that finish early thus overlap with the work of the other chunks. Parameters that do not
+    belong to exactly one chunk are late: tied weights, whose copies on several stages are summed first, weights that
+    several chunks share, and weights outside of layers.
 
     Args:
         every: all parameters of the stage.
         chunks: the parameters of each chunk, in the order of its layers.
         tied: parameters with copies on other stages.
-        bucket_bytes: size of a bucket; None for ``BUCKET_BYTES``.
-        numbers: elements of a bucket instead of its bytes; None limits the bytes.
+        bucket_bytes: maximum size of a bucket; None: ``BUCKET_BYTES``.
+        numbers: maximum number of elements of a bucket; None: limit the bytes instead.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class ChunkOrder(BucketSchedule):
         return self._of_chunk[chunk]
 
     def reset(self) -> None:
-        """Start a new batch; parameters may have been frozen or unfrozen since the last one."""
+        """Start a new batch. Parameters may have been frozen or unfrozen since the previous one."""
         trained = {id(p) for p in self._every if p.requires_grad}
         if trained == self._trained:
             super().reset()
@@ -126,7 +128,7 @@ class ChunkOrder(BucketSchedule):
         self._trained, late = trained, self._not_of_one
         self.late = list(self._buckets_of([p for p in self._every if p in late and p.requires_grad]))
         self._of_chunk = [[p for p in chunk if p.requires_grad and p not in late] for chunk in self._chunks]
-        self._arrange([bucket for own in reversed(self._of_chunk) for bucket in self._buckets_of(own)])
+        self._arrange([bucket for params in reversed(self._of_chunk) for bucket in self._buckets_of(params)])
 
     def _buckets_of(self, parameters: Bucket) -> Iterator[Bucket]:
         if self._numbers is None:
@@ -135,18 +137,22 @@ class ChunkOrder(BucketSchedule):
 
 
 class AgreedOrder(BucketSchedule):
-    """The order in which the first backward has filled the buckets, agreed over the replicas.
+    """The order in which the first backward filled the buckets, agreed over the replicas.
 
-    The buckets are those in which ``reduce_gradients`` sums gradients of 32 or 64 bits. In the first backward their
-    order is a guess: the last weights first, and buckets with biases or norms of all layers at the end. A bucket that
-    backward does not fill, because one of its weights gets no gradient, would block all later ones, so it comes last.
-    The replicas agree on this in the first backward: at its first gradient by autograd's graph (``_agreed`` 0 -> 1),
-    and at its end by the gradients that have arrived (1 -> 2). So ``arrived`` and ``rest`` are collective in the first
-    backward, and only there.
+    The parameters are bucketed as by ``reduce_gradients`` for gradients of 32 or 64 bits. The order of the buckets is
+    first guessed: last weights first, and buckets with biases or norms of all layers at the end. The replicas then
+    correct it twice during the first backward (``_agreed`` counts the corrections):
+
+    1. At the first gradient, buckets with a weight that autograd's graph will not reach on some replica move to the
+       end. Such a bucket is never filled and would block all later ones.
+    2. At the end of the backward, the buckets are sorted in the order in which they were filled.
+
+    ``arrived`` and ``rest`` are therefore collective in the first backward, and only there.
 
     Args:
-        group: the replicas' process group.
-        numbers: returns the number of elements of a bucket on a device; None limits it by ``BUCKET_BYTES``.
+        group: process group of the replicas.
+        numbers: returns the maximum number of elements of a bucket on a device, or None to limit its bytes by
+            ``BUCKET_BYTES``.
     """
 
     def __init__(
@@ -161,7 +167,7 @@ class AgreedOrder(BucketSchedule):
         self._agreed = 0  # number of agreements on the order; at most two
 
     def register(self, parameter: torch.nn.Parameter) -> None:
-        """Include ``parameter`` in a bucket. All parameters are registered before the first backward."""
+        """Include ``parameter`` in a bucket. All parameters must be registered before the first backward."""
         self._parameters.append(parameter)
 
     def of_chunk(self, chunk: int) -> Sequence[torch.nn.Parameter]:
@@ -173,38 +179,38 @@ class AgreedOrder(BucketSchedule):
     def arrived(self, parameter: torch.Tensor) -> list[Bucket]:
         if not self._agreed:
             self._agree([int(not all(map(will_reach, bucket))) for bucket in self._guessed()])
-        full = super().arrived(parameter)
-        number = self._number_of.get(parameter)
-        if self._agreed == 1 and number is not None and not self._missing[number]:
-            self._filled.append(number)
-        return full
+        startable = super().arrived(parameter)
+        bucket_idx = self._number_of.get(parameter)
+        if self._agreed == 1 and bucket_idx is not None and not self._missing[bucket_idx]:
+            self._filled.append(bucket_idx)
+        return startable
 
     def rest(self) -> list[Bucket]:
         if not self._agreed:
             self._agree([1] * len(self._guessed()))
-        left = super().rest()
+        remaining = super().rest()
         if self._agreed == 1:
-            turn = {number: place for place, number in enumerate(self._filled)}
-            self._agree([turn.get(number, len(self._buckets)) for number in range(len(self._buckets))])
+            turn = {idx: position for position, idx in enumerate(self._filled)}
+            self._agree([turn.get(idx, len(self._buckets)) for idx in range(len(self._buckets))])
             super().rest()
-        return left
+        return remaining
 
     def reset(self) -> None:
         super().reset()
         self._filled.clear()
 
     def _guessed(self) -> list[Bucket]:
-        place = {parameter: number for number, parameter in enumerate(self._parameters)}
-        self._guess = sorted(self._buckets_of_sums(), key=lambda bucket: -place[bucket[0]])
+        position = {parameter: idx for idx, parameter in enumerate(self._parameters)}
+        self._guess = sorted(self._buckets_of_sums(), key=lambda bucket: -position[bucket[0]])
         self._guess.sort(key=lambda bucket: bucket[-1].dim() < 2)  # biases and norms of all layers come last
         self._arrange(self._guess)
         return self._guess
 
     def _agree(self, turns: list[int]) -> None:
-        """Sort the buckets by the largest turn that any replica has for them. Collective.
+        """Sort the buckets by the maximum of their sort keys over the replicas. Collective.
 
         Args:
-            turns: the turn of each bucket on this replica, in the present order.
+            turns: this replica's sort key for each bucket, in the current order of the buckets.
         """
         self._agreed += 1
         if not turns:
@@ -215,27 +221,27 @@ class AgreedOrder(BucketSchedule):
         self._arrange(sorted(self._guess, key=lambda bucket: agreed[self._number_of[bucket[0]]]))
 
     def _buckets_of_sums(self) -> Iterator[Bucket]:
-        """Yield the buckets in which gradients of 32 or 64 bits are summed; on a CPU those of ``reduce_gradients``."""
+        """Yield the buckets for gradients of 32 or 64 bits; on a CPU, these are the buckets of ``reduce_gradients``."""
         parameters = self._parameters
-        numbers = self._numbers(parameters[0].device) if parameters else None
-        if numbers is not None:
-            return buckets(parameters, torch.Tensor.numel, lambda p: accurate_dtype(p.dtype), numbers)
+        num_elements = self._numbers(parameters[0].device) if parameters else None
+        if num_elements is not None:
+            return buckets(parameters, torch.Tensor.numel, lambda p: accurate_dtype(p.dtype), num_elements)
         return buckets(
             parameters, lambda p: p.numel() * accurate_dtype(p.dtype).itemsize, lambda p: accurate_dtype(p.dtype)
         )
 
 
 class BucketReducer:
-    """The sums over the replicas in one step, some of which start in its ``last_backward``; ``finish`` waits for all.
+    """All-reduces the gradients of a step over the replicas, partly during ``last_backward``; ``finish`` waits for all.
 
     Args:
         order: the order of the buckets.
         gradient_of: returns the accumulated gradient of a parameter, zeros if there is none.
-        group: the replicas' process group.
-        dtype: dtype in which gradients are sent and summed; None for their own.
-        starts_early: start sums during the last backward. Otherwise all start after it, with the same results.
-        way_out: advice at the end of the error for a gradient that arrives after its sum has started.
-        scatter: starts the reduce-scatter of a bucket; None all-reduces the gradients.
+        group: process group of the replicas.
+        dtype: dtype in which gradients are sent and summed; None: the gradients' dtype.
+        starts_early: start all-reduces during the last backward. Otherwise all start after it, with equal results.
+        way_out: advice at the end of the error for a gradient that arrives after its all-reduce has started.
+        scatter: starts the reduce-scatter of a bucket; None: all-reduce the gradients.
     """
 
     def __init__(
@@ -258,19 +264,21 @@ class BucketReducer:
         self._scatter = scatter
         self._hooks: list[Any] = []
         self._ready: set[torch.Tensor] = set()
-        self._started: list[Any] = []  # ``GradientBucket`` or what ``scatter`` returns
+        self._started: list[Any] = []  # ``GradientBucket`` or the result of ``scatter``
 
     @property
     def is_scattered(self) -> bool:
-        """True if each replica gets only its shards of the sums."""
+        """True if each replica gets only its shards of the reduced gradients."""
         return self._scatter is not None
 
     @contextmanager
     def last_backward(self, chunk: int = 0) -> Iterator[None]:
-        """Start sums while the backward within the block, the last of ``chunk``, makes gradients final.
+        """Start the all-reduce of each bucket as soon as the backward in the block fills it.
+
+        The block must contain the step's last backward of ``chunk``, because it makes the chunk's gradients final.
 
         Raises:
-            RuntimeError: backward added to a gradient after its sum had started.
+            RuntimeError: the backward added to a gradient after its all-reduce had started.
         """
         self.begin_last_backward(chunk)
         try:
@@ -279,9 +287,9 @@ class BucketReducer:
             self.end_last_backward()
 
     def begin_last_backward(self, chunk: int = 0) -> None:
-        """Do the first half of ``last_backward``; ``end_last_backward`` does the second."""
-        chosen = self.order.of_chunk(chunk) if self.starts_early else ()
-        self._hooks += [p.register_post_accumulate_grad_hook(self._arrive) for p in chosen if p.requires_grad]
+        """Register the hooks of ``last_backward``; ``end_last_backward`` removes them."""
+        parameters = self.order.of_chunk(chunk) if self.starts_early else ()
+        self._hooks += [p.register_post_accumulate_grad_hook(self._arrive) for p in parameters if p.requires_grad]
 
     def end_last_backward(self) -> None:
         """Remove the hooks of ``begin_last_backward``."""
@@ -304,34 +312,34 @@ class BucketReducer:
             self._start(self.order.arrived(parameter))
 
     def register_chunk_ready(self, chunk: int, apart_from: Iterable[torch.Tensor] = ()) -> None:
-        """Register that the gradients of ``chunk`` are final, except those of ``apart_from``."""
+        """Register that the gradients of the parameters of ``chunk``, except ``apart_from``, are final."""
         still_waiting = set(apart_from)
         for parameter in self.order.of_chunk(chunk):
             if parameter not in still_waiting:
                 self.ready(parameter)
 
     def finish_launch(self) -> None:
-        """Start the remaining buckets, but not the late ones. Collective.
+        """Start the remaining buckets, except the late ones. Collective.
 
-        Call it before other collectives of the group, so that all replicas run them in one order.
+        Must be called before other collectives of the group, so that all replicas run them in the same order.
         """
         self._start(self.order.rest())
 
     def finish(self, scale: float | torch.Tensor) -> None:
-        """Start all remaining buckets, wait for all sums and multiply them by ``scale``. Collective."""
+        """Start all remaining buckets, wait for all results and multiply them by ``scale``. Collective."""
         self.finish_launch()
         self._start(self.order.late)
         self.wait(scale)
 
     def wait(self, scale: float | torch.Tensor) -> None:
-        """Wait for the running sums, multiply them by ``scale``, and reset."""
+        """Wait for the running all-reduces, multiply their results by ``scale``, and reset."""
         for bucket in self._started:
             bucket.wait(scale)
         self._started.clear()
         self.reset()
 
     def reset(self) -> None:
-        """Start a new batch; wait for sums that an interrupted backward has started, and forget it."""
+        """Start a new batch; wait for all-reduces of an interrupted backward and discard its state."""
         self.end_last_backward()
         for bucket in self._started:
             bucket.work.wait()

@@ -1,7 +1,7 @@
-"""Host clock and device-event clock with one interface.
+"""Clocks with one interface for host work and queued device work.
 
-A mark costs well under a microsecond on the host and about one on a GPU, where it is an event on the current stream;
-neither waits for anything. What lies between marks is asked later, when the work is done.
+A mark takes well under a microsecond on the host, and about one on a GPU, where it is an event on the current stream.
+Taking a mark never waits. The time between marks is computed later, once the work is done.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from tds.device import current, finish_stream, has_events, timing_event
 
 
 class HostClock:
-    """Marks are nanoseconds of the monotonic clock that all processes of a host share."""
+    """Clock whose marks are nanoseconds of the monotonic clock that all processes of a host share."""
 
     mark = staticmethod(time.perf_counter_ns)
 
     def seconds(self, before: int, after: int) -> float:
-        """Return the time between two marks."""
+        """Return the time between two marks, in seconds."""
         return (after - before) * 1e-9
 
     def nanoseconds(self, mark: int) -> int:
-        """Return when ``mark`` was, in nanoseconds of the host's monotonic clock."""
+        """Return the time of ``mark`` in nanoseconds of the host's monotonic clock."""
         return mark
 
     def is_reached(self, mark: int) -> bool:
-        """True: the host has done what it marks."""
+        """Return True, because host work is done when a mark is taken."""
         return True
 
     def align(self) -> None:
-        """Do nothing: this is the host's clock."""
+        """Do nothing, because this is the host's clock."""
 
     def free(self, marks: Iterable[int]) -> None:
-        """Do nothing: marks are numbers."""
+        """Do nothing, because marks are ints."""
 
 
 class EventClock:
-    """Marks are events on the current stream, taken from a pool and given back by ``free``."""
+    """Clock whose marks are events on the current stream, taken from a pool and returned to it by ``free``."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -48,28 +48,28 @@ class EventClock:
         self.align()
 
     def mark(self) -> Any:
-        """Return an event that is reached when the work queued so far is done."""
+        """Record and return an event that is reached when all work queued so far is done."""
         event = self._free.pop() if self._free else timing_event(self.device)
         event.record()
         return event
 
     def seconds(self, before: Any, after: Any) -> float:
-        """Return the time between two marks. Waits until the later one is reached."""
+        """Return the time between two marks in seconds, after waiting for the later one."""
         after.synchronize()
         return before.elapsed_time(after) * 1e-3
 
     def nanoseconds(self, mark: Any) -> int:
-        """Return when ``mark`` was reached, in nanoseconds of the host's monotonic clock. Waits until it is."""
+        """Wait for ``mark`` and return the time when it was reached, in nanoseconds of the host's monotonic clock."""
         return self._aligned_ns + round(self.seconds(self._aligned, mark) * 1e9)
 
     def is_reached(self, mark: Any) -> bool:
-        """True if the device has done all that was queued ahead of ``mark``."""
+        """Return True if the device has done all work queued before ``mark``."""
         return mark.query()
 
     def align(self) -> None:
-        """Note an event and the host's time at one moment, to which ``nanoseconds`` refers. Waits for the stream.
+        """Record an event and the host's time together, as reference for ``nanoseconds``. Waits for the stream.
 
-        Events count milliseconds in 32 bits and drift from the host's clock, so long runs align again now and then.
+        Events count milliseconds as 32-bit floats and drift from the host's clock, so long runs align repeatedly.
         """
         with current(self.device):
             self._aligned = timing_event(self.device)
@@ -79,7 +79,7 @@ class EventClock:
             self._aligned_ns = time.perf_counter_ns()
 
     def free(self, marks: Iterable[Any]) -> None:
-        """Take back marks that nobody will ask for any more."""
+        """Return marks that are no longer needed to the pool."""
         self._free.extend(marks)
 
 
@@ -87,18 +87,18 @@ Clock = HostClock | EventClock
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Return the clock of the work on ``device``."""
+    """Return the clock for work on ``device``."""
     return EventClock(device) if has_events(device) else HostClock()
 
 
 def offset_to_wall_ns() -> int:
-    """Return what to add to the monotonic clock so that times of several hosts compare as well as their wall clocks."""
+    """Return the offset from the monotonic clock to the wall clock, which makes times of several hosts comparable."""
     narrowest = None
     offset = 0
     for _ in range(5):
-        before = time.perf_counter_ns()
-        wall = time.time_ns()
-        after = time.perf_counter_ns()
-        if narrowest is None or after - before < narrowest:
-            narrowest, offset = after - before, wall - (before + after) // 2
+        start_ns = time.perf_counter_ns()
+        wall_ns = time.time_ns()
+        end_ns = time.perf_counter_ns()
+        if narrowest is None or end_ns - start_ns < narrowest:
+            narrowest, offset = end_ns - start_ns, wall_ns - (start_ns + end_ns) // 2
     return offset

@@ -14,40 +14,41 @@ from tds.gradients import multiply
 from tds.param_info import is_tensor_parallel, is_tied_copy
 
 ROW = 1024
-"""Elements of a large tensor whose squares are summed in fp32."""
+"""Number of elements of a large tensor whose squares are summed in fp32."""
 LARGE = 2**16
 
 
 def square_of_norm(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of ``x`` as a scalar in fp64, from norms in fp32 (fp64 for fp64).
+    """Return the sum of squares of ``x`` as a scalar in fp64.
 
-    On a CPU torch sums the squares of a full tensor in a few fp32 accumulators: the norm of 26 million elements is
-    1.5e-3 too small, and that of half of them by another fraction, so that it would depend on the layout. Norms of rows
-    are accurate.
+    A large tensor is split into rows of ``ROW`` elements. The norm of each row is computed in fp32 (in fp64 if ``x`` is
+    fp64), and the squares of these norms are summed in fp64. On a CPU, torch would sum the squares of the full tensor
+    in a few fp32 accumulators. The norm of 26 million elements is then too small by a relative error of 1.5e-3. This
+    error depends on the number of elements, so the norm would depend on the layout.
     """
     dtype = accurate_dtype(x.dtype)
     if x.numel() < LARGE:
         return torch.linalg.vector_norm(x, dtype=dtype).double().square()
     flat = x.flatten()
-    whole = flat.numel() - flat.numel() % ROW
-    norms = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=-1, dtype=dtype)
-    rest = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
-    return norms.double().square().sum() + rest.double().square()
+    num_in_rows = flat.numel() - flat.numel() % ROW
+    norms = torch.linalg.vector_norm(flat[:num_in_rows].view(-1, ROW), dim=-1, dtype=dtype)
+    tail_norm = torch.linalg.vector_norm(flat[num_in_rows:], dtype=dtype)
+    return norms.double().square().sum() + tail_norm.double().square()
 
 
 def squares_of_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return scalars whose sum is the ``square_of_norm`` of all: one per gradient on a CPU, otherwise one per dtype."""
+    """Return scalars whose sum is the squared norm of all gradients: one per gradient on a CPU, else one per dtype."""
     is_host_work = not gradients or is_host(gradients[0].device)
     return [square_of_norm(gradient) for gradient in gradients] if is_host_work else _squares_by_dtype(gradients)
 
 
 def _squares_by_dtype(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Use one kernel per dtype: on a device, starting a kernel per weight would take longer than running it."""
+    """Compute the squares with one kernel per dtype, because launching a kernel per weight would take longer."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    norms = [torch_api.norms_of_all(same, accurate_dtype(dtype)) for dtype, same in by_dtype.items()]
-    return [torch.stack(same).double().square().sum() for same in norms]
+    norms = [torch_api.norms_of_all(same_dtype, accurate_dtype(dtype)) for dtype, same_dtype in by_dtype.items()]
+    return [torch.stack(same_dtype).double().square().sum() for same_dtype in norms]
 
 
 def accurate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -65,8 +66,8 @@ def clip_coefficient(norm: float, clip_grad: float) -> float:
 def is_counted_in_norm(parameter: torch.Tensor, tensor_rank: int) -> bool:
     """Return True if this rank counts ``parameter`` in sums over the ranks of a replica.
 
-    A parameter that is sharded over the tensor group counts on every rank, a replicated one on the first. A tied copy
-    counts on the stage that owns it.
+    A parameter that is sharded over the tensor group counts on every rank, a replicated one on the first rank. A tied
+    weight counts on the stage that owns it.
     """
     return not is_tied_copy(parameter) and (tensor_rank == 0 or is_tensor_parallel(parameter))
 
@@ -78,7 +79,7 @@ def global_norm(
 
     Args:
         gradients: the gradients that this rank counts.
-        groups: process groups over which squares are summed, one after the other; None stands for a single rank.
+        groups: process groups over which squares are summed, one after the other; None: a single rank.
     """
     squares = squares_of_norms(list(gradients))
     squared = torch.stack(squares).sum().to(device) if squares else torch.zeros((), dtype=torch.float64, device=device)

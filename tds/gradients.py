@@ -1,6 +1,6 @@
-"""GradientBucket and reduce_gradients: all-reduces of gradients in buckets; the all-reduce of tied weights.
+"""All-reduces of gradients in buckets (GradientBucket, reduce_gradients), and over the copies of tied weights.
 
-DeepSpeed's functions do not support fp64.
+DeepSpeed's functions are not used because they do not support fp64.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from tds.param_info import Tensor, info_of, set_info
 BUCKET_BYTES = 32 * 2**20
 """Size of a bucket. A larger gradient is sent by itself."""
 LEAST_BUCKET, BUCKET_OF_REPLICA = 40_000_000, 1_000_000
-"""Elements of a bucket on a device: the minimum, and the number per replica."""
+"""Number of elements of a bucket on an accelerator: the minimum, and the number per replica."""
 
 T = TypeVar("T")
 WIDE = (torch.float32, torch.float64)
-"""Dtypes in which gradients are summed."""
+"""Dtypes of gradients that a single kernel can multiply without rounding the factor."""
 
 
 class GradientSource(Protocol):
     """Access of an engine to an optimizer's gradients.
 
     ``before_backward`` and ``after_backward`` surround each run of autograd: a full backward, or either half of a split
-    one. Between them autograd may add to any parameter's ``grad``, also more than once (recompute, tied layers in one
-    stage), and run its hooks. Between ``after_backward`` and the next ``before_backward`` gradients are only accessed
-    through ``of``, from which sums over replicas may start once no backward will add to a gradient any more.
+    one. Between them, autograd may add to any parameter's ``grad``, even more than once (recompute, tied layers in one
+    stage), and run its hooks. Between ``after_backward`` and the next ``before_backward``, gradients are only accessed
+    through ``of``. Their all-reduces over the replicas start once no further backward adds to them.
 
-    A source may have ``use_buckets(order)``, called once with the engine's ``BucketSchedule``. It then stores gradients
-    in those buckets, so that they are summed in place. It returns a function that starts the reduce-scatter of a
-    bucket, or None if the engine all-reduces each bucket.
+    A source may have ``use_buckets(order)``, which the engine calls once with its ``BucketSchedule``. The source then
+    stores gradients in those buckets, so that they are all-reduced in place. It returns a function that starts the
+    reduce-scatter of a bucket, or None if the engine is to all-reduce each bucket.
 
     Attributes:
-        come_in_hooks: the parameter's hooks store a gradient before ``after_backward``, so that sums may start within
-            a backward.
+        come_in_hooks: the parameters' hooks store gradients before ``after_backward``, so that all-reduces may start
+            during a backward.
         norm_is_scaled: the optimizer's norm includes the loss scale.
-        takes_unfrozen: the optimizer updates all weights of its groups, also those unfrozen after ``initialize``.
-        are_multiplied_in_step: the optimizer multiplies by its ``gradient_factor`` in its own step and computes the
-            norm before that (``norm_of_sums``, returned to it as ``raw_norm``), so that loss and norm are copied to the
-            host together.
+        takes_unfrozen: the optimizer also updates weights of its groups that are unfrozen after ``initialize``.
+        are_multiplied_in_step: the optimizer multiplies gradients by its ``gradient_factor`` in its step. The norm is
+            computed before that (``norm_of_sums``) and passed to the optimizer as ``raw_norm``, so that loss and norm
+            are copied to the host together.
     """
 
     come_in_hooks: bool
@@ -56,28 +56,28 @@ class GradientSource(Protocol):
 
     @property
     def clips_itself(self) -> bool:
-        """True if the optimizer computes the norm and clips in its own step."""
+        """True if the optimizer computes the norm and clips in its step."""
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the accumulated gradient, zeros if this rank has none, so that all ranks agree."""
+        """Return the accumulated gradient; zeros if this rank has none, so that all ranks run the same collectives."""
 
     def loss_scale(self) -> float:
         """Return the factor by which each loss is multiplied before its backward."""
 
     def before_backward(self) -> None:
-        """Called before each run of autograd."""
+        """Hook that runs before each run of autograd."""
 
     def after_backward(self) -> None:
-        """Called after each run of autograd."""
+        """Hook that runs after each run of autograd."""
 
     def before_step(self) -> None:
-        """Called when the gradients of the global batch are complete, before the optimizer's step."""
+        """Hook that runs when the gradients of the global batch are complete, before the optimizer's step."""
 
     def after_step(self) -> None:
-        """Called after the optimizer's step."""
+        """Hook that runs after the optimizer's step."""
 
     def forget(self) -> None:
-        """Discard the gradients of a batch without a step."""
+        """Discard the gradients of a batch that ended without a step."""
 
 
 def buckets(
@@ -89,19 +89,19 @@ def buckets(
     """Yield ``items`` in buckets of one dtype, each of at most ``limit`` bytes or of one item; empty items are skipped.
 
     Args:
-        items: tensors, or objects that stand for tensors to be sent.
-        num_bytes, dtype_of: return the size and dtype of an item as it is sent.
-        limit: None for ``BUCKET_BYTES``.
+        items: tensors, or objects that represent tensors to be sent.
+        num_bytes, dtype_of: return the size and the dtype in which an item is sent.
+        limit: maximum size of a bucket; None: ``BUCKET_BYTES``.
     """
     limit = BUCKET_BYTES if limit is None else limit
     by_dtype: dict[torch.dtype, list[T]] = {}
     for item in items:
         if num_bytes(item):
             by_dtype.setdefault(dtype_of(item), []).append(item)
-    for same in by_dtype.values():
+    for same_dtype in by_dtype.values():
         bucket: list[T] = []
         size = 0
-        for item in same:
+        for item in same_dtype:
             if bucket and size + num_bytes(item) > limit:
                 yield bucket
                 bucket, size = [], 0
@@ -113,9 +113,9 @@ def buckets(
 def bucket_numbers(place: torch.device, replicas: int, asked: int = 0) -> int | None:
     """Return the number of elements of a bucket; None if ``BUCKET_BYTES`` limits it, as on a CPU.
 
-    A ring splits a bucket among the replicas. On a device the bucket grows with their number, so that each message is
-    large enough for the network. In gloo the order of additions depends on an element's position in the bucket, so that
-    on a CPU other bucket sizes would give other bits with three replicas or more.
+    A ring all-reduce splits a bucket among the replicas. On an accelerator, the bucket grows with their number, so that
+    each message is large enough for the network. On a CPU, the size is fixed: in gloo, the order of additions depends
+    on an element's position in the bucket, so with three or more replicas the results would depend on the bucket size.
 
     Args:
         asked: DeepSpeed's ``reduce_bucket_size`` or ``allgather_bucket_size``; 0 if not set.
@@ -129,7 +129,7 @@ def bucket_numbers(place: torch.device, replicas: int, asked: int = 0) -> int | 
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """A running all-reduce: ``flat`` contains the summed ``gradients``, concatenated, once ``work`` is done."""
+    """A running all-reduce; ``flat`` contains the concatenated, reduced ``gradients`` once ``work`` is done."""
 
     gradients: Sequence[torch.Tensor]
     flat: torch.Tensor
@@ -140,15 +140,15 @@ class GradientBucket:
     def start_all_reduce(
         cls, gradients: Sequence[torch.Tensor], group: Any, dtype: torch.dtype | None = None
     ) -> GradientBucket:
-        """Start the sum of gradients of one dtype over ``group``, in one message. Collective.
+        """Start one all-reduce over ``group`` for gradients of equal dtype. Collective.
 
-        It is in place if the gradients are adjacent in memory, and otherwise in a copy.
+        The all-reduce is in place if the gradients are adjacent in memory; otherwise it runs on a copy.
 
         Args:
-            dtype: dtype in which they are sent and summed; None for their own.
+            dtype: dtype in which the gradients are sent and summed; None: the gradients' dtype.
 
         Raises:
-            ValueError: one of them is sparse.
+            ValueError: a gradient is sparse.
         """
         refuse_sparse(gradients)
         run = one_run(gradients)
@@ -158,7 +158,7 @@ class GradientBucket:
 
     @torch.no_grad()
     def wait(self, factor: float | torch.Tensor) -> None:
-        """Wait for the sum, multiply it by ``factor`` and copy it into the gradients."""
+        """Wait for the all-reduce, multiply the result by ``factor`` and copy it into the gradients."""
         self.work.wait()
         multiply([self.flat], factor)
         for gradient, part in zip(self.gradients, self.flat.split([g.numel() for g in self.gradients]), strict=True):
@@ -189,13 +189,13 @@ def multiply(gradients: Iterable[torch.Tensor], factor: float | torch.Tensor) ->
     """Multiply each gradient by ``factor`` in place."""
     if not isinstance(factor, torch.Tensor) and factor == 1.0:
         return
-    held = list(gradients)
-    types = {gradient.dtype for gradient in held}
+    tensors = list(gradients)
+    types = {gradient.dtype for gradient in tensors}
     if not types <= set(WIDE) or (isinstance(factor, torch.Tensor) and len(types) > 1):
-        for gradient in held:  # one kernel for all would round the factor to their 16 bits first, on a CPU
+        for gradient in tensors:  # on a CPU, a single kernel would first round the factor to 16 bits
             gradient.mul_(factor)
-    elif held:
-        torch_api.multiply_all(held, factor.to(held[0].dtype) if isinstance(factor, torch.Tensor) else factor)
+    elif tensors:
+        torch_api.multiply_all(tensors, factor.to(tensors[0].dtype) if isinstance(factor, torch.Tensor) else factor)
 
 
 def reduce_gradients(
@@ -204,17 +204,17 @@ def reduce_gradients(
     scale: float | torch.Tensor = 1.0,
     bucket_bytes: int | None = None,
 ) -> None:
-    """Replace each gradient by the sum over ``group`` times ``scale``. Collective.
+    """Replace each gradient by its sum over ``group`` times ``scale``. Collective.
 
     Args:
-        gradients: the same shapes and dtypes in the same order on every rank.
-        group: a process group, or None for no sum at all (one replica).
-        bucket_bytes: gradients of one dtype are sent together up to this size; None for ``BUCKET_BYTES``.
+        gradients: tensors with equal shapes and dtypes in the same order on every rank.
+        group: a process group; None: no all-reduce (one replica).
+        bucket_bytes: maximum size of a bucket of gradients of one dtype; None: ``BUCKET_BYTES``.
     """
     if group is None or dist.get_world_size(group) == 1:
         multiply(gradients, scale)
         return
-    refuse_sparse(gradients)  # before the first sum
+    refuse_sparse(gradients)  # before the first all-reduce
     runs = buckets(gradients, limit=bucket_bytes)
     for bucket in [GradientBucket.start_all_reduce(run, group) for run in runs]:
         bucket.wait(scale)
@@ -225,8 +225,8 @@ def sum_tied(weights: Iterable[tuple[torch.Tensor, Any]], gradient_of: Any, dtyp
     """Sum the gradients of each tied weight over the stages with a copy. Collective over each tied group.
 
     Args:
-        weights: (parameter, group) pairs in the same order on every rank, as of ``get_tied_weights_and_groups``.
-        dtype: dtype in which gradients are sent and summed; None for their own.
+        weights: (parameter, group) pairs in the same order on every rank, see ``get_tied_weights_and_groups``.
+        dtype: dtype in which gradients are sent and summed; None: the gradients' dtype.
     """
     for weight, group in weights:
         if weight.requires_grad and dist.get_world_size(group) > 1:
@@ -238,10 +238,10 @@ def sum_tied(weights: Iterable[tuple[torch.Tensor, Any]], gradient_of: Any, dtyp
 
 
 def set_reduced_apart(parameter: Tensor) -> Tensor:
-    """Record that ``parameter`` is a weight of an expert: the optimizer reduces its gradient, not the engine."""
+    """Mark ``parameter`` as a weight of an expert, whose gradient is reduced by the optimizer instead of the engine."""
     return set_info(parameter, replace(info_of(parameter), is_expert=True))
 
 
 def is_reduced_apart(parameter: torch.Tensor) -> bool:
-    """Return True if the gradient of ``parameter`` is left out of the all-reduce over the replicas (experts)."""
+    """Return True if the gradient of ``parameter`` is excluded from the all-reduce over the replicas (experts)."""
     return info_of(parameter).is_expert

@@ -3,18 +3,19 @@
 Layers call ``linear(x, weight, bias)``. Autograd computes the weight gradient, with two exceptions:
 
 * A schedule that splits backward passes (``tds.engine.weight_grad_store``) is active: the input and the gradient of
-  the output are kept until the ``BackwardWeight`` action.
-* The optimizer has set ``ParamInfo.add_product``: the product itself accumulates, ``sum.addmm_(grad^T, x)``, and the
-  product of the first micro-batch overwrites. Autograd would allocate the gradient as a tensor of its own and add it
-  to the sum over the micro-batches: a product and a pass over three tensors of the weight's size.
+  the output are saved until the ``BackwardWeight`` action.
+* The optimizer has set ``ParamInfo.add_product``: one matrix product adds to the accumulated gradient,
+  ``accumulated.addmm_(grad^T, x)``; for the first micro-batch, it overwrites the old value. Autograd would instead
+  allocate a new tensor for the gradient of each micro-batch and add it to the accumulated gradient in a second pass
+  over memory.
 
-In both cases the weight stays in autograd's graph and gets None. Its ``AccumulateGrad`` node runs after all its
-products, once in a backward pass, and its hooks with it: the all-reduce over the replicas (``tds.bucket_reducer``)
-starts at the usual moment. A gradient that reaches the weight in another way, such as a lookup in a tied table, is
-accumulated by that node.
+In both cases, the weight stays in autograd's graph and its gradient from the product is None. Its ``AccumulateGrad``
+node and its hooks run once per backward pass, after all its products, so the all-reduce over the replicas
+(``tds.bucket_reducer``) starts at the usual time. The node still accumulates other gradients of the weight, such as the
+gradient of a lookup in a tied embedding table.
 
-``C + A B`` in one product does not round as the sum of ``C`` and a product does, so losses differ from those without
-``add_product`` by rounding. They do not differ between schedules: a deferred product is the same product.
+``C + A B`` in one product rounds differently from a product and a sum, so losses with and without ``add_product``
+differ by rounding. They do not differ between schedules, because a deferred product is the same product.
 
 Source: Megatron-LM's ``gradient_accumulation_fusion``.
 """
@@ -32,18 +33,18 @@ from tds.param_info import AddProduct, info_of
 
 
 class WeightGradDeferral(Protocol):
-    """Computes ``linear`` so that the weight gradient can be deferred: a ``WeightGradStore``."""
+    """The method of ``WeightGradStore`` that ``linear`` calls to make its weight gradient deferrable."""
 
     def split_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return ``x W^T + b``; its backward pass keeps what the gradients of ``weight`` and ``bias`` need."""
+        """Return ``x W^T + b``. Its backward saves the tensors that the gradients of ``weight`` and ``bias`` need."""
 
 
-_deferral: WeightGradDeferral | None = None  # of all threads: recompute runs layers in the threads of autograd
+_deferral: WeightGradDeferral | None = None  # global, because recompute runs layers in autograd's threads
 
 
 @contextmanager
 def deferring_weight_grads(deferral: WeightGradDeferral) -> Iterator[None]:
-    """Compute ``linear`` in the block by ``deferral``."""
+    """Make ``linear`` call ``deferral.split_linear`` in the block."""
     global _deferral
     outer, _deferral = _deferral, deferral
     try:
@@ -60,10 +61,10 @@ def is_deferring_weight_grads() -> bool:
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, fuse: bool = True
 ) -> torch.Tensor:
-    """Return ``x W^T + b``; the backward pass defers or accumulates the weight gradient where it can.
+    """Return ``x W^T + b``. The backward pass defers the weight gradient or accumulates it in place if possible.
 
     Args:
-        fuse: accumulate the weight gradient by ``ParamInfo.add_product`` where the optimizer has set it.
+        fuse: accumulate the weight gradient by ``ParamInfo.add_product``, if the optimizer has set it.
 
     Shapes:
         x      [..., input_size]
@@ -84,12 +85,16 @@ def linear(
 
 
 def accumulates_in_place(weight: torch.Tensor) -> bool:
-    """Return True if products add the gradient of ``weight`` in place; never in a compiled layer."""
+    """Return True if products accumulate the gradient of ``weight`` in place; always False in a compiled layer."""
     return not torch.compiler.is_compiling() and info_of(weight).add_product is not None
 
 
 def is_plain_product(x: Any, weight: Any, bias: Any) -> bool:
-    """Return True if ``weight`` is a leaf whose gradient can be computed after that of ``x``, in the same dtype."""
+    """Return True if the gradient of ``weight`` can be computed later than the gradient of ``x``.
+
+    ``weight`` must be a trainable leaf matrix with the dtype of ``x``, outside of autocast and of compiled layers, and
+    ``bias`` a leaf or None.
+    """
     plain = isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)
     if not plain or torch.is_autocast_enabled(x.device.type) or torch.compiler.is_compiling():
         return False
@@ -99,27 +104,30 @@ def is_plain_product(x: Any, weight: Any, bias: Any) -> bool:
 
 
 def can_add_products(weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return True if a product in the dtype of ``weight`` can accumulate in ``dtype``; on CUDA in a wider one too."""
+    """Return True if matrix products in the dtype of ``weight`` can accumulate in ``dtype``.
+
+    The dtypes must be equal, except that 16-bit products on CUDA can accumulate in a wider dtype.
+    """
     is_wide = weight.device.type == "cuda" and weight.dtype.itemsize == 2
     return weight.dim() == 2 and (is_wide or weight.dtype == dtype)
 
 
 def share_of(some: Collection[torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> tuple[str, str]:
-    """Return the percentage of elements of the trained ``parameters`` that ``some`` hold, and the names of the others.
+    """Return (percentage of the trainable elements in ``parameters`` that are in ``some``, names of the others).
 
-    At most four names are listed, the largest parameters first; "" where ``some`` are all.
+    At most four names are listed, the largest parameters first; "" if all trainable parameters are in ``some``.
     """
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     others = {name: parameter.numel() for name, parameter in trained.items() if parameter not in some}
-    every = sum(parameter.numel() for parameter in trained.values())
+    total = sum(parameter.numel() for parameter in trained.values())
     names = sorted(others, key=lambda name: -others[name])
     listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"{100 * (1 - sum(others.values()) / max(every, 1)):.1f}", listed
+    return f"{100 * (1 - sum(others.values()) / max(total, 1)):.1f}", listed
 
 
 @torch.no_grad()
 def add_product(place: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_first: bool) -> None:
-    """Add ``a b`` to ``place`` in place; overwrite ``place`` if ``is_first``.
+    """Add ``a @ b`` to ``place`` in place, or overwrite ``place`` with ``a @ b`` if ``is_first``.
 
     Shapes:
         place [m, n], a [m, k], b [k, n]; or all three batched, [batch, ...]
@@ -143,7 +151,7 @@ class _FusedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])  # [n, output_size]
-        of_x = rows.mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        x_grad = rows.mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
         if ctx.needs_input_grad[1]:
             ctx.add_product(rows, x.reshape(-1, x.shape[-1]))
-        return of_x, None, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+        return x_grad, None, rows.sum(0) if ctx.needs_input_grad[2] else None, None

@@ -1,4 +1,4 @@
-"""Lines that a user should see without setting up logging: what was measured and chosen for him."""
+"""Log lines that users should see without configuring logging, such as measurements and automatic choices."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _log = logging.getLogger("tds")
 
 
 def log_rank_0(text: str) -> None:
-    """Log on "tds" as information; where information is not shown, as a warning."""
+    """Log on logger "tds" at level INFO, or at WARNING if INFO is disabled. Callers check the rank."""
     _log.log(logging.INFO if _log.isEnabledFor(logging.INFO) else logging.WARNING, "%s", text)

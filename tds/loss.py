@@ -1,22 +1,22 @@
 """Losses of a global batch: Weighted, LossMeter.
 
-| returned | trained on | reported |
+| returned by the loss function | loss to train on | reported |
 |---|---|---|
-| a tensor | its mean over micro-batches and replicas, as with DeepSpeed | the same |
+| a tensor | its mean over micro-batches and replicas, as in DeepSpeed | the same |
 | ``Weighted(total, count)`` | the sum of all totals over the sum of all counts | the same |
-| a dict or namedtuple of these | "loss", or else the first | each by its name |
+| a dict or namedtuple of these | "loss" if present, otherwise the first | each by its name |
 | a tuple or list of these | the first | "loss", "loss_1", "loss_2", ... |
 
-A module without a loss function has it as its last layer, which returns the same forms; the labels travel to it with
-the inputs, through all layers. Both train to the same bits.
+If a module has no loss function, its last layer computes the loss and returns the same structures; the labels are then
+passed through all layers with the inputs. The results of both variants are bitwise equal.
 
-What a module's ``get_additional_losses()`` gives (DeepSpeed's way to name more losses) is reported, too. All is added
-up in fp32, or fp64 where the loss is fp64.
+The losses of a module's ``get_additional_losses()`` (DeepSpeed's interface for more named losses) are reported too. All
+losses are summed in fp32, or in fp64 if the loss is fp64.
 
-The weight of a micro-batch is known only when all have run, so each backward runs on ``loss / nominal`` and the
-gradients are multiplied by ``nominal / total`` once, when they are reduced. For a plain tensor ``nominal`` is the
-number of micro-batches (of a replica on the mean: they may have unequal numbers), for ``Weighted`` a power of two
-that the engine chooses: dividing by it loses nothing.
+The weight of a micro-batch is only known after all micro-batches have run. Each backward therefore runs on
+``loss / nominal``, and the gradients are multiplied once by ``nominal / total`` when they are reduced. For a plain
+tensor, ``nominal`` is the number of micro-batches (the mean over the replicas, if they have unequal numbers). For
+``Weighted``, it is the engine's ``nominal_weight``, a power of two, so that the division is exact.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ NO_LOSS_FN = (
 
 @dataclass(frozen=True)
 class Weighted:
-    """A loss to be averaged by weight, such as by tokens: all micro-batches' and replicas' totals over their counts.
+    """A loss averaged by weight, such as a mean over tokens.
+
+    The mean is the sum of ``total`` over all micro-batches and replicas, divided by the sum of ``count``.
 
     Args:
-        total: the loss summed over what was counted; a tensor of one element.
-        count: how many were counted; a number, or a tensor of one element.
+        total: the summed loss; a tensor of one element.
+        count: the number of summands, such as tokens; a number, or a tensor of one element.
     """
 
     total: torch.Tensor
@@ -51,11 +53,11 @@ class Weighted:
 
 @dataclass(frozen=True)
 class WrappedLoss:
-    """A loss function that computes the loss of another one, and more.
+    """A loss function that calls another loss function and adds to its result, for example records the losses.
 
     Args:
         function: called with (output, labels).
-        inner: the loss function that ``function`` calls; None: the model has none, its output is the loss.
+        inner: the loss function that ``function`` calls; None: the output of the model is the loss.
     """
 
     function: LossFn
@@ -66,23 +68,23 @@ class WrappedLoss:
 
 
 def has_loss_function(loss_fn: LossFn | None) -> bool:
-    """Return False if the output of the last layer is the loss."""
+    """Return True if a loss function is applied to the last layer's output; False if that output is the loss."""
     return has_loss_function(loss_fn.inner) if isinstance(loss_fn, WrappedLoss) else loss_fn is not None
 
 
 @dataclass
 class LossMeter:
-    """Adds up the losses of one call on the last stage.
+    """Sums the losses of one call on the last stage.
 
     Args:
-        nominal_weight: what ``Weighted`` totals are divided by in the backward.
+        nominal_weight: divisor of ``Weighted`` totals in the backward.
         mean_num_micro_batches: divisor of other losses: the mean number of micro-batches over the replicas; None:
             ``num_micro_batches``.
-        additional: gives more losses to report after each micro-batch, or None; a module's ``get_additional_losses``.
+        additional: a module's ``get_additional_losses``; returns more losses to report after each micro-batch, or None.
 
     Attributes:
-        sums: by name, the loss to train on first; filled by the first micro-batch.
-        num_own: how many of them come from the loss function.
+        sums: the sum of each loss by name; the first one is the loss to train on. Filled by the first micro-batch.
+        num_own: number of losses that come from the loss function.
     """
 
     num_micro_batches: int
@@ -94,23 +96,23 @@ class LossMeter:
     num_own: int = field(default=0, init=False)
 
     def add(self, loss: Any, micro_batch: int) -> torch.Tensor:
-        """Count one micro-batch's losses and return what its backward runs on, before loss scaling.
+        """Add one micro-batch's losses and return the root of its backward, before loss scaling.
 
         Raises:
-            TypeError, ValueError: none of the forms above, or another than before.
+            TypeError, ValueError: the structure of the losses is not supported, or has changed since the last call.
         """
         losses = named_losses(loss, micro_batch)
         trained, num_own = next(iter(losses)), len(losses)
-        if self.additional is not None and (more := self.additional()):
-            losses = _with_additional(losses, more)
+        if self.additional is not None and (more_losses := self.additional()):
+            losses = _with_additional(losses, more_losses)
         if not self.sums:
             self.num_own = num_own
             nominal = {True: self.nominal_weight, False: float(self.mean_num_micro_batches or self.num_micro_batches)}
             self.sums = {name: Sum(name, is_weighted(x), nominal[is_weighted(x)]) for name, x in losses.items()}
         if (list(losses), num_own) != (list(self.sums), self.num_own):
             raise self._other_names(losses, micro_batch)
-        for name, each in losses.items():
-            self.sums[name].add(each, micro_batch)
+        for name, value in losses.items():
+            self.sums[name].add(value, micro_batch)
         return _trainable(losses[trained], trained, micro_batch) / self.sums[trained].nominal
 
     def _other_names(self, losses: dict[str, Any], micro_batch: int) -> ValueError:
@@ -122,7 +124,7 @@ class LossMeter:
 
 @dataclass
 class Sum:
-    """The sum of one loss over micro-batches, and that of its weights."""
+    """The sums of one loss and of its weights over micro-batches."""
 
     name: str
     is_weighted: bool
@@ -153,7 +155,7 @@ class Sum:
 
 
 def _on(device: torch.device, value: torch.Tensor | float) -> torch.Tensor:
-    """Return ``value`` in fp64; a number of the host is not copied to the device, for which the host would wait."""
+    """Return ``value`` in fp64 on ``device``. A Python number is filled in on the device, since a copy would block."""
     if isinstance(value, torch.Tensor):
         return value.to(device).double()
     return torch.full((), value, dtype=torch.float64, device=device)
@@ -167,10 +169,10 @@ def _with_additional(losses: dict[str, Any], more: Mapping[str, Any]) -> dict[st
 
 
 def named_losses(loss: Any, micro_batch: int) -> dict[str, Any]:
-    """Return the losses by name, the one to train on first.
+    """Return the losses by name; the first one is the loss to train on.
 
     Raises:
-        TypeError: none of the forms that a loss function may return.
+        TypeError: a loss function must not return this structure.
     """
     if isinstance(loss, torch.Tensor) or is_weighted(loss):
         return {"loss": loss}
@@ -180,24 +182,24 @@ def named_losses(loss: Any, micro_batch: int) -> dict[str, Any]:
 def _named_parts(loss: Any, micro_batch: int) -> dict[str, Any]:
     """Return the losses of a dict, a namedtuple, a tuple or a list by name."""
     if isinstance(loss, Mapping):
-        named = dict(loss)
+        losses = dict(loss)
     elif isinstance(loss, tuple) and hasattr(loss, "_fields"):
-        named = dict(zip(loss._fields, loss, strict=True))
+        losses = dict(zip(loss._fields, loss, strict=True))
     elif isinstance(loss, (tuple, list)):
-        named = {f"loss_{i}" if i else "loss": each for i, each in enumerate(loss)}
+        losses = {f"loss_{i}" if i else "loss": part for i, part in enumerate(loss)}
     else:
-        named = {}
-    if not named or not all(isinstance(name, str) and name for name in named):
+        losses = {}
+    if not losses or not all(isinstance(name, str) and name for name in losses):
         raise TypeError(
             f"the loss function must return {LOSS_STRUCTURES}, got {_describe(loss)} at micro-batch {micro_batch}. "
             "A model that has no loss can be run by eval_batch(..., compute_loss=False)."
         )
-    first = "loss" if "loss" in named else next(iter(named))
-    return {first: named.pop(first), **named}
+    first = "loss" if "loss" in losses else next(iter(losses))
+    return {first: losses.pop(first), **losses}
 
 
 def is_weighted(loss: Any) -> bool:
-    """True for ``Weighted``."""
+    """Return True for ``Weighted``."""
     return isinstance(loss, Weighted)
 
 
@@ -213,7 +215,7 @@ def _number(value: Any, name: str, what: str, micro_batch: int) -> torch.Tensor:
 
 
 def _trainable(value: Any, name: str, micro_batch: int) -> torch.Tensor:
-    """Return what of a loss a backward runs on."""
+    """Return the tensor of a loss that the backward starts from."""
     value = value.total if isinstance(value, Weighted) else value
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return _wide(value)

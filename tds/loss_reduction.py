@@ -1,11 +1,11 @@
-"""All-reduce of a global batch's losses over replicas and broadcast along the pipeline.
+"""All-reduce of a global batch's losses over replicas, and broadcast along the pipeline.
 
-The message has one size whatever is in it, for only the last stage knows how many losses there are and their names:
+The message has a fixed size, because only the last stage knows the number of losses and their names:
 
 number of losses | of which from the loss function | check | check squared | 3 numbers for each of 32 losses | names
 
-The check is a hash of the names. It is summed with the rest: its mean and the mean of its square tell every rank
-alike whether all replicas mean the same.
+The check is a hash of the names. It is summed with the other numbers. All replicas have the same names if the mean of
+the squares equals the square of the mean, which every rank can verify.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tds.loss import LossMeter
 
 MAX_LOSSES = 32
 MAX_BYTES = 1020
-_HEAD, _PART = 4, 6  # a float64 holds any 6 bytes as a whole number
+_HEAD, _PART = 4, 6  # a float64 represents any 6-byte integer exactly
 _NAMES = _HEAD + 3 * MAX_LOSSES
 _SIZE = _NAMES + MAX_BYTES // _PART
-_CHECK_BITS = 20  # squares of checks add up exactly over 8,192 replicas
+_CHECK_BITS = 20  # sums of squares are exact for up to 8,192 replicas
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class MeanLosses:
     """The mean losses of a global batch.
 
     Attributes:
-        numbers: all of them on the host, by name, the one to train on first: to ask tensors would be to wait for the
-            device.
-        doubles: the names of those in fp64.
-        num_own: how many come from the loss function.
+        numbers: all losses by name as Python floats, because reading tensors would wait for the device. The first one
+            is the loss to train on.
+        doubles: names of the losses in fp64.
+        num_own: number of losses that come from the loss function.
     """
 
     numbers: dict[str, float]
@@ -47,49 +47,49 @@ class MeanLosses:
     device: torch.device
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a mean on the device."""
+        """Return the mean of the loss ``name`` as a tensor on the device."""
         dtype = torch.float64 if name in self.doubles else torch.float32
-        return torch.full((), self.numbers[name], dtype=dtype, device=self.device)  # a copy would be waited for
+        return torch.full((), self.numbers[name], dtype=dtype, device=self.device)  # a copy would block the host
 
     @property
     def loss(self) -> torch.Tensor:
-        """The one to train on."""
+        """Mean of the loss to train on."""
         return self.tensor(next(iter(self.numbers)))
 
     @property
     def own(self) -> dict[str, torch.Tensor]:
-        """Those of the loss function."""
+        """Means of the losses that come from the loss function, by name."""
         return {name: self.tensor(name) for name in list(self.numbers)[: self.num_own]}
 
     @property
     def additional(self) -> dict[str, torch.Tensor]:
-        """All but the one to train on."""
+        """Means of all losses except the one to train on, by name."""
         return {name: self.tensor(name) for name in list(self.numbers)[1:]}
 
 
 @dataclass
 class LossReduction:
-    """What all replicas' losses came to, the same on every rank; the host waits for it when it is first asked for."""
+    """The reduced losses, equal on every rank. The host waits for them when they are first read."""
 
     sent: torch.Tensor
     num_replicas: int
     _read: list[float] = field(default_factory=list, init=False)
 
     def read(self, *more: torch.Tensor) -> list[float]:
-        """Wait for the losses and for single numbers of the same device, all at once, and return the latter."""
-        every = torch.cat([self.sent, *(each.to(self.sent.dtype).reshape(1) for each in more)]).tolist()
-        self._read = every[:_SIZE]
-        return every[_SIZE:]
+        """Wait once for the losses and for the scalars ``more`` of the same device, and return the scalars."""
+        values = torch.cat([self.sent, *(scalar.to(self.sent.dtype).reshape(1) for scalar in more)]).tolist()
+        self._read = values[:_SIZE]
+        return values[_SIZE:]
 
     @property
     def factor(self) -> float:
-        """What the gradients, summed over replicas, are to be multiplied by; 0 where nothing was counted."""
+        """Factor for the gradients summed over the replicas; 0 if the total weight is 0."""
         weight = self._numbers[_HEAD + 1]
         return 1.0 / weight if weight > 0 else 0.0
 
     @property
     def factor_on_device(self) -> torch.Tensor:
-        """``factor`` as a scalar in fp64 where the losses lie; nobody waits for it."""
+        """``factor`` as an fp64 scalar on the device of the losses, without a wait."""
         weight = self.sent[_HEAD + 1]
         return torch.where(weight > 0, 1.0 / weight, torch.zeros_like(weight))
 
@@ -100,54 +100,54 @@ class LossReduction:
         return self._read
 
     def means(self) -> MeanLosses:
-        """Return the means. A loss of which nothing was counted is 0.
+        """Return the mean losses. A loss with a total weight of 0 is 0.
 
         Raises:
-            ValueError: replicas whose losses have different names.
+            ValueError: the losses have different names on different replicas.
         """
-        _, num_own, check, squares = (each / self.num_replicas for each in self._numbers[:_HEAD])
+        _, num_own, check, squares = (average / self.num_replicas for average in self._numbers[:_HEAD])
         if squares != check**2:
             raise ValueError(
                 f"the losses must have the same names on each of the {self.num_replicas} replicas, got "
                 "different ones. Return each loss always, and as tds.Weighted(0, 0) where there is nothing to count."
             )
-        numbers, doubles = {}, set()
-        for place, name in enumerate(_read(tuple(self._numbers[_NAMES:]))):
-            total, weight, is_double = self._numbers[_HEAD + 3 * place : _HEAD + 3 * place + 3]
+        mean_by_name, doubles = {}, set()
+        for idx, name in enumerate(_read(tuple(self._numbers[_NAMES:]))):
+            total, weight, is_double = self._numbers[_HEAD + 3 * idx : _HEAD + 3 * idx + 3]
             mean = total / weight if weight > 0 else 0.0
-            numbers[name] = mean if is_double else c_float(mean).value  # as its type holds it
+            mean_by_name[name] = mean if is_double else c_float(mean).value  # rounded to fp32
             doubles.update([name] if is_double else [])
-        return MeanLosses(numbers, frozenset(doubles), int(num_own), self.sent.device)
+        return MeanLosses(mean_by_name, frozenset(doubles), int(num_own), self.sent.device)
 
 
 def all_reduce_loss(
     meter: LossMeter | None, device: torch.device, *, data_group: Any = None, data_size: int = 1,
     pipe_group: Any = None, pipe_size: int = 1, last_rank: int = 0,
 ) -> LossReduction:  # fmt: skip
-    """Return what the losses came to, the same on every rank of the pipelines. Collective.
+    """All-reduce the losses over the replicas and broadcast them to all stages. Collective.
 
     Args:
-        meter: the losses of this replica on the last stage, None elsewhere.
+        meter: the losses of this replica on the last stage; None on all other stages.
 
     Raises:
-        ValueError: too many losses or too long names.
+        ValueError: there are too many losses, or their names are too long.
     """
-    numbers = torch.zeros(_SIZE, dtype=torch.float64, device=device)
+    message = torch.zeros(_SIZE, dtype=torch.float64, device=device)
     if meter is not None:
-        head, written = _written(tuple(meter.sums), meter.num_own, device)
-        parts = torch.cat([head, *(each.numbers(device) for each in meter.sums.values())])
-        numbers[: parts.numel()] = parts
+        head, encoded_names = _written(tuple(meter.sums), meter.num_own, device)
+        parts = torch.cat([head, *(loss_sum.numbers(device) for loss_sum in meter.sums.values())])
+        message[: parts.numel()] = parts
         if data_size > 1:
-            dist.all_reduce(numbers[:_NAMES], group=data_group)
-        numbers[_NAMES:] = written
+            dist.all_reduce(message[:_NAMES], group=data_group)
+        message[_NAMES:] = encoded_names
     if pipe_size > 1:
-        dist.broadcast(numbers, src=last_rank, group=pipe_group)
-    return LossReduction(numbers, data_size)
+        dist.broadcast(message, src=last_rank, group=pipe_group)
+    return LossReduction(message, data_size)
 
 
 @functools.lru_cache(maxsize=16)
 def _written(names: tuple[str, ...], num_own: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what is known of all losses ahead of their numbers, and the names as numbers."""
+    """Return (head of the message, encoded names) as tensors on ``device``."""
     if len(names) > MAX_LOSSES:
         raise ValueError(f"at most {MAX_LOSSES} losses can be reported, got {len(names)}: {', '.join(names)}")
     text = "\n".join(names).encode()
@@ -155,13 +155,13 @@ def _written(names: tuple[str, ...], num_own: int, device: torch.device) -> tupl
         raise ValueError(
             f"the names of losses must have no line breaks and together less than {MAX_BYTES} bytes, got {len(text)}"
         )
-    parts = text.ljust(MAX_BYTES, b"\n")
-    written = [int.from_bytes(parts[i : i + _PART], "big") for i in range(0, MAX_BYTES, _PART)]
+    padded = text.ljust(MAX_BYTES, b"\n")
+    encoded = [int.from_bytes(padded[i : i + _PART], "big") for i in range(0, MAX_BYTES, _PART)]
     check = zlib.crc32(text + bytes([num_own])) % 2**_CHECK_BITS
     head = [len(names), num_own, check, check**2]
-    made = (torch.tensor(numbers, dtype=torch.float64) for numbers in (head, written))
-    known, named = (upload(numbers, device) for numbers in made)
-    return known, named
+    host_tensors = (torch.tensor(values, dtype=torch.float64) for values in (head, encoded))
+    head_tensor, names_tensor = (upload(values, device) for values in host_tensors)
+    return head_tensor, names_tensor
 
 
 @functools.lru_cache(maxsize=16)
@@ -171,6 +171,6 @@ def _read(written: tuple[float, ...]) -> list[str]:
 
 
 def read_with_norm(optimizer: Any, agreement: LossReduction) -> None:
-    """Wait for losses and gradient norm at once, and hand ``optimizer`` norm and factor. Collective."""
+    """Wait once for losses and gradient norm, then set the norm and the factor on ``optimizer``. Collective."""
     (optimizer.raw_norm,) = agreement.read(optimizer.norm_of_sums())
     optimizer.gradient_factor = agreement.factor

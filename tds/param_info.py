@@ -1,24 +1,24 @@
-"""ParamInfo: facts about one parameter that its values and its shape do not show.
+"""ParamInfo: metadata of one parameter that its values and its shape do not show.
 
-Layers record the facts at construction; the engine, the optimizer, checkpoints and comparisons read them. All facts are
-in one frozen dataclass, which is one attribute of the tensor:
+Layers set the metadata at construction; the engine, the optimizer, checkpoints and comparisons read it. It is one
+frozen dataclass, stored as one attribute of the tensor:
 
     set_info(weight, replace(info_of(weight), shard=shard))
     info_of(weight).shard
 
-The attribute stays when ``parameter.data`` is assigned, so ``module.to(dtype)``, moves to a device and the shards of
-ZeRO 3 keep it, and pickle saves it. ``copy.deepcopy`` of a ``torch.nn.Parameter`` drops all Python attributes:
-``copy_infos`` copies the facts to the copied module. Compiled layers do not read it.
+The attribute survives assignments of ``parameter.data``, so ``module.to(dtype)``, moves to a device and the shards of
+ZeRO 3 preserve it. Pickle saves it too. ``copy.deepcopy`` of a ``torch.nn.Parameter`` drops all Python attributes;
+``copy_infos`` copies the metadata to the copied module. Compiled layers do not read it.
 
-DeepSpeed, Megatron's layers and users' models state some facts by attributes of their own. They are read and written in
-the second half of this file only:
+DeepSpeed, Megatron's layers and users' models use other attributes for some of the metadata. Only the second half of
+this file reads and writes them:
 
 | attribute | set by | read by |
 |---|---|---|
-| ``model_parallel``, ``tensor_model_parallel`` | ``set_shard``, users' models | us, DeepSpeed: norms |
-| ``ds_pipe_replicated`` | DeepSpeed's tied layers, ``mark_tied_copy`` | us, DeepSpeed: norms |
-| ``sequence_parallel`` | ``set_partial``, Megatron's and Transformer Engine's layers | us |
-| ``ds_optim_param`` | ``excluded_from_broadcast`` | DeepSpeed: its broadcast of weights at the start |
+| ``model_parallel``, ``tensor_model_parallel`` | ``set_shard``, users' models | tds, DeepSpeed: norms |
+| ``ds_pipe_replicated`` | DeepSpeed's tied layers, ``mark_tied_copy`` | tds, DeepSpeed: norms |
+| ``sequence_parallel`` | ``set_partial``, Megatron's and Transformer Engine's layers | tds |
+| ``ds_optim_param`` | ``excluded_from_broadcast`` | DeepSpeed: broadcast of weights in ``initialize`` |
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ AddProduct = Callable[[torch.Tensor, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class Shard:
-    """The slice of a logical tensor that this rank holds.
+    """The shard of a logical tensor on this rank.
 
-    ``global_shape`` is the logical shape, without padding. Along ``partition_dim`` this rank holds the logical
-    indices ``start ... start + length``. Rows of the local tensor after ``length`` are padding and are zero.
-    ``partition_dim`` None: every rank of the tensor-parallel group holds the full tensor.
+    ``global_shape`` is the logical shape, without padding. Along ``partition_dim``, this rank has the logical indices
+    ``start ... start + length``. Rows of the local tensor after ``length`` are padding and are zero. If
+    ``partition_dim`` is None, every rank of the tensor-parallel group has the full tensor.
     """
 
     global_shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class Shard:
         return self.partition_dim is not None
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of the logical tensor ``whole``, without padding."""
+        """Return this rank's shard of the logical tensor ``whole``, without padding."""
         if self.partition_dim is None:
             return whole
         return whole.narrow(self.partition_dim, self.start, self.length)
@@ -71,9 +71,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class Matrices:
-    """The matrices that are packed in a weight [m, n] of a layer, for optimizers of full matrices such as Muon.
+    """The matrices packed in a weight [m, n] of a layer, for optimizers of full matrices such as Muon.
 
-    Their rows alternate in periods, so that a slice of full periods holds the same share of each matrix:
+    Their rows alternate in periods, so that a shard of full periods contains the same fraction of each matrix:
 
     | weight | rows of a period | periods |
     |---|---|---|
@@ -84,8 +84,8 @@ class Matrices:
 
     Args:
         widths: rows of each matrix in a period; empty: the weight is one matrix.
-        head: rows of an attention head, where each matrix consists of full heads; 0: no heads along the rows.
-        is_apart: each period is a matrix of its own.
+        head: number of rows per attention head; 0: the rows are not divided into heads.
+        is_apart: each period is a separate matrix.
     """
 
     widths: tuple[int, ...] = ()
@@ -93,7 +93,12 @@ class Matrices:
     is_apart: bool = False
 
     def split(self, *, qkv: bool = True, heads: bool = False) -> Matrices:
-        """Return the matrices with query, key and value as one unless ``qkv``, or one per head with ``heads``."""
+        """Return a finer or coarser division of the same weight. Weights without heads are not changed.
+
+        Args:
+            qkv: query, key and value are separate matrices; False: they are one matrix.
+            heads: every attention head is a separate matrix; ``qkv`` is then ignored.
+        """
         if not self.head:
             return self
         if heads:
@@ -122,16 +127,16 @@ class Matrices:
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """Facts about one parameter.
+    """Metadata of one parameter.
 
     Args:
-        shard: the slice of the logical tensor that this rank holds; None: no layer has recorded it.
+        shard: the shard of the logical tensor on this rank; None: no layer has set it.
         matrices: the matrices in a weight of a layer; None for embeddings, heads, norms and biases.
-        has_partial_grad: every tensor-parallel rank holds the full parameter and computes a summand of its gradient,
-            from its part of the sequence or from its heads. The optimizer all-reduces it over that group.
-        is_expert: a weight of an expert that not all ranks of the data-parallel group hold. Its gradient is left out of
-            the all-reduce over the replicas; the optimizer reduces it over the ranks that hold the expert.
-        is_uninitialized: the values are to be drawn by the parameter's name (``megatron.models.common.parameters``).
+        has_partial_grad: every tensor-parallel rank has the full parameter and computes a summand of its gradient, from
+            its part of the sequence or from its heads. The optimizer all-reduces the gradient over that group.
+        is_expert: a weight of an expert, which only some ranks of the data-parallel group have. Its gradient is
+            excluded from the all-reduce over the replicas; the optimizer reduces it over the ranks with the expert.
+        is_uninitialized: the values are not set yet; ``megatron.models.common.parameters`` draws them by name.
         add_product: accumulates the gradient in place (``tds.linear_function``); None: autograd accumulates it.
     """
 
@@ -148,28 +153,28 @@ _NO_FACTS = ParamInfo()
 
 
 def info_of(parameter: torch.Tensor) -> ParamInfo:
-    """Return the facts recorded for ``parameter``; the defaults of ``ParamInfo`` where there are none."""
+    """Return the metadata of ``parameter``; the defaults of ``ParamInfo`` if it has none."""
     info: ParamInfo = getattr(parameter, _ATTRIBUTE, _NO_FACTS)
     return info
 
 
 def set_info(parameter: Tensor, info: ParamInfo) -> Tensor:
-    """Record ``info`` in place of what has been recorded for ``parameter``."""
+    """Set the metadata of ``parameter`` and return ``parameter``."""
     setattr(parameter, _ATTRIBUTE, info)
     return parameter
 
 
 def set_shard(parameter: Tensor, shard: Shard) -> Tensor:
-    """Record the slice that this rank holds, for DeepSpeed and for ported scripts too."""
+    """Set the shard of ``parameter``, and the attributes that DeepSpeed and ported scripts read."""
     parameter.model_parallel = shard.is_partitioned  # type: ignore[attr-defined]
     parameter.tensor_model_parallel = shard.is_partitioned  # type: ignore[attr-defined]
     return set_info(parameter, replace(info_of(parameter), shard=shard))
 
 
 def copy_infos(source: nn.Module, target: nn.Module) -> None:
-    """Record for the parameters of ``target``, a deep copy of ``source``, what is recorded for those of ``source``.
+    """Copy the metadata of all parameters of ``source`` to ``target``, a deep copy of it.
 
-    ``add_product`` is left out: it accumulates the gradient of the original parameter.
+    ``add_product`` is not copied, because it accumulates the gradient of the original parameter.
     """
     for original, copied in zip(source.parameters(), target.parameters(), strict=True):
         set_info(copied, replace(info_of(original), add_product=None))
@@ -182,22 +187,22 @@ _NORM_ATTRIBUTES = ("ds_pipe_replicated", "model_parallel", "tensor_model_parall
 
 
 def is_tensor_parallel(parameter: torch.Tensor) -> bool:
-    """Return True if the tensor-parallel ranks hold different slices of ``parameter``."""
+    """Return True if the tensor-parallel ranks have different shards of ``parameter``."""
     return bool(getattr(parameter, "model_parallel", False) or getattr(parameter, "tensor_model_parallel", False))
 
 
 def is_tied_copy(parameter: torch.Tensor) -> bool:
-    """Return True if another pipeline stage owns this tied weight, so that norms do not count it here."""
+    """Return True if another pipeline stage owns this tied weight, so that norms do not count it on this stage."""
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
 def mark_tied_copy(parameter: torch.Tensor, is_copy: bool) -> None:
-    """Record whether another pipeline stage owns this tied weight."""
+    """Mark this tied weight as a copy, which another pipeline stage owns, or as owned by this stage."""
     parameter.ds_pipe_replicated = is_copy  # type: ignore[attr-defined]
 
 
 def set_partial(parameter: Tensor) -> Tensor:
-    """Record that each tensor-parallel rank computes a summand of the gradient of ``parameter``."""
+    """Mark that each tensor-parallel rank computes a summand of the gradient of ``parameter``."""
     parameter.sequence_parallel = True  # type: ignore[attr-defined]
     return set_info(parameter, replace(info_of(parameter), has_partial_grad=True))
 
@@ -208,14 +213,14 @@ def is_partial(parameter: torch.Tensor) -> bool:
 
 
 def copy_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Set on ``target`` the attributes that norms read; DeepSpeed's ``FP16_UnfusedOptimizer`` reads gradients' own."""
+    """Copy the attributes that norms read; DeepSpeed's ``FP16_UnfusedOptimizer`` reads them from gradients."""
     for name in _NORM_ATTRIBUTES:
         setattr(target, name, getattr(source, name, False))
 
 
 @contextmanager
 def excluded_from_broadcast(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Keep ``deepspeed.initialize`` in the block from broadcasting ``parameters``: it skips any with this attribute."""
+    """Mark ``parameters`` with ``ds_optim_param`` in the block, so that ``deepspeed.initialize`` skips them."""
     marked = list(parameters)
     for parameter in marked:
         parameter.ds_optim_param = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""``deepspeed.pipe`` with our ``PipelineModule`` and layers that share modules; every other name is DeepSpeed's."""
+"""``deepspeed.pipe`` with tds's ``PipelineModule`` and shared modules; all other names are DeepSpeed's."""
 
 from __future__ import annotations
 

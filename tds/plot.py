@@ -1,4 +1,4 @@
-"""Timelines of schedules as pictures (matplotlib, imported when drawn)."""
+"""Pictures of the timelines of schedules, drawn by matplotlib."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tds.schedule import Action, Backward, BackwardInput, BackwardWeight, Forwar
 if TYPE_CHECKING:
     from tds.trace import MeasuredStep
 
-# Time lines as pictures: a row for each stage, a box for each action, and nothing where a stage is idle.
+# A picture has a row per stage and a box per action. Idle time is shown without a box.
 #
-# Nothing imports this file before a picture is wanted: matplotlib need not be there to train.
+# This module is only imported if a picture is wanted, so training does not need matplotlib.
 
 COLOURS: dict[type[Action], tuple[str, str]] = {
     Forward: ("#3B7DC4", "forward"),
@@ -32,7 +32,7 @@ COLOURS: dict[type[Action], tuple[str, str]] = {
     BackwardInput: ("#F2A22C", "backward for the input"),
     BackwardWeight: ("#1B7F5F", "backward for the weights"),
 }
-"""Told apart by colour-blind readers, and by their brightness in grey."""
+"""Colour and name of each action type. The colours are distinguishable for colour-blind readers and in greyscale."""
 
 IDLE = "#EFEFEF"
 WIDTH_IN, DPI = 16.0, 120
@@ -43,9 +43,11 @@ SMALLEST_FONT = 5.0
 
 @dataclass(frozen=True)
 class Panel:
-    """One time line to draw.
+    """One timeline to draw.
 
-    ``peaks`` are the most forwards that each stage has in flight; ``factor`` turns the line's unit into the axis's.
+    Attributes:
+        peaks: peak number of forwards in flight on each stage.
+        factor: converts the timeline's unit to the unit of the axis.
     """
 
     timeline: Timeline
@@ -63,7 +65,12 @@ def draw_planned(
     num_chunks: int,
     out: str | os.PathLike[str],
 ) -> None:
-    """Write the picture of a simulated schedule to ``out``, a PNG."""
+    """Write the picture of a simulated schedule to the PNG file ``out``.
+
+    Args:
+        name: name of the schedule, for the title.
+        peaks: peak number of forwards in flight on each stage.
+    """
     title = f"{_sizes(name, timeline, num_micro_batches, num_chunks)}: bubble {100 * timeline.bubble:.1f} %"
     draw_panels(
         [Panel(timeline, f"step {timeline.step_s:.6g}", peaks, num_chunks)], title, "time in the unit of the costs", out
@@ -71,7 +78,7 @@ def draw_planned(
 
 
 def draw_measured(step: MeasuredStep, out: str | os.PathLike[str]) -> None:
-    """Write the picture of a measured step, above its simulation with the costs that it had, to ``out``, a PNG."""
+    """Write the picture of a measured step and of its simulation with the measured costs to the PNG file ``out``."""
     measured, simulated = step.timeline, predicted(step)
     peaks = validate(_order(measured), step.num_micro_batches, num_chunks=step.num_chunks, placement=step.placement)
     unit, factor = ("s", 1.0) if measured.step_s >= 10 else ("ms", 1e3)
@@ -87,7 +94,7 @@ def draw_measured(step: MeasuredStep, out: str | os.PathLike[str]) -> None:
 
 
 def predicted(step: MeasuredStep) -> Timeline:
-    """Return the simulation of the order in which a measured step ran, with the costs that it had."""
+    """Return the simulation of a measured step, with its order of actions and its measured costs."""
     return simulate(_order(step.timeline), step.costs, step.num_chunks, step.placement)
 
 
@@ -101,7 +108,7 @@ def _sizes(name: str, timeline: Timeline, num_micro_batches: int, num_chunks: in
 
 
 def draw_panels(panels: Sequence[Panel], title: str, unit: str, out: str | os.PathLike[str]) -> None:
-    """Draw the panels below each other on one scale of time."""
+    """Draw the panels below each other with a common time axis."""
     num_stages = panels[0].timeline.num_stages
     row_in = min(max(6.0 / num_stages, 0.16), 0.5)
     rows_in = row_in * num_stages
@@ -116,7 +123,7 @@ def draw_panels(panels: Sequence[Panel], title: str, unit: str, out: str | os.Pa
         _draw_panel(axes, panel, end, row_in)
     axes.set_xlabel(unit)
     handles = _legend(panels[0])
-    size, down_in = (9, TOP_IN - 0.02) if len(handles) < 8 else (7, TOP_IN - 0.26)  # many lie above the panel's title
+    size, down_in = (9, TOP_IN - 0.02) if len(handles) < 8 else (7, TOP_IN - 0.26)  # many handles go above the title
     figure.legend(
         handles=handles, loc="lower right", ncols=9, frameon=False, fontsize=size, borderaxespad=0.0,
         bbox_to_anchor=(1 - RIGHT_IN / WIDTH_IN, 1 - down_in / height_in), columnspacing=1.2, handlelength=1.2,
@@ -132,11 +139,11 @@ def _draw_panel(axes: Axes, panel: Panel, end: float, row_in: float) -> None:
     axes.set_title(panel.title, loc="left", fontsize=10)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    every = max(1, round(0.16 / row_in))
-    axes.set_yticks(range(0, num_stages, every), [f"stage {i}" for i in range(0, num_stages, every)])
+    tick_step = max(1, round(0.16 / row_in))
+    axes.set_yticks(range(0, num_stages, tick_step), [f"stage {i}" for i in range(0, num_stages, tick_step)])
     axes.tick_params(axis="y", length=0, labelsize=min(10.0, 45 * row_in))
-    whole = timeline.step_s * factor
-    axes.add_collection(PolyCollection([_corners(0, whole, i) for i in range(num_stages)], facecolors=IDLE))
+    step_time = timeline.step_s * factor
+    axes.add_collection(PolyCollection([_corners(0, step_time, i) for i in range(num_stages)], facecolors=IDLE))
     points_a_unit = (WIDTH_IN - LEFT_IN - RIGHT_IN) * 72 / end
     _draw_boxes(axes, panel, points_a_unit)
     _draw_numbers(axes, panel, points_a_unit, row_in)
@@ -144,7 +151,7 @@ def _draw_panel(axes: Axes, panel: Panel, end: float, row_in: float) -> None:
 
 
 def _draw_boxes(axes: Axes, panel: Panel, points_a_unit: float) -> None:
-    """Draw one collection for each colour: pictures have tens of thousands of boxes."""
+    """Draw the boxes as one collection per colour, because pictures have tens of thousands of boxes."""
     boxes: dict[str, list[list[tuple[float, float]]]] = {}
     for stage, spans in enumerate(panel.timeline.spans):
         for span in spans:
@@ -156,7 +163,7 @@ def _draw_boxes(axes: Axes, panel: Panel, points_a_unit: float) -> None:
 
 
 def _draw_numbers(axes: Axes, panel: Panel, points_a_unit: float, row_in: float) -> None:
-    """Write the micro-batch into the boxes where it fits."""
+    """Write the micro-batch index into each box that is wide enough."""
     widest = max((len(str(span.action.micro_batch)) for spans in panel.timeline.spans for span in spans), default=1)
     size = min(9.0, 0.55 * row_in * 72, _usual_width(panel) * points_a_unit / (0.68 * widest))
     if size < SMALLEST_FONT:
@@ -172,30 +179,30 @@ def _draw_numbers(axes: Axes, panel: Panel, points_a_unit: float, row_in: float)
 
 
 def _label_stages(axes: Axes, panel: Panel, row_in: float) -> None:
-    """Write beside each stage its idle time and what it holds."""
+    """Write each stage's idle time and peak number in flight next to its row."""
     size = min(9.0, 50 * row_in)
-    every = max(1, round(0.16 / row_in))
+    label_step = max(1, round(0.16 / row_in))
     step = panel.timeline.step_s or 1.0
-    held = "chunks" if panel.num_chunks > 1 else "in flight"
-    for stage in range(0, panel.timeline.num_stages, every):
-        text = f"idle {100 * panel.timeline.idle_s[stage] / step:.1f} %, {panel.peaks[stage]} {held}"
+    unit = "chunks" if panel.num_chunks > 1 else "in flight"
+    for stage in range(0, panel.timeline.num_stages, label_step):
+        text = f"idle {100 * panel.timeline.idle_s[stage] / step:.1f} %, {panel.peaks[stage]} {unit}"
         axes.text(1.008, stage, text, transform=axes.get_yaxis_transform(), va="center", fontsize=size, color="#444444")
 
 
 def _legend(panel: Panel) -> list[Patch]:
-    kinds = {type(span.action) for spans in panel.timeline.spans for span in spans}
+    drawn_types = {type(span.action) for spans in panel.timeline.spans for span in spans}
     handles = []
-    for kind, (_, name) in COLOURS.items():
-        if kind not in kinds:
+    for action_type, (_, name) in COLOURS.items():
+        if action_type not in drawn_types:
             continue
         for chunk in range(panel.num_chunks) if panel.num_chunks <= 3 else (0, panel.num_chunks - 1):
             label = f"{name}, chunk {chunk}" if panel.num_chunks > 1 else name
-            handles.append(Patch(facecolor=_colour(kind, chunk, panel.num_chunks), label=label))
+            handles.append(Patch(facecolor=_colour(action_type, chunk, panel.num_chunks), label=label))
     return [*handles, Patch(facecolor=IDLE, label="idle")]
 
 
 def _usual_width(panel: Panel) -> float:
-    """Return the median width of a box, in the unit of the axis."""
+    """Return the median width of the boxes, in the unit of the axis."""
     widths = sorted((span.end_s - span.start_s) * panel.factor for spans in panel.timeline.spans for span in spans)
     return widths[len(widths) // 2] if widths else 0.0
 
@@ -206,14 +213,14 @@ def _corners(start: float, end: float, row: int) -> list[tuple[float, float]]:
 
 
 def _colour(kind: type[Action], chunk: int, num_chunks: int) -> str:
-    """Return the colour of a kind of action, lighter from chunk to chunk."""
+    """Return the colour of an action type, lighter for later chunks."""
     lightness = 0.6 * chunk / (num_chunks - 1) if num_chunks > 1 else 0.0
     mixed = (value + (1 - value) * lightness for value in to_rgb(COLOURS[kind][0]))
     return "#" + "".join(f"{round(255 * value):02x}" for value in mixed)
 
 
 def _ink(colour: str) -> str:
-    """Return black or white, whichever is read better on ``colour``."""
+    """Return black or white, whichever has more contrast on ``colour``."""
     red, green, blue = to_rgb(colour)
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.52 else "white"
 
@@ -231,12 +238,12 @@ _drawn_elsewhere: set[Path] = set()
 
 
 def leave_picture(folder: str | os.PathLike[str]) -> None:
-    """Draw nothing for ``folder`` at the end: the program has drawn it by itself, where its user looks."""
+    """Disable ``draw`` for ``folder``, because the program has drawn the picture elsewhere."""
     _drawn_elsewhere.add(Path(folder).resolve())
 
 
 def draw(folder: Path) -> None:
-    """Draw the last whole step of the traces in ``folder``. What goes wrong is told; no run ends for a picture."""
+    """Draw the last complete step of the traces in ``folder``. Errors are logged, not raised."""
     if folder.resolve() in _drawn_elsewhere:
         return
     try:
@@ -247,7 +254,7 @@ def draw(folder: Path) -> None:
 
 
 def _written_steps(folder: Path) -> list[trace.MeasuredStep]:
-    """Return the whole steps; another rank may still be writing its last one."""
+    """Return the complete steps; retry while another rank may still be writing its last step."""
     end = time.monotonic() + PATIENCE_S
     while True:
         try:

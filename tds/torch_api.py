@@ -1,6 +1,8 @@
-"""torch's private names, all that tds uses: one function for each, and a line in tests/tds/test_deepspeed_contract.py.
+"""All private names of torch that tds uses.
 
-``tds.p2p.host_copies`` stands apart: its process group is made of what torch calls on any of them.
+Each has a function here and a line in tests/tds/test_deepspeed_contract.py.
+
+The exception is ``tds.p2p.host_copies``, whose process group implements methods that torch calls.
 """
 
 from __future__ import annotations
@@ -16,47 +18,47 @@ from torch.distributed import distributed_c10d
 
 
 def swap(parameter: torch.nn.Parameter, other: torch.nn.Parameter) -> None:
-    """Let each of them have what the other one is, device and attributes of the tensor included."""
+    """Swap the contents of two parameters, including device and tensor attributes."""
     _swap_tensor_impl(parameter, other)
 
 
 def changes_of(tensor: torch.Tensor) -> int:
-    """Return how often ``tensor`` was changed in place."""
+    """Return the version counter of ``tensor``, which counts in-place changes."""
     return tensor._version
 
 
 def shares_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether both lie in the same storage."""
+    """Return True if both tensors have the same storage."""
     return bool(torch._C._is_alias_of(tensor, other))  # type: ignore[attr-defined]
 
 
 def runs_backward() -> bool:
-    """Return whether a backward runs now, in this thread."""
+    """Return True if a backward pass is running in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def backward_executes(node: Any) -> bool:
-    """Return whether the backward that runs now has come or will come to this node of the graph."""
+    """Return True if the running backward pass has executed or will execute this node of the graph."""
     return bool(torch._C._will_engine_execute_node(node))
 
 
 def multiply_all(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> None:
-    """Multiply each tensor by ``factor``, in place, by one kernel."""
+    """Multiply each tensor by ``factor`` in place with one kernel."""
     torch._foreach_mul_(tensors, factor)
 
 
 def abort(group: Any, device: torch.device) -> None:
-    """End what ``group`` has on its way on ``device``; it is of no use afterwards."""
+    """Abort all running operations of ``group`` on ``device``; the group is unusable afterwards."""
     group._get_backend(device).abort()
 
 
 def norms_of_all(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the 2-norm of each tensor, summed in ``dtype``, by one kernel."""
+    """Return the 2-norm of each tensor, computed in ``dtype`` with one kernel."""
     return list(torch._foreach_norm(tensors, 2, dtype=dtype))
 
 
 def backend(group: Any, device: torch.device) -> Any:
-    """Return what ``group`` sends tensors of ``device`` by."""
+    """Return the backend of ``group`` for tensors of ``device``."""
     return group._get_backend(device)
 
 
@@ -68,12 +70,12 @@ def default_timeout() -> timedelta | None:
 
 
 def sends_from_host(group: Any) -> bool:
-    """Return whether ``group`` sends what lies in the host's memory."""
+    """Return True if ``group`` can send CPU tensors."""
     return torch.device("cpu") in group._device_types
 
 
 def nccl_options(max_ctas: int, timeout: timedelta | None) -> Any:
-    """Return options of NCCL: streams of high priority, at most ``max_ctas`` processors (0: as NCCL chooses)."""
+    """Return NCCL options with high-priority streams and at most ``max_ctas`` CTAs (0: NCCL's default)."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if max_ctas:
         options.config.max_ctas = max_ctas
@@ -83,7 +85,7 @@ def nccl_options(max_ctas: int, timeout: timedelta | None) -> Any:
 
 
 def open_world(device: torch.device) -> None:
-    """Open the default group's communicator, of which others are split. Collective."""
+    """Initialise the default group's communicator, which other communicators are split from. Collective."""
     if distributed_c10d._get_default_group().bound_device_id is None:
         dist.all_reduce(torch.zeros(1, device=device))
 
@@ -91,21 +93,22 @@ def open_world(device: torch.device) -> None:
 def split_world(
     ranks: list[list[int]], device: torch.device, backend: str, options: Any, timeout: timedelta | None
 ) -> Any:
-    """Return the group of this rank among disjoint ``ranks``, or None; its communicator is split off the world's.
+    """Split the default group into groups of disjoint ``ranks``; return this rank's group, or None. Collective.
 
-    torch splits only if the default group knows its device, which it may not have been told at its start. Collective.
+    torch requires that the default group has a bound device. It may have been initialised without one, so this function
+    binds ``device`` during the call.
     """
     world: Any = distributed_c10d._get_default_group()
-    before, world.bound_device_id = world.bound_device_id, device
+    previous, world.bound_device_id = world.bound_device_id, device
     try:
-        of_devices = f"{device.type}:{backend}"
-        return dist.split_group(split_ranks=ranks, timeout=timeout, pg_options=options, backend=of_devices)
+        device_backend = f"{device.type}:{backend}"
+        return dist.split_group(split_ranks=ranks, timeout=timeout, pg_options=options, backend=device_backend)
     finally:
-        world.bound_device_id = before
+        world.bound_device_id = previous
 
 
 def set_timeout(group: Any, limit: timedelta) -> None:
-    """Let the operations that ``group`` starts from now on end after ``limit``."""
+    """Set the timeout of all further operations of ``group``."""
     distributed_c10d._set_pg_timeout(limit, group)
 
 
@@ -113,18 +116,18 @@ def default_store() -> Any:
     """Return the store of the default process group.
 
     Raises:
-        RuntimeError, ValueError: there is none.
+        RuntimeError, ValueError: the group has no store, or there is no default group.
     """
     return distributed_c10d._get_default_store()
 
 
 def flight_record() -> dict[str, Any]:
-    """Return what torch's flight recorder has of the collectives that this process has started."""
+    """Return the content of torch's flight recorder: the collectives that this process has started."""
     recorder: Any = _distributed_c10d
     record: dict[str, Any] = json.loads(recorder._dump_fr_trace_json(includeCollectives=True, onlyActive=False))
     return record
 
 
 def has_rates(scheduler: Any) -> bool:
-    """Return whether a scheduler has set learning rates, so that it can tell the last ones."""
+    """Return True if a scheduler has set learning rates, so that ``get_last_lr`` works."""
     return hasattr(scheduler, "_last_lr")

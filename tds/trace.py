@@ -1,12 +1,12 @@
-"""The trace that ``"pipeline": {"trace": "DIR"}`` asks for: one Chrome/Perfetto file for each rank.
+"""Traces of ``"pipeline": {"trace": "DIR"}``: one Chrome/Perfetto file per rank.
 
-An action is an event ``F3`` (forward of micro-batch 3), ``B3`` (backward), ``I3`` or ``W3`` (its halves), with ``.1``
-for chunk 1; what it waited for a message is an event ``wait`` ahead of it. The file is whole JSON after each step, and
-holds the first ``trace_steps`` steps (20 by default), so that long runs do not fill disks. What an earlier run has left
-in the folder is kept as ``trace-rank0.json.1``, ``.2`` and so on, the newest last.
+An action is an event ``F3`` (forward of micro-batch 3), ``B3`` (backward), ``I3`` or ``W3`` (its halves), with the
+suffix ``.1`` for chunk 1. Its wait for a message is an event ``wait`` before it. The file is valid JSON after each
+step. It contains the first ``trace_steps`` steps (20 by default), so that long runs do not fill disks. Files of earlier
+runs in the folder are renamed to ``trace-rank0.json.1``, ``.2`` and so on, the newest last.
 
-Times are microseconds since rank 0 built its engine. Ranks of one host share a clock; hosts compare as well as their
-wall clocks do.
+Times are microseconds since rank 0 built its engine. Ranks of one host share a clock; times of different hosts are as
+comparable as their wall clocks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _END = "\n]}\n"
 
 
 def name_of(action: Action) -> str:
-    """Return "F3", or "F3.1" in chunk 1."""
+    """Return the event name of an action, such as "F3", or "F3.1" in chunk 1."""
     letter, _ = LETTERS[type(action)]
     return f"{letter}{action.micro_batch}" + (f".{action.chunk}" if action.chunk else "")
 
@@ -41,21 +41,33 @@ def name_of(action: Action) -> str:
 def events(
     work: Iterable[Work], *, step: int, schedule: str, num_micro_batches: int, replica: int, stage: int, origin_ns: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the events of one step: what it is, each action, and ahead of it each of its waits."""
-    place = {"pid": replica, "tid": stage}
-    for index, each in enumerate(work):
+    """Yield the events of one step: its metadata, then the waits and the event of each action.
+
+    Args:
+        origin_ns: the zero of the events' times, on the clock of ``work``.
+    """
+    position = {"pid": replica, "tid": stage}
+    for index, item in enumerate(work):
         if index == 0:
             about = {"step": step, "schedule": schedule, "num_micro_batches": num_micro_batches}
-            at = _time(each.began_ns, each.began_ns, origin_ns)["ts"]
-            yield {"ph": "i", "name": f"step {step}", "cat": "step", "s": "t", **place, "ts": at, "args": about}
-        args = {"micro_batch": each.action.micro_batch, "chunk": each.action.chunk, "step": step}
-        for before, after in each.waits:
-            times = _time(before, after, origin_ns)
-            yield {"ph": "X", "name": "wait", "cat": "wait", **place, **times, "args": args}
-        times = _time(each.started_ns, each.ended_ns, origin_ns)
-        own = {**args, "work": each.work_ns / 1e3}
-        name, category = name_of(each.action), LETTERS[type(each.action)][1]
-        yield {"ph": "X", "name": name, "cat": category, **place, **times, "args": own}
+            step_ts = _time(item.began_ns, item.began_ns, origin_ns)["ts"]
+            yield {
+                "ph": "i",
+                "name": f"step {step}",
+                "cat": "step",
+                "s": "t",
+                **position,
+                "ts": step_ts,
+                "args": about,
+            }
+        args = {"micro_batch": item.action.micro_batch, "chunk": item.action.chunk, "step": step}
+        for wait_start, wait_end in item.waits:
+            times = _time(wait_start, wait_end, origin_ns)
+            yield {"ph": "X", "name": "wait", "cat": "wait", **position, **times, "args": args}
+        times = _time(item.started_ns, item.ended_ns, origin_ns)
+        action_args = {**args, "work": item.work_ns / 1e3}
+        name, category = name_of(item.action), LETTERS[type(item.action)][1]
+        yield {"ph": "X", "name": name, "cat": category, **position, **times, "args": action_args}
 
 
 def _time(began_ns: int, ended_ns: int, origin_ns: int) -> dict[str, float]:
@@ -63,10 +75,10 @@ def _time(began_ns: int, ended_ns: int, origin_ns: int) -> dict[str, float]:
 
 
 class TraceFile:
-    """One rank's file. It is opened to add a step and closed again.
+    """The trace file of one rank. It is only open while a step is written.
 
     Raises:
-        OSError: the folder cannot be made or written.
+        OSError: the folder cannot be created or written.
     """
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, about: Mapping[str, Any]) -> None:
@@ -83,7 +95,7 @@ class TraceFile:
         self.path.write_text(f'{head[:-1]}, "traceEvents": [\n{lines}{_END}')
 
     def add(self, more: Iterable[Mapping[str, Any]]) -> None:
-        """Add events; the file is whole JSON again afterwards."""
+        """Append events; the file is valid JSON afterwards."""
         text = "".join(f",\n{json.dumps(event)}" for event in more)
         with self.path.open("r+b") as file:
             file.seek(-len(_END), os.SEEK_END)
@@ -91,21 +103,21 @@ class TraceFile:
 
 
 def _keep(path: Path) -> None:
-    """Give a file of an earlier run the next free number, where ``read_traces`` does not look."""
+    """Rename a file of an earlier run to the next free number; ``read_traces`` ignores files with a number."""
     if not path.exists():
         return
-    number = 1
-    while (kept := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    path.rename(kept)
+    suffix = 1
+    while (backup := path.with_name(f"{path.name}.{suffix}")).exists():
+        suffix += 1
+    path.rename(backup)
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One training step of one replica as it ran, over all stages.
+    """One measured training step of one replica, over all stages.
 
-    ``timeline`` counts from the start of the first action; a wait is a gap. ``costs`` are medians over the step's
-    micro-batches; a whole backward counts as ``backward_input``.
+    ``timeline`` starts with the first action; waits are gaps. ``costs`` are medians over the step's micro-batches; a
+    full backward counts as ``backward_input``.
     """
 
     step: int
@@ -119,11 +131,11 @@ class MeasuredStep:
 
 
 def read_traces(folder: str | os.PathLike[str]) -> list[MeasuredStep]:
-    """Return the whole steps that the newest run has left in ``folder``, by replica and then step.
+    """Return the complete steps of the newest run in ``folder``, by replica and then step.
 
     Raises:
         FileNotFoundError: there is no trace.
-        ValueError: a file is no trace, a stage's is missing, or no step is whole.
+        ValueError: a file is not a trace, the file of a stage is missing, or no step is complete.
     """
     paths = sorted(Path(folder).glob("trace-rank*.json"))
     if not paths:
@@ -146,7 +158,7 @@ def read_traces(folder: str | os.PathLike[str]) -> list[MeasuredStep]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         trace = json.loads(path.read_text())
-        trace["tds"]["run"], trace["traceEvents"]  # noqa: B018 - are they there?
+        trace["tds"]["run"], trace["traceEvents"]  # noqa: B018 - raises KeyError if missing
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no trace of tds, or cut off ({error}). Remove it or trace again.") from error
     return trace
@@ -160,9 +172,9 @@ def _steps(replica: int, of_stage: Mapping[int, dict[str, Any]], folder: Any) ->
             f"{sorted(of_stage)} of replica {replica} in {folder}. Copy the files of all hosts into one folder."
         )
     stages = [_by_step(of_stage[stage]) for stage in sorted(of_stage)]
-    for number in sorted(set(stages[0]).intersection(*stages[1:])):
+    for step_idx in sorted(set(stages[0]).intersection(*stages[1:])):
         chunks = about["num_chunks"], about.get("placement", LOOP)
-        step = _measured(number, replica, [rows[number] for rows in stages], *chunks)
+        step = _measured(step_idx, replica, [rows[step_idx] for rows in stages], *chunks)
         if step is not None:
             yield step
 
@@ -178,7 +190,7 @@ def _by_step(trace: Mapping[str, Any]) -> dict[int, list[dict[str, Any]]]:
 def _measured(
     number: int, replica: int, stages: list[list[dict[str, Any]]], num_chunks: int, placement: str
 ) -> MeasuredStep | None:
-    """Return one step from the events of each stage; None if a stage did not end it."""
+    """Return one step from the events of each stage; None if a stage did not complete it."""
     about = stages[0][0]["args"]
     actions = [[e for e in row if e["cat"] in _ACTIONS] for row in stages]
     ended = [sum(e["cat"] in ("backward", "backward_weight") for e in row) for row in actions]

@@ -1,5 +1,5 @@
-"""The drop-in: DeepSpeed's interface on the pipeline engine of tds.
+"""Drop-in replacement for DeepSpeed, based on the pipeline engine of tds.
 
-Only this package imports DeepSpeed, and only ``api`` uses private names of it. ``alias`` serves every other name of
-DeepSpeed under ``tds``. The rest of tds does not import this package.
+Only this package imports DeepSpeed, and only ``api`` uses its private names. ``alias`` makes all other names of
+DeepSpeed available under ``tds``. The other packages of tds do not import this package.
 """

@@ -1,4 +1,4 @@
-"""`tds.X` is `deepspeed.X`: finder and followed modules, version check, `quiet`."""
+"""``tds.X`` as an alias of ``deepspeed.X``: import finder, module aliases, version check, ``quiet``."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# DeepSpeed, once it is sure that its version and torch's are right and that nothing is compiled for a CPU.
+# Version checks of torch and DeepSpeed, and the import of DeepSpeed.
 
 IS_VERBOSE = os.environ.get("TDS_VERBOSE", "0") not in ("", "0")
 OLDEST, BELOW = (0, 19, 6), (0, 20)
-"""Of DeepSpeed."""
+"""Oldest supported version of DeepSpeed, and the first one that is not supported."""
 OLDEST_TORCH = (2, 11)
-"""What ``pyproject.toml`` asks for is newer: lower versions are let through for machines that have nothing else."""
+"""Oldest accepted version of torch. ``pyproject.toml`` requires a newer one, which some machines do not have."""
 
 
 def theirs(name: str = "deepspeed") -> Any:
-    """Return a module of DeepSpeed. It is looked up by its name, so that whoever asks does without until then.
+    """Import and return a module of DeepSpeed, after checking the versions.
+
+    Importing by name lets callers defer the import of DeepSpeed.
 
     Raises:
-        ImportError: DeepSpeed or torch is missing, or of a version that tds was not written against.
+        ImportError: DeepSpeed or torch is missing, or its version is not supported.
     """
     _prepare()
     return importlib.import_module(name)
@@ -47,7 +49,7 @@ def _prepare() -> None:
 
 
 def log_from(level: int) -> None:
-    """Let DeepSpeed's logger tell what is of ``level`` or above."""
+    """Set the level of DeepSpeed's logger and its handlers."""
     _prepare()
     _log_from(level)
 
@@ -60,33 +62,39 @@ def _log_from(level: int) -> None:
 
 
 def check_versions(installed: str | None = None) -> None:
-    """Do nothing if DeepSpeed's version is one that tds was written against.
+    """Check that the version of DeepSpeed is supported.
+
+    Args:
+        installed: the version to check; None: the installed one.
 
     Raises:
-        ImportError: it is older or newer, or not installed.
+        ImportError: DeepSpeed is too old, too new or not installed.
     """
     _check("deepspeed", installed, OLDEST, BELOW)
 
 
 def check_torch(installed: str | None = None) -> None:
-    """Do nothing if torch is as new as that which tds was tried with.
+    """Check that the version of torch is supported.
+
+    Args:
+        installed: the version to check; None: the installed one.
 
     Raises:
-        ImportError: it is older, or not installed.
+        ImportError: torch is too old or not installed.
     """
     _check("torch", installed, OLDEST_TORCH, None)
 
 
 def _check(package: str, installed: str | None, oldest: tuple[int, ...], below: tuple[int, ...] | None) -> None:
-    wanted = f">={_text(oldest)}" + (f",<{_text(below)}" if below else "")
+    requirement = f">={_text(oldest)}" + (f",<{_text(below)}" if below else "")
     if installed is None:
-        from importlib import metadata  # not at the top: every --help would wait for the mail parser that it brings
+        from importlib import metadata  # imported here: it imports the email parser, which slows --help
 
         try:
             installed = metadata.version(package)
         except metadata.PackageNotFoundError as missing:
             raise ImportError(
-                f"tds needs {package}, which is not installed: pip install '{package}{wanted}'"
+                f"tds needs {package}, which is not installed: pip install '{package}{requirement}'"
             ) from missing
     numbers = []
     for part in installed.split("+")[0].split(".")[:3]:
@@ -95,8 +103,8 @@ def _check(package: str, installed: str | None, oldest: tuple[int, ...], below: 
     version = tuple(numbers)
     if version < oldest or (below is not None and version >= below):
         raise ImportError(
-            f"tds needs {package} {wanted}, got {installed}: it builds on private parts that change between versions. "
-            f"pip install '{package}{wanted}'"
+            f"tds needs {package} {requirement}, got {installed}: it builds on private parts that change between "
+            f"versions. pip install '{package}{requirement}'"
         )
 
 
@@ -105,30 +113,32 @@ def _text(version: tuple[int, ...]) -> str:
 
 
 def spare_the_compiler(deepspeed: ModuleType) -> None:
-    """Keep DeepSpeed from compiling its shared-memory all-reduce at start on a CPU (35 s, and needs g++).
+    """Prevent DeepSpeed from compiling its shared-memory all-reduce at start on a CPU (takes 35 s and needs g++).
 
-    Where DeepSpeed has not asked yet which of its operations can be compiled, it never does: that runs a compiler and
-    imports setuptools, and all it would learn is about this one.
+    The operation is marked as incompatible in DeepSpeed's cache of compatible operations. If the cache does not exist
+    yet, this function creates it, so that DeepSpeed does not build it, which would run a compiler and import
+    setuptools.
     """
     if importlib.import_module("deepspeed.accelerator").get_accelerator().device_name() == "cpu":
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
-# ``tds.X`` is ``deepspeed.X``: the same module object under a second name, and the same names, looked up when used.
+# ``tds.X`` is the same module object as ``deepspeed.X`` under a second name.
 #
-# ``import tds.ops.adam`` asks the finder below, which answers with ``deepspeed.ops.adam`` itself, whose ``__name__``,
-# ``__spec__`` and ``__loader__`` stay DeepSpeed's. Files of tds win. The few modules of ours that stand for one of
-# DeepSpeed's (``follow``) own the names that they define; everything else is read from it and set on it. DeepSpeed is
-# imported at the first name that is asked of it.
+# ``import tds.ops.adam`` uses the finder below, which returns the module ``deepspeed.ops.adam`` with DeepSpeed's
+# ``__name__``, ``__spec__`` and ``__loader__``. Files of tds take precedence. A few modules of tds replace one of
+# DeepSpeed's (``follow``): they define some names themselves, and get and set all other names on DeepSpeed's module.
+# DeepSpeed is imported when the first of its names is accessed.
 
 OURS, THEIRS = "tds", "deepspeed"
 FOLDER = Path(__file__).parents[1]
 
 
 class Finder(MetaPathFinder, Loader):
-    """Finds ``tds.*`` that is no file of tds in DeepSpeed.
+    """Finds modules ``tds.*`` that are not files of tds in DeepSpeed.
 
-    It stands ahead of Python's finder, which would load the files of ``deepspeed.ops`` a second time as ``tds.ops``.
+    Python's finder would load the files of ``deepspeed.ops`` a second time as ``tds.ops``, so this finder precedes it
+    in ``sys.meta_path``.
     """
 
     def find_spec(
@@ -142,16 +152,16 @@ class Finder(MetaPathFinder, Loader):
             return None
         was_there = fullname in sys.modules
         _name_all()
-        if not was_there:  # else Python takes what is there now for a module to be loaded anew
+        if not was_there:  # otherwise Python would treat the entry as a module that is being reloaded
             sys.modules.pop(fullname, None)
-        found = importlib.util.find_spec(theirs_of(fullname))
-        if found is None:
+        spec = importlib.util.find_spec(theirs_of(fullname))
+        if spec is None:
             return None
-        is_package = found.submodule_search_locations is not None
-        return ModuleSpec(fullname, self, origin=found.origin, is_package=is_package)
+        is_package = spec.submodule_search_locations is not None
+        return ModuleSpec(fullname, self, origin=spec.origin, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put DeepSpeed's module in the place of the empty one that Python has made."""
+        """Replace the empty module that Python has created by DeepSpeed's module."""
         name = module.__name__
         sys.modules[name] = importlib.import_module(theirs_of(name))
         name_loaded()
@@ -161,46 +171,46 @@ _FINDER = Finder()
 
 
 def install() -> None:
-    """Let ``import tds.X`` find ``deepspeed.X`` from now on."""
+    """Install the finder, so that ``import tds.X`` finds ``deepspeed.X``."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
     name_loaded()
 
 
 def name_loaded() -> None:
-    """Give every module of DeepSpeed that is loaded its name in tds.
+    """Add every loaded module of DeepSpeed to ``sys.modules`` under its name in tds.
 
-    Else importing it by that name would make Python set it as an attribute of its parent, where DeepSpeed may have put
-    something else by then: ``deepspeed.utils.tensor_fragment`` is a class and a module.
+    Without this, importing a module by its name in tds would make Python set it as an attribute of its parent package,
+    and overwrite another object of that name: ``deepspeed.utils.tensor_fragment`` is both a class and a module.
     """
     for name in [name for name in list(sys.modules) if name.startswith(f"{THEIRS}.")]:
-        module, own = sys.modules[name], OURS + name.removeprefix(THEIRS)
+        module, tds_name = sys.modules[name], OURS + name.removeprefix(THEIRS)
         is_loading = getattr(getattr(module, "__spec__", None), "_initializing", False)
-        if module is not None and not is_loading and own not in _own_files():
-            sys.modules.setdefault(own, module)
+        if module is not None and not is_loading and tds_name not in _own_files():
+            sys.modules.setdefault(tds_name, module)
 
 
 @functools.cache
 def _own_files() -> frozenset[str]:
-    """Return the modules of tds that have a file here, by name."""
+    """Return the names of the modules of tds that have a file."""
     files = ((path.parent if path.stem == "__init__" else path.with_suffix("")) for path in FOLDER.rglob("*.py"))
     return frozenset(".".join((OURS, *file.relative_to(FOLDER).parts)) for file in files)
 
 
 @functools.cache
 def _name_all() -> None:
-    """Import DeepSpeed, with names in tds for what comes with it."""
+    """Import DeepSpeed and add its modules under their names in tds."""
     theirs()
     name_loaded()
 
 
 def theirs_of(name: str) -> str:
-    """Return DeepSpeed's name of a module of tds."""
+    """Return the name in DeepSpeed of the module ``name`` of tds."""
     return THEIRS + name.removeprefix(OURS)
 
 
 class _Following(ModuleType):
-    """A module of ours that stands for one of DeepSpeed's."""
+    """A module of tds that replaces one of DeepSpeed's and forwards all other names to it."""
 
     _own: Mapping[str, str]
     _files: frozenset[str]
@@ -214,13 +224,13 @@ class _Following(ModuleType):
         if name in self._files:
             return importlib.import_module(f"{self.__name__}.{name}")
         if name == "__all__":
-            return [each for each in dir(self) if not each.startswith("_")]
+            return [entry for entry in dir(self) if not entry.startswith("_")]
         return getattr(self._followed(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_file = isinstance(value, ModuleType) and value.__name__ == f"{self.__name__}.{name}"
         if is_file and name in self._own:
-            return  # Python puts a file there that it has imported: ``tds.initialize`` stays the function
+            return  # the import system sets an imported submodule here, but ``tds.initialize`` must stay the function
         if is_file or name in self._own or name.startswith("__"):
             super().__setattr__(name, value)
         else:
@@ -236,16 +246,16 @@ class _Following(ModuleType):
         return sorted({*dir(self._followed()), *self._own})
 
     def _followed(self) -> ModuleType:
-        """Return the module of DeepSpeed that this one stands for."""
+        """Return the module of DeepSpeed that this module replaces."""
         _name_all()
         return theirs(theirs_of(self.__name__))  # type: ignore[no-any-return]
 
 
 def follow(name: str, own: Mapping[str, str]) -> None:
-    """Make the module ``name`` stand for DeepSpeed's, except for its own files and the names in ``own``.
+    """Make the module ``name`` forward to DeepSpeed's, except for its own files and the names in ``own``.
 
     Args:
-        own: name -> the file that has it, which is imported when the name is first asked for.
+        own: maps each name to the module that defines it, which is imported on first access.
     """
     module = sys.modules[name]
     files = frozenset(info.name for info in pkgutil.iter_modules(getattr(module, "__path__", ())))
@@ -253,15 +263,15 @@ def follow(name: str, own: Mapping[str, str]) -> None:
     module.__class__ = _Following
 
 
-# DeepSpeed's own lines on the screen: off unless asked for by ``TDS_VERBOSE=1`` or ``tds.quiet(False)``.
+# DeepSpeed's output: off unless ``TDS_VERBOSE=1`` is set or ``tds.quiet(False)`` is called.
 
 SPEAKERS = ("deepspeed.runtime.pipe.module", "deepspeed.runtime.pipe.topology", "deepspeed.runtime.utils")
-"""Modules with a ``print``."""
+"""Modules of DeepSpeed that call ``print``."""
 _is_quiet = not IS_VERBOSE
 
 
 def quiet(on: bool = True) -> None:
-    """Switch DeepSpeed's informational lines off (``on``) or on; warnings always show."""
+    """Turn quiet mode on or off. In quiet mode, DeepSpeed logs only warnings and errors."""
     global _is_quiet
     _is_quiet = on
     log_from(logging.WARNING if on else logging.INFO)
@@ -269,7 +279,7 @@ def quiet(on: bool = True) -> None:
 
 @contextmanager
 def without_prints() -> Iterator[None]:
-    """Drop the ``print`` lines of DeepSpeed's own modules meanwhile; a user's prints stay."""
+    """Suppress the ``print`` calls of DeepSpeed's modules in the block; other prints still appear."""
     if not _is_quiet:
         yield
         return

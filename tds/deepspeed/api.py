@@ -1,9 +1,9 @@
 """The names of DeepSpeed that tds uses. No other file imports DeepSpeed or uses its private names.
 
-DeepSpeed's version is checked before all imports. Each private name has a function or a method here, under a name of
-ours, and a line in tests/tds/test_deepspeed_contract.py: a new version of DeepSpeed changes only this file. To replace
-a private method of DeepSpeed, override the method of ``BaseEngine`` or ``BaseModule`` that calls it. torch's private
-names are in ``tds.torch_api``.
+DeepSpeed's version is checked before the imports. Each private name is wrapped by a function or method in this file and
+has a line in tests/tds/test_deepspeed_contract.py, so a new version of DeepSpeed changes only this file. To replace a
+private method of DeepSpeed, override the method of ``BaseEngine`` or ``BaseModule`` that wraps it. The private names of
+torch are in ``tds.torch_api``.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ GRID_GROUPS = ("ds_model_proc_group", "dp_proc_group", "pp_proc_group", "slice_p
 
 
 class BaseEngine(DeepSpeedEngine):
-    """DeepSpeed's engine."""
+    """DeepSpeed's engine, with public names for the private names that tds uses."""
 
     _curr_ckpt_path: str | None = None
 
     @property
     def config_given(self) -> dict[str, Any]:
-        """The JSON as the program gave it."""
+        """The JSON as the program passed it."""
         return self._config._param_dict
 
     @property
@@ -66,22 +66,22 @@ class BaseEngine(DeepSpeedEngine):
 
     @property
     def sums_dtype(self) -> torch.dtype | None:
-        """In which gradients are summed over ranks: the JSON's "communication_data_type"; None: in their own."""
+        """Type in which gradients are all-reduced: "communication_data_type" of the JSON; None: the gradients' type."""
         return None if self._config.communication_data_type is None else self.communication_data_type
 
     @property
     def asks_for_flops(self) -> bool:
-        """Whether the JSON switches DeepSpeed's profiler of FLOPs on."""
+        """True if the JSON enables DeepSpeed's FLOPs profiler."""
         return self._config.flops_profiler_config.enabled
 
     @property
     def writes_layers_in_parallel(self) -> bool:
-        """Whether the JSON has the replicas share the files of the layers."""
+        """True if the JSON distributes the writing of layer files over the replicas."""
         return self._config.checkpoint_parallel_write_pipeline
 
     @property
     def grad_norm(self) -> float | torch.Tensor:
-        """The norm of the last step's gradients; on a device, where the host has not waited for it."""
+        """Norm of the last step's gradients; a tensor on the device until the host has waited for it."""
         return self._global_grad_norm
 
     @grad_norm.setter
@@ -89,13 +89,13 @@ class BaseEngine(DeepSpeedEngine):
         self._global_grad_norm = norm
 
     def get_global_grad_norm(self) -> float:
-        """Return the norm of the last step's gradients; waits for it."""
+        """Return the norm of the last step's gradients, after waiting for the device."""
         norm = super().get_global_grad_norm()
         return float(norm) if isinstance(norm, torch.Tensor) else norm
 
     @property
     def checkpoint_folder(self) -> str | None:
-        """Where a checkpoint is written to or read from now; None: nowhere."""
+        """Folder of the checkpoint that is being written or read; None if there is none."""
         return self._curr_ckpt_path
 
     @checkpoint_folder.setter
@@ -103,26 +103,26 @@ class BaseEngine(DeepSpeedEngine):
         self._curr_ckpt_path = folder
 
     def take_model_step(self) -> None:
-        """Let the optimizer step, and count it."""
+        """Step the optimizer and count the step."""
         self._take_model_step(None)
 
     def stage_files(self, load_dir: str, tag: str) -> list[str]:
-        """Return the files of a checkpoint that are no layer's."""
+        """Return the paths of a checkpoint's stage files, which are all files except the layer files."""
         return self._get_all_ckpt_names(load_dir, tag)
 
     def zero_shapes(self) -> Any:
-        """Return the shapes of the parameters whose states ZeRO cuts."""
+        """Return the shapes of the parameters whose optimizer states ZeRO shards."""
         return self._get_zero_param_shapes()
 
     def load_zero_states(self, load_dir: str, tag: str) -> None:
-        """Read the optimizer's states from files in ZeRO's form."""
+        """Load the optimizer states from files in ZeRO's format."""
         self._load_zero_checkpoint(load_dir, tag)
 
     def checkpoint_engine_made(self) -> None:
-        """Called once ``checkpoint_engine`` is there."""
+        """Hook that runs after ``checkpoint_engine`` is set."""
 
     def added_checkpoint_state(self) -> dict[str, Any]:
-        """Return what a stage's file is to hold besides DeepSpeed's."""
+        """Return the entries to add to a stage's checkpoint file."""
         return {}
 
     def _configure_checkpointing(self) -> None:
@@ -134,34 +134,34 @@ class BaseEngine(DeepSpeedEngine):
 
 
 class BaseModule(DeepSpeedModule):
-    """DeepSpeed's ``PipelineModule``, whose ``__init__`` calls the methods below."""
+    """DeepSpeed's ``PipelineModule``; its ``__init__`` calls the methods below."""
 
     def build_layers(self) -> None:
-        """Build the layers within the bounds that were set last, behind those that are there."""
+        """Build the layers within the current bounds and append them to the layers built before."""
         super()._build()
 
     def set_bounds(self, start: int, stop: int) -> None:
-        """Let this stage hold the layers ``start ... stop``."""
+        """Set the bounds of this stage's layers to ``start ... stop``."""
         self._set_bounds(start=start, stop=stop)
 
     def partition_layers(self, method: Any) -> None:
-        """Cut the layers into stages: set ``parts``, and the bounds of this one."""
+        """Partition the layers over the stages: set ``parts`` and the bounds of this stage."""
         super()._partition_layers(method=method)
 
     def count_layer_parameters(self) -> list[int]:
-        """Return how many parameters to train each layer of the model has."""
+        """Return the number of trainable parameters of each layer of the model."""
         return super()._count_layer_params()
 
     def index_tied_modules(self) -> dict[str, dict[str, Any]]:
-        """Return who holds each tied module, by its key."""
+        """Return the ranks, group and module of each tied module, by its key."""
         return super()._index_tied_modules()
 
     def synchronize_tied_weights(self) -> None:
-        """Give all copies of a tied weight the value of one. Collective over its holders."""
+        """Broadcast each tied weight from one copy to all others. Collective over the ranks that hold it."""
         super()._synchronize_tied_weights()
 
     def choose_recomputed(self) -> None:
-        """Note which runs of layers are recomputed, by ``activation_checkpoint_interval``."""
+        """Precompute which runs of layers are recomputed, by ``activation_checkpoint_interval``."""
         super()._precompute_checkpointable_values()
 
     def _build(self) -> None:
@@ -188,7 +188,14 @@ class BaseModule(DeepSpeedModule):
 
 
 class LayerRun:
-    """The layers of one chunk as DeepSpeed's ``PipelineModule.forward`` takes them; all else is the module's."""
+    """The layers of one chunk, passed as ``self`` to DeepSpeed's ``PipelineModule.forward``.
+
+    All other attributes are read from the module.
+
+    Args:
+        start: index in the full model of the chunk's first layer.
+        own: the chunk's range in ``module.forward_funcs``.
+    """
 
     def __init__(self, module: BaseModule, start: int, own: slice) -> None:
         self._module = module
@@ -200,23 +207,23 @@ class LayerRun:
 
     @property
     def forward_funcs(self) -> list[Any]:
-        """Return the layers as they are now: ``engine.compile()`` replaces those that are functions."""
+        """The chunk's current layers; ``engine.compile()`` replaces layers that are functions."""
         return self._module.forward_funcs[self._own]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
     def forward(self, forward_input: Any) -> Any:
-        """Run the layers."""
+        """Run the layers of the chunk."""
         return DeepSpeedModule.forward(self, forward_input)
 
     def choose_recomputed(self) -> None:
-        """Note which of them are recomputed."""
+        """Precompute which layers of the chunk are recomputed."""
         DeepSpeedModule._precompute_checkpointable_values(self)
 
 
 def grid_of(module: Any) -> Any:
-    """Return the process groups of a pipeline module, and the place of this rank in them."""
+    """Return the grid of a pipeline module: its process groups and this rank's position in them."""
     return module._grid
 
 
@@ -227,13 +234,13 @@ def place_of(grid: Any, rank: int) -> Any:
 
 def places_of(grid: Any) -> list[Any]:
     """Return the coordinates of every rank, in the order of the ranks."""
-    return [place for place, _ in sorted(grid._topo.mapping.items(), key=lambda item: item[1])]
+    return [coord for coord, _ in sorted(grid._topo.mapping.items(), key=lambda item: item[1])]
 
 
 class Grid(_DeepSpeedGrid):
-    """DeepSpeed's grid, made in a time that grows as the number of ranks: its own looks at all ranks for each rank.
+    """DeepSpeed's grid, constructed in linear instead of quadratic time in the number of ranks.
 
-    At 10,000 ranks that is a second in place of several; the lists and groups are the same.
+    With 10,000 ranks this takes one second instead of several. The lists and groups are equal.
     """
 
     def __init__(self, topology: Any = None, process_group: Any = None) -> None:
@@ -244,52 +251,55 @@ class Grid(_DeepSpeedGrid):
     def _build_p2p_groups(self) -> list[list[int]]:
         pipelines = self._topo.get_axis_comm_lists("pipe")
         pairs = ((rank, ranks[(stage + 1) % len(ranks)]) for ranks in pipelines for stage, rank in enumerate(ranks))
-        return [[rank, after] for rank, after in sorted(pairs)]
+        return [[rank, next_rank] for rank, next_rank in sorted(pairs)]
 
 
 def _index(topology: Any) -> None:
-    """Let ``topology`` find the ranks at a place of an axis without a look at all, and a rank's place with one look."""
+    """Replace ``get_axis_list`` of ``topology`` by an index, and cache ``get_coord``, since both scan all ranks."""
     ranks_at: dict[tuple[str, int], list[int]] = {}
-    for place, rank in topology.mapping.items():
-        for axis, index in zip(topology.axes, place, strict=True):
+    for coord, rank in topology.mapping.items():
+        for axis, index in zip(topology.axes, coord, strict=True):
             ranks_at.setdefault((axis, index), []).append(rank)
-    topology.get_coord = cache(topology.get_coord)  # asked again and again for the own rank
+    topology.get_coord = cache(topology.get_coord)  # called often for this process's rank
     topology.get_axis_list = lambda axis, idx: list(ranks_at.get((axis, idx), ()))
 
 
 @contextmanager
 def indexed_grid() -> Iterator[None]:
-    """Let pipeline modules that are made within have a ``Grid``."""
-    theirs, _pipe_module.PipelineParallelGrid = _pipe_module.PipelineParallelGrid, Grid
+    """Make pipeline modules that are constructed in the block use ``Grid``."""
+    original, _pipe_module.PipelineParallelGrid = _pipe_module.PipelineParallelGrid, Grid
     try:
         yield
     finally:
-        _pipe_module.PipelineParallelGrid = theirs
+        _pipe_module.PipelineParallelGrid = original
 
 
 def layer_specs(module: Any) -> list[Any]:
-    """Return the layers of the whole model as the program gave them."""
+    """Return the layers of the full model as the program passed them."""
     return module._layer_specs
 
 
 def first_layer(module: Any) -> int:
-    """Return the number in the whole model of the first layer that was built last on this stage."""
+    """Return the index in the full model of the first layer of the chunk that this stage has built last."""
     return module._local_start
 
 
 def weight_named(module: Any, part: Any, name: str) -> torch.Tensor:
-    """Return the weight of ``part`` by a name with dots."""
+    """Return the weight with the dotted name ``name`` of ``part``, a submodule of ``module``."""
     return module._recursive_getattr(part, name)
 
 
 def choose_recomputed(module: Any) -> None:
-    """Let ``module`` note anew which of its layers are recomputed."""
+    """Precompute again which layers of ``module`` are recomputed."""
     module._precompute_checkpointable_values()
 
 
 def limit_waits(module: Any, limit: timedelta | None = None, more: Iterable[Any] = ()) -> None:
-    """Give every group that DeepSpeed made for ``module``, and ``more``, the time limit: by default that of the
-    default group."""
+    """Set the timeout of all groups that DeepSpeed created for ``module``, and of the groups ``more``.
+
+    Args:
+        limit: the timeout; None: the timeout of the default group.
+    """
     limit = default_timeout() if limit is None else limit
     if limit is None:
         return
@@ -298,44 +308,45 @@ def limit_waits(module: Any, limit: timedelta | None = None, more: Iterable[Any]
 
 @contextmanager
 def sharing_groups(known: Mapping[tuple[int, ...], Any] | None = None) -> Iterator[None]:
-    """Let DeepSpeed make one process group, not several, of one set of ranks.
+    """Make DeepSpeed create only one process group per set of ranks in the block.
 
     Args:
-        known: groups that are there, by their ranks, with those that this rank is not in: the same ranks on every rank.
+        known: existing groups by their ranks, including groups that this rank is not in. The keys must be equal on all
+            ranks.
     """
     comm = deepspeed.comm
-    make, made = comm.new_group, dict(known or {})
+    create, groups = comm.new_group, dict(known or {})
 
     def new_group(ranks: Iterable[int]) -> Any:
         key = tuple(ranks)
-        if key not in made:
-            made[key] = make(list(key))
-        return made[key]
+        if key not in groups:
+            groups[key] = create(list(key))
+        return groups[key]
 
     comm.new_group = new_group
     try:
         yield
     finally:
-        comm.new_group = make
+        comm.new_group = create
 
 
 def groups_of(module: Any) -> Iterator[Any]:
-    """Yield the process groups of a pipeline module, its grid and DeepSpeed's engine that this rank is in."""
-    made = [module.world_group, *(getattr(grid_of(module), name, None) for name in GRID_GROUPS)]
-    made += [tie["group"] for tie in getattr(module, "tied_comms", {}).values()]
-    made.append(_groups._WORLD_GROUP)
-    for group in made:
+    """Yield this rank's process groups of a pipeline module, of its grid and of DeepSpeed's engine."""
+    candidates = [module.world_group, *(getattr(grid_of(module), name, None) for name in GRID_GROUPS)]
+    candidates += [tie["group"] for tie in getattr(module, "tied_comms", {}).values()]
+    candidates.append(_groups._WORLD_GROUP)
+    for group in candidates:
         if isinstance(group, dist.ProcessGroup):
             yield group
 
 
 def has_own_norm(optimizer: Any) -> bool:
-    """Return whether ``optimizer`` takes the norm of its gradients itself, as those of DeepSpeed do."""
+    """Return True if ``optimizer`` computes the norm of its gradients itself, as DeepSpeed's optimizers do."""
     return hasattr(optimizer, "_global_grad_norm")
 
 
 def make_contiguous(optimizer: DeepSpeedZeroOptimizer) -> None:
-    """Let ZeRO 1's ``optimizer`` keep gradients in one buffer, whatever the JSON says: so it takes over sums."""
+    """Make ZeRO 1 use contiguous gradients regardless of the JSON, so that it accepts reduced gradients."""
     if optimizer.contiguous_gradients:
         return
     optimizer.contiguous_gradients = True
@@ -346,7 +357,7 @@ def make_contiguous(optimizer: DeepSpeedZeroOptimizer) -> None:
 
 @contextmanager
 def summed_already(optimizer: DeepSpeedZeroOptimizer) -> Iterator[None]:
-    """Let ZeRO 1's reduction go through all but the sum and mean over replicas."""
+    """Make ZeRO 1's reduction in the block skip the all-reduce over the replicas, which the engine has already done."""
     optimizer.average_tensor = optimizer._add_full_reduction_to_compact_grad_partition
     try:
         yield

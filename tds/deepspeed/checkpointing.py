@@ -1,7 +1,8 @@
 """save_checkpoint and load_checkpoint in DeepSpeed's directory layout.
 
-Weights are stored in one file per layer (``layer_files``), so any number of stages and chunks loads them. Optimizer
-states are stored in one file for each stage and are loaded only where every rank holds the layers that it held then.
+Weights are stored in one file per layer (``layer_files``), so they can be loaded with any number of stages and chunks.
+Optimizer states are stored in one file per stage, and can be loaded only if every rank has the layers that it had when
+they were saved.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from tds.torch_api import has_rates
 _log = logging.getLogger("tds")
 
 LAYOUT_KEY = "tds"
-"""Where a stage's file says which layers it is of; DeepSpeed's engine hands it on as client state."""
+"""Key in a stage's file with the indices of its layers; DeepSpeed's engine returns it as client state."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that is incomplete, or that does not fit the model."""
+    """Raised if a checkpoint is incomplete, unreadable or does not fit the model."""
 
 
 class LayerCheckpoints:
-    """The part of the engine that saves and loads, ahead of DeepSpeed's own in the order of the engine's classes."""
+    """Mixin of the engine that saves and loads checkpoints; it precedes DeepSpeed's engine in the MRO."""
 
     module: Any
     grid: Any
@@ -65,16 +66,21 @@ class LayerCheckpoints:
         custom_load_fn: Any = None,
         is_trusted: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint of this engine's or DeepSpeed's; return (path, client state), or (None, None). Collective.
+        """Load a checkpoint written by tds or by DeepSpeed. Collective.
+
+        All arguments except ``is_trusted`` are arguments of DeepSpeed's ``load_checkpoint``.
 
         Args:
-            is_trusted: let the files build any object, which runs code of whoever wrote them; see ``safe_loading``.
+            is_trusted: allow the files to construct any object, which runs code of their author; see ``safe_load``.
+
+        Returns:
+            (path, client state), or (None, None) if there is no checkpoint.
 
         Raises:
-            CheckpointError: files are missing, damaged, do not fit or name what is not on the list of what they may
-                hold, on any rank; ranks find different checkpoints; or optimizer states of another layout. What was
-                read by then stays: load another checkpoint, or end the program.
-            ValueError: ``custom_load_fn``, which layers in files of their own have no use for.
+            CheckpointError: on some rank, a file is missing or damaged, does not fit the model, or contains a class
+                that is not allowed; or the ranks find different checkpoints; or the optimizer states have another
+                layout. The model may be partly loaded: load another checkpoint, or end the program.
+            ValueError: ``custom_load_fn`` is given; it is not supported, because each layer has its own file.
         """
         if custom_load_fn is not None:
             raise ValueError("custom_load_fn must be None for a pipeline, whose layers lie in files of their own")
@@ -93,7 +99,8 @@ class LayerCheckpoints:
                 self.load_zero_states(load_dir, chosen)
                 state.pop("optimizer", None)
         if not load_optimizer_states and not self.zero_optimization():
-            getattr(self.optimizer, "refresh_fp32_params", _nothing)()  # else the next step writes the old weights back
+            # Otherwise the next step would restore the old weights.
+            getattr(self.optimizer, "refresh_fp32_params", _nothing)()
         if load_lr_scheduler_states and not load_module_only and not self._loads_optimizer:
             self._take_rate_from_scheduler()
         state.pop(LAYOUT_KEY, None)
@@ -101,15 +108,19 @@ class LayerCheckpoints:
 
     @contextmanager
     def _reading(self, is_trusted: bool) -> Iterator[None]:
-        """Read files in here, safely unless they are trusted; an error on any rank is one on all. Collective."""
+        """Read checkpoint files in the block, and raise on every rank if any rank fails. Collective.
+
+        Args:
+            is_trusted: allow the files to construct any object; otherwise only allowed classes (``safe_load``).
+        """
         engine_load = make_safe(self.checkpoint_engine)
         engine_load.is_trusted, engine_load.last_path = is_trusted, None
         try:
             with nullcontext() if is_trusted else weights_only():
                 yield
-        except CheckpointError:  # comes from all ranks by itself
+        except CheckpointError:  # raised on all ranks already
             raise
-        except Exception as error:  # whatever a damaged file makes torch or DeepSpeed raise: the others wait for word
+        except Exception as error:  # a damaged file may raise any error; the other ranks wait in all_ranks_problem
             file = engine_load.last_path or "the checkpoint"
             all_ranks_problem(
                 str(error) if isinstance(error, UnsafeFileError) else f"{file} cannot be loaded: {error!r}"
@@ -123,18 +134,25 @@ class LayerCheckpoints:
         make_safe(self.checkpoint_engine)
 
     def _is_bf16_without_zero(self) -> bool:
-        """True for the optimizer that saves as with ZeRO and that DeepSpeed's load takes for one without."""
+        """Return True for ``BF16_Optimizer`` without ZeRO.
+
+        DeepSpeed saves the states of this optimizer in ZeRO's format, but expects the format without ZeRO when it loads
+        them.
+        """
         return isinstance(self.optimizer, BF16_Optimizer) and not self.zero_optimization()
 
     def _take_rate_from_scheduler(self) -> None:
-        """Set the learning rates, which torch keeps with the optimizer's states, to those that the scheduler saved."""
+        """Set the optimizer's learning rates from the loaded scheduler.
+
+        Needed if the optimizer states are not loaded, because torch saves the learning rates with them.
+        """
         if self.optimizer is None or not has_rates(self.lr_scheduler):
             return
         for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
 
     def module_state_dict(self, *args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> Any:
-        """Write this stage's layers and return None while a checkpoint is saved; else return the stage's state."""
+        """Return the stage's state dict; while a checkpoint is saved, write its layer files instead and return None."""
         if self.checkpoint_folder is None:
             options = {"exclude_frozen_parameters": exclude_frozen_parameters, **kwargs}
             return super().module_state_dict(*args, **options)  # type: ignore[misc]
@@ -148,7 +166,7 @@ class LayerCheckpoints:
         return None
 
     def load_module_state_dict(self, checkpoint: Any, strict: bool = True, *args: Any, **kwargs: Any) -> None:
-        """Read this stage's layers while a checkpoint is loaded, or take a state given as ``checkpoint["module"]``."""
+        """Load this stage's layer files while a checkpoint is loaded, or the state dict in ``checkpoint["module"]``."""
         folder, self.checkpoint_folder = self.checkpoint_folder, None
         if folder is None or isinstance(checkpoint.get("module"), dict):
             super().load_module_state_dict(checkpoint, strict, *args, **kwargs)  # type: ignore[misc]
@@ -162,7 +180,7 @@ class LayerCheckpoints:
 
 
 def all_ranks_problem(problem: str | None) -> None:
-    """Raise on every rank what any of them found. Collective.
+    """Raise on every rank if any rank has a problem. Collective.
 
     Raises:
         CheckpointError: with the problem of the first rank that has one.
@@ -173,32 +191,32 @@ def all_ranks_problem(problem: str | None) -> None:
 
 
 def _raise_first(problems: list[str | None]) -> None:
-    for rank, found in enumerate(problems):
-        if found is not None:
-            raise CheckpointError(f"{found} (rank {rank})")
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise CheckpointError(f"{problem} (rank {rank})")
 
 
 def _agreed_tag(engine: LayerCheckpoints, load_dir: str, tag: str | None) -> str | None:
-    """Return the tag to load, the same on every rank; None where there is no "latest" anywhere. Collective.
+    """Return the tag to load, equal on every rank; None if no rank has a "latest" file. Collective.
 
     Raises:
-        CheckpointError: ranks find different ones, or files are missing.
+        CheckpointError: the ranks find different tags, or files are missing or unreadable.
     """
     pointer = "latest_universal" if engine.load_universal_checkpoint() else "latest"
     chosen, problem = tag, None
     try:
         chosen = _pointed_at(os.path.join(load_dir, pointer)) if tag is None else str(tag)
         problem = None if chosen is None else _missing_files(engine, load_dir, chosen)
-    except Exception as error:  # a file system's errors, of one host alone
+    except Exception as error:  # such as a file system error on one host
         problem = f"{load_dir} cannot be read: {error!r}"
-    found: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(found, (chosen, problem))
-    _raise_first([problem for _, problem in found])
+    results: list[tuple[str | None, str | None]] = [(None, None)] * dist.get_world_size()
+    dist.all_gather_object(results, (chosen, problem))
+    _raise_first([problem for _, problem in results])
     ranks: dict[str | None, list[int]] = {}
-    for rank, (each, _) in enumerate(found):
-        ranks.setdefault(each, []).append(rank)
+    for rank, (rank_tag, _) in enumerate(results):
+        ranks.setdefault(rank_tag, []).append(rank)
     if len(ranks) > 1:
-        tags = "; ".join(f"{_name(each, pointer)} on {_listed(those)}" for each, those in ranks.items())
+        tags = "; ".join(f"{_name(rank_tag, pointer)} on {_listed(tag_ranks)}" for rank_tag, tag_ranks in ranks.items())
         raise CheckpointError(
             f"all ranks must load the same checkpoint, got {tags}, in {load_dir}. Let every host see the same folder, "
             "or pass the tag"
@@ -231,7 +249,7 @@ def _nothing() -> None:
 
 
 def _missing_files(engine: LayerCheckpoints, load_dir: str, tag: str) -> str | None:
-    """Return what is wrong with the names of the files that this rank reads."""
+    """Return a description of the missing or surplus files for this rank; None if the file names are in order."""
     folder = os.path.join(load_dir, tag)
     if not engine.stage_files(load_dir, tag):
         return f"a checkpoint must have files mp_rank_*_model_states.pt, got none in {folder}. Check load_dir and tag"
@@ -252,20 +270,20 @@ def _missing_files(engine: LayerCheckpoints, load_dir: str, tag: str) -> str | N
 
 
 def _load_layers(engine: LayerCheckpoints, folder: str, strict: bool) -> str | None:
-    """Load this stage's layers; return what went wrong."""
+    """Load this stage's layers; return a description of the first error, or None."""
     for layer in layers_to_load(engine.module, folder):
         try:
             state = engine.checkpoint_engine.load(layer.path, map_location="cpu")
             if layer.is_elsewhere:
                 state = {name: state[name] for name in layer.part.state_dict() if name in state}
             layer.part.load_state_dict(state, strict=strict)
-        except Exception as error:  # whatever a damaged file makes torch raise
+        except Exception as error:  # a damaged file may raise any error
             return f"{layer.path} cannot be loaded: {error}"
     return None
 
 
 def _other_layout(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str | None:
-    """Return why the optimizer states of ``checkpoint`` are not those of this rank's parameters."""
+    """Return the error message if the optimizer states of ``checkpoint`` do not fit this rank's parameters, or None."""
     difference = _difference(engine, checkpoint)
     if difference is None:
         return None
@@ -276,9 +294,9 @@ def _other_layout(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str |
 
 
 def _difference(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str | None:
-    saved, now = checkpoint["mp_world_size"], engine.mp_world_size
-    if saved != now:
-        return f"saved on {saved} ranks for each replica (stages x tensor slices), now {now}"
+    saved, current = checkpoint["mp_world_size"], engine.mp_world_size
+    if saved != current:
+        return f"saved on {saved} ranks for each replica (stages x tensor slices), now {current}"
     layers = layer_numbers(engine.module)
     layout = checkpoint.get(LAYOUT_KEY)
     if layout is not None and layout["layers"] != layers:
@@ -286,15 +304,15 @@ def _difference(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str | N
     if layout is None and layers != list(range(layers[0], layers[-1] + 1)):
         return f"DeepSpeed's stages hold one run of layers each, here stage {engine.stage_id} has {layers}"
     if engine.zero_optimization() or engine._is_bf16_without_zero():
-        replicas, here = checkpoint["dp_world_size"], engine.seq_dp_world_size
-        if replicas != here:
-            return f"they were cut over {replicas} replicas, now {here}"
+        replicas, current_replicas = checkpoint["dp_world_size"], engine.seq_dp_world_size
+        if replicas != current_replicas:
+            return f"they were cut over {replicas} replicas, now {current_replicas}"
     if engine.zero_optimization():
-        shapes, wanted = checkpoint["param_shapes"], engine.zero_shapes()
+        shapes, current_shapes = checkpoint["param_shapes"], engine.zero_shapes()
         return (
             None
-            if shapes == wanted
-            else f"ZeRO's states were saved for {_format_shapes(shapes)}, now {_format_shapes(wanted)}"
+            if shapes == current_shapes
+            else f"ZeRO's states were saved for {_format_shapes(shapes)}, now {_format_shapes(current_shapes)}"
         )
     return _other_shapes(engine.optimizer, checkpoint["optimizer"])
 
@@ -304,15 +322,15 @@ def _format_shapes(shapes: Any) -> str:
 
 
 def _other_shapes(optimizer: Any, state: Any) -> str | None:
-    """Compare the shapes in a state of torch's form with the parameters; other forms check themselves."""
+    """Compare the shapes in a torch optimizer state dict with the parameters; other formats have their own checks."""
     if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
         return None
-    numbers = [list(group["params"]) for group in state["param_groups"]]
+    indices = [list(group["params"]) for group in state["param_groups"]]
     parameters = [list(group["params"]) for group in optimizer.param_groups]
-    if [len(group) for group in numbers] != [len(group) for group in parameters]:
-        return f"groups of {[len(g) for g in numbers]} parameters were saved, now {[len(g) for g in parameters]}"
-    for number, parameter in zip(sum(numbers, []), sum(parameters, []), strict=True):
-        for name, value in state["state"].get(number, {}).items():
+    if [len(group) for group in indices] != [len(group) for group in parameters]:
+        return f"groups of {[len(g) for g in indices]} parameters were saved, now {[len(g) for g in parameters]}"
+    for idx, parameter in zip(sum(indices, []), sum(parameters, []), strict=True):
+        for name, value in state["state"].get(idx, {}).items():
             if torch.is_tensor(value) and value.dim() > 0 and value.shape != parameter.shape:
-                return f"{name} of parameter {number} was saved as {list(value.shape)}, now {list(parameter.shape)}"
+                return f"{name} of parameter {idx} was saved as {list(value.shape)}, now {list(parameter.shape)}"
     return None

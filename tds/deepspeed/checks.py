@@ -15,7 +15,7 @@ from tds.log import log_rank_0
 
 
 def refuse_unsupported(engine: Any) -> None:
-    """Raise for features of DeepSpeed that this engine would ignore or compute wrongly."""
+    """Raise for features of DeepSpeed that this engine does not support."""
     if not isinstance(engine.module, PipelineModule) and sharing_layers(layer_specs(engine.module)):
         raise TypeError(
             f"layers that share modules need tds.PipelineModule, got {type(engine.module).__module__}."
@@ -37,17 +37,17 @@ def refuse_unsupported(engine: Any) -> None:
 
 
 def log_unused_settings(engine: Any) -> None:
-    """Log on rank 0 the keys of the JSON that take effect only in DeepSpeed's own engine."""
-    given = engine.config_given
-    found: list[str] = [key for key in ("prescale_gradients", "gradient_predivide_factor") if key in given]
-    found += [key for key in ("pipe_partitioned", "grad_partitioned") if key in given.get("pipeline", {})]
-    if found and engine.global_rank == 0:
-        listed = ", ".join(f'"{key}"' for key in found)
+    """Log on rank 0 the keys of the JSON that have an effect only in DeepSpeed's engine."""
+    config = engine.config_given
+    unused: list[str] = [key for key in ("prescale_gradients", "gradient_predivide_factor") if key in config]
+    unused += [key for key in ("pipe_partitioned", "grad_partitioned") if key in config.get("pipeline", {})]
+    if unused and engine.global_rank == 0:
+        listed = ", ".join(f'"{key}"' for key in unused)
         log_rank_0(
             f"{listed} in the JSON act on nothing in tds: it divides gradients once, after their sums, and a boundary "
             "says of each tensor whether it is cut over the tensor group"
         )
-    if "overlap_forward_backward" in given.get("pipeline", {}) and engine.global_rank == 0:
+    if "overlap_forward_backward" in config.get("pipeline", {}) and engine.global_rank == 0:
         log_rank_0(
             '"pipeline": {"overlap_forward_backward": ...} in the JSON has no effect: each stage runs one forward or '
             "backward at a time. Remove the key; losses and gradients stay the same"
@@ -60,7 +60,7 @@ def log_unused_settings(engine: Any) -> None:
 
 
 def configure_recompute(engine: Any) -> None:
-    """Apply the JSON's recompute settings. A checkpoint function of the user's own stays: it may restore more state."""
+    """Apply the JSON's recompute settings. A user's checkpoint function is kept, because it may restore more state."""
     section, module = engine.pipeline_section, engine.module
     if section.get("use_reentrant") is False and is_deepspeeds_reentrant(module.activation_checkpoint_func):
         module.activation_checkpoint_func = checkpointing.non_reentrant_checkpoint
@@ -71,7 +71,7 @@ def configure_recompute(engine: Any) -> None:
 
 
 def make_gradients(engine: Any) -> GradientSource | None:
-    """Return the gradients of the optimizer; None for an engine that only evaluates."""
+    """Return the gradient source of the optimizer; None for an engine that only evaluates."""
     if engine.optimizer is None:
         return None
     return gradients_of(engine.optimizer, engine.zero_optimization_stage())

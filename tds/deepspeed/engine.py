@@ -23,7 +23,7 @@ from tds.watchdog.watchdog import name_of
 
 
 class EngineUpdate:
-    """The step of DeepSpeed's engine, which clips, steps and counts (``tds.engine.update.Update``)."""
+    """Implementation of ``tds.engine.update.Update`` by DeepSpeed's engine, which clips, steps and counts."""
 
     def __init__(self, engine: PipelineEngine) -> None:
         self._engine = engine
@@ -44,7 +44,7 @@ class EngineUpdate:
 
 
 class DeepSpeedAttributes:
-    """Public names of DeepSpeed's pipeline engine that tds does not need and programs read or call."""
+    """Public names of DeepSpeed's pipeline engine that programs may use and tds does not need."""
 
     module: Any
     grid: Any
@@ -53,12 +53,12 @@ class DeepSpeedAttributes:
 
     @property
     def prev_stage(self) -> int:
-        """The stage ahead of this one; -1 on the first."""
+        """The previous stage; -1 on the first stage."""
         return self.stage_id - 1
 
     @property
     def next_stage(self) -> int:
-        """The stage after this one; the number of stages on the last."""
+        """The next stage; the number of stages on the last stage."""
         return self.stage_id + 1
 
     @property
@@ -73,28 +73,28 @@ class DeepSpeedAttributes:
 
     @property
     def is_model_parallel(self) -> bool:
-        """True if layers are cut over a tensor group."""
+        """True if layers are sharded over a tensor group."""
         return self.grid.model_parallel_size > 1
 
     def _reentrant_activation_checkpointing(self) -> bool:
-        """True if recompute needs the first stage's float inputs to require a gradient."""
+        """Return True if recompute is reentrant, so that float inputs of the first stage must require gradients."""
         return recomputes_reentrantly(self.module)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the global batch size by another size of each micro-batch, which the data must have."""
+        """Change the micro-batch size, and with it the global batch size. The data must have this micro-batch size."""
         super().set_train_micro_batch_size(micro_batch_size)  # type: ignore[misc]  # DeepSpeed's engine has it
         self.micro_batch_size = micro_batch_size
 
     def set_has_attention_mask(self, value: bool) -> None:
-        """Do nothing: boolean tensors cross a stage as they are, wherever they stand."""
+        """Do nothing, because boolean tensors may be at any position of a boundary."""
 
 
 class PipelineEngine(  # type: ignore[misc]  # grad_norm is a property of BaseEngine
     LayerCheckpoints, DeepSpeedAttributes, ScheduleEngine, BaseEngine
 ):
-    """Trains a ``PipelineModule`` as ``ScheduleEngine`` does; ``tds.initialize`` makes it.
+    """Trains a ``PipelineModule`` by ``ScheduleEngine``. ``tds.initialize`` constructs it.
 
-    DeepSpeed's engine has the configuration, the optimizer, the counters, the monitors and the checkpoints.
+    DeepSpeed's engine provides the configuration, the optimizer, the counters, the monitors and the checkpoints.
     """
 
     def __init__(self, has_bool_tensors: bool = False, *args: Any, **kwargs: Any) -> None:
@@ -120,7 +120,7 @@ class PipelineEngine(  # type: ignore[misc]  # grad_norm is a property of BaseEn
             micro_batches=self.gradient_accumulation_steps(),
             settings=replace(settings, sums_dtype=self.sums_dtype),
             names=Names(
-                ranks=[name_of(rank, place) for rank, place in enumerate(places_of(self.grid))],
+                ranks=[name_of(rank, coord) for rank, coord in enumerate(places_of(self.grid))],
                 layers=[name_of_layer(spec) for spec in layer_specs(module)],
             ),
             gradients=checks.make_gradients(self),
@@ -140,19 +140,23 @@ class PipelineEngine(  # type: ignore[misc]  # grad_norm is a property of BaseEn
         return loss
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch size by another number of micro-batches; raises ValueError if it does not divide."""
+        """Change the global batch size, and with it the number of micro-batches.
+
+        Raises:
+            ValueError: the batch size is not divisible by the micro-batch size times the number of replicas.
+        """
         super().set_train_batch_size(train_batch_size)
         self.micro_batches = self.gradient_accumulation_steps()
 
     def reset_activation_shape(self) -> None:
-        """Do nothing: each call announces its shapes anew. Kept for programs that call it."""
+        """Do nothing, because stages exchange the shapes in each call. Kept for programs that call it."""
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """True while the optimizer's step runs."""
+        """Return True while the optimizer's step runs."""
         return self._force_grad_boundary
 
     def flops_profiler_enabled(self) -> bool:
-        """False, whatever the JSON says: the profiler would begin with each forward and never end."""
+        """Return False regardless of the JSON: DeepSpeed would start the profiler in each forward and never stop it."""
         return False
 
     def get_pipeline_parallel_rank(self) -> int:
@@ -160,11 +164,11 @@ class PipelineEngine(  # type: ignore[misc]  # grad_norm is a property of BaseEn
         return self.stage_id
 
     def clip_fp32_gradients(self) -> None:
-        """Clip by the norm over all stages and shards; DeepSpeed's step calls this unless its optimizer clips."""
+        """Clip by the norm over all stages and shards. DeepSpeed's step calls this unless its optimizer clips."""
         self.clip_gradients(self.gradient_clipping())
 
     def destroy(self) -> None:
-        """Release what the engine holds; a trace is drawn now rather than when the program ends."""
+        """Draw the trace and release the engine's resources now, not only when the program ends."""
         if hasattr(self, "_monitor"):
             self.close()
         super().destroy()

@@ -1,4 +1,4 @@
-"""``initialize`` with DeepSpeed's signature: pipeline models get our engine, everything else DeepSpeed's."""
+"""``initialize`` with DeepSpeed's signature: the engine of tds for pipeline models, DeepSpeed's for all others."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def initialize(
     config_params: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
     """Return (engine, optimizer, dataloader, scheduler) as ``deepspeed.initialize`` does. Collective."""
-    given = dict(locals())
+    arguments = dict(locals())
     if not isinstance(model, deepspeed.PipelineModule) or isinstance(model, deepspeed.DualPipeVModule):
-        return deepspeed.initialize(**given)
+        return deepspeed.initialize(**arguments)
     if mpu is not None:
         raise ValueError(
             f"mpu must be None for a pipeline model, which brings its own grid, got {type(mpu).__name__}. Leave it out."
         )
-    given["config"] = _accepted(config)
+    arguments["config"] = _accepted(config)
     with _our_engine(), without_prints():
-        built = deepspeed.initialize(**given)
+        built = deepspeed.initialize(**arguments)
     if not isinstance(built[0], PipelineEngine):
         raise RuntimeError(
             f"deepspeed.initialize must build tds.PipelineEngine for a pipeline model, got {type(built[0]).__module__}."
@@ -52,21 +52,21 @@ def initialize(
 
 
 def _accepted(config: Any) -> Any:
-    """Return the JSON, a dict or the path of a file, without what is switched off and DeepSpeed may no longer know."""
-    given = config
+    """Return the JSON (a dict or a path) without disabled sections that DeepSpeed may no longer support."""
+    content = config
     if isinstance(config, str) and os.path.isfile(config):
         with open(config) as file:
-            given = json.load(file)
-    if not isinstance(given, dict) or UNSUPPORTED.keys().isdisjoint(given):
+            content = json.load(file)
+    if not isinstance(content, dict) or UNSUPPORTED.keys().isdisjoint(content):
         return config
-    return accepted(given)
+    return accepted(content)
 
 
 @contextmanager
 def _our_engine() -> Iterator[None]:
-    """Return a context in which ``deepspeed.initialize`` builds our engine for a pipeline model.
+    """Return a context in which ``deepspeed.initialize`` builds the engine of tds for a pipeline model.
 
-    DeepSpeed still does everything around the engine: configuration, ZeRO contexts, garbage collection.
+    DeepSpeed still does everything else: configuration, ZeRO contexts, garbage collection.
     """
     stock = deepspeed.PipelineEngine
     deepspeed.PipelineEngine = PipelineEngine

@@ -1,12 +1,13 @@
-"""Checkpoint files of layers, one per layer of the whole model.
+"""Checkpoint files of layers, one per layer of the full model.
 
-The names are DeepSpeed's, so its engine and ours read each other's, and any number of stages reads any other's:
+The files have DeepSpeed's names. DeepSpeed's engine and the engine of tds can load each other's files, with any number
+of stages:
 
-| file | holds |
+| file | content |
 |---|---|
-| ``layer_03-model_states.pt``, ``layer_03-model_01-model_states.pt`` | layer 3; its tensor slice 1 |
-| ``layer_07-tied-model_states.pt`` | what a stage holds of a tied module beyond its tied weights; DeepSpeed loses it |
-| ``shared_bias-model_states.pt``, ``shared_bias-model_01-model_states.pt`` | a module that layers share, by its key |
+| ``layer_03-model_states.pt``, ``layer_03-model_01-model_states.pt`` | layer 3; tensor slice 1 of layer 3 |
+| ``layer_07-tied-model_states.pt`` | a stage's copy of a tied module, if it has more state than its tied weights |
+| ``shared_bias-model_states.pt``, ``shared_bias-model_01-model_states.pt`` | the shared module with the key "bias" |
 """  # noqa: E501
 
 from __future__ import annotations
@@ -31,9 +32,13 @@ from tds.deepspeed.shared_layers import sharing_layers
 
 @dataclass(frozen=True)
 class SavedLayer:
-    """A part of this stage that has a state, and the file it is read from.
+    """A module of this stage that has state, and the file from which it is loaded.
 
-    ``is_elsewhere``: the file is another layer's, which may hold more than the tied weight that this part has.
+    Attributes:
+        part: the module.
+        path: the file.
+        number_of_files: number of files that exist for this module, one per tensor slice.
+        is_elsewhere: the file belongs to another layer and may contain more tensors than this module's tied weight.
     """
 
     part: Any
@@ -43,7 +48,7 @@ class SavedLayer:
 
 
 def layers_to_load(module: Any, folder: str) -> Iterator[SavedLayer]:
-    """Yield what this stage reads from ``folder``; a path that is not there says which file is missing."""
+    """Yield the modules that this stage loads from ``folder``, even if their files are missing."""
     slice_rank = grid_of(module).get_slice_parallel_rank()
     for index, layer in enumerate(module.forward_funcs):
         if hasattr(layer, "load_state_dict"):
@@ -52,19 +57,20 @@ def layers_to_load(module: Any, folder: str) -> Iterator[SavedLayer]:
             path = files[slice_rank] if slice_rank < len(files) else module.ckpt_layer_path(folder, index)
             yield SavedLayer(layer, path, len(files))
     for key, index in _only_as_functions(module).items():
-        own = tied_path(module, folder, index)
-        path = own if os.path.exists(own) else _path_of_first(module, key, own)
-        yield SavedLayer(module.tied_modules[key], path, grid_of(module).get_slice_parallel_world_size(), path != own)
+        tied = tied_path(module, folder, index)
+        path = tied if os.path.exists(tied) else _path_of_first(module, key, tied)
+        yield SavedLayer(module.tied_modules[key], path, grid_of(module).get_slice_parallel_world_size(), path != tied)
     for key in _shared_here(module):
         files = glob.glob(os.path.join(glob.escape(folder), f"shared_{key}-*model_states.pt"))
         yield SavedLayer(module.tied_modules[key], shared_path(module, folder, key), len(files))
 
 
 def save_tied_rest(module: Any, folder: str, checkpoint_engine: Any) -> None:
-    """Write what DeepSpeed's own files leave out: shared modules, and tied ones that hold more than tied weights.
+    """Save the modules that DeepSpeed does not save: shared modules, and copies of tied modules.
 
-    DeepSpeed writes a tied module where it is a layer, and not where only its ``forward_fn`` is. A shared module is
-    written by the first stage that holds it.
+    DeepSpeed saves a tied module only on stages where the module itself is a layer. On a stage where only its
+    ``forward_fn`` is a layer, this function saves the stage's copy, unless all its state is in tied weights. A shared
+    module is saved by the first stage that has it.
     """
     if grid_of(module).data_parallel_id != 0:
         return
@@ -83,32 +89,32 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def shared_path(module: Any, folder: str, key: str) -> str:
-    """Return the path of a shared module's file, which has no layer's number."""
-    place, name = os.path.split(module.ckpt_layer_path(folder, 0))
-    return os.path.join(place, f"shared_{key}-" + name.split("-", 1)[1])
+    """Return the path of a shared module's file, which contains the key instead of a layer index."""
+    directory, name = os.path.split(module.ckpt_layer_path(folder, 0))
+    return os.path.join(directory, f"shared_{key}-" + name.split("-", 1)[1])
 
 
 def tied_path(module: Any, folder: str, local_index: int) -> str:
-    """Return the path of a tied module's own file; DeepSpeed's converters pass such names over."""
-    place, name = os.path.split(module.ckpt_layer_path(folder, local_index))
-    return os.path.join(place, name.replace("-", "-tied-", 1))
+    """Return the path of the file for this stage's copy of a tied module. DeepSpeed's converters ignore such names."""
+    directory, name = os.path.split(module.ckpt_layer_path(folder, local_index))
+    return os.path.join(directory, name.replace("-", "-tied-", 1))
 
 
 def _shared_here(module: Any) -> dict[str, list[int]]:
-    """Return the numbers of the layers in the whole model that share each module, for those that this stage holds."""
-    own = set(layer_numbers(module))
-    return {key: layers for key, layers in sharing_layers(layer_specs(module)).items() if own & set(layers)}
+    """Return, for each shared module of this stage, the indices of all layers of the model that share it."""
+    local_layers = set(layer_numbers(module))
+    return {key: layers for key, layers in sharing_layers(layer_specs(module)).items() if local_layers & set(layers)}
 
 
 def _only_as_functions(module: Any) -> dict[str, int]:
-    """Return the local index of the first layer of each tied module that is no layer itself on this stage."""
-    found: dict[str, int] = {}
-    for index, number in enumerate(layer_numbers(module)):
-        spec = layer_specs(module)[number]
+    """Return, for each tied module that is not itself a layer on this stage, the local index of its first layer."""
+    first_idx: dict[str, int] = {}
+    for index, layer_idx in enumerate(layer_numbers(module)):
+        spec = layer_specs(module)[layer_idx]
         if isinstance(spec, TiedLayerSpec):
-            found.setdefault(spec.key, index)
+            first_idx.setdefault(spec.key, index)
     layers = [id(layer) for layer in module.forward_funcs]
-    return {key: index for key, index in found.items() if id(module.tied_modules[key]) not in layers}
+    return {key: index for key, index in first_idx.items() if id(module.tied_modules[key]) not in layers}
 
 
 def _tied_specs(module: Any, key: str) -> list[tuple[int, TiedLayerSpec]]:
@@ -120,18 +126,18 @@ def _has_layer(module: Any, key: str) -> bool:
 
 
 def _is_all_tied(module: Any, key: str, state: dict[str, Any]) -> bool:
-    """True if every tensor of ``state`` is a tied weight, which lies in the file of its layer too."""
-    part = module.tied_modules[key]
-    tied = {weight_named(module, part, name).data_ptr() for name in module.tied_weight_attrs[key]}
+    """Return True if every tensor of ``state`` is a tied weight, which the file of the tied layer also contains."""
+    tied_module = module.tied_modules[key]
+    tied = {weight_named(module, tied_module, name).data_ptr() for name in module.tied_weight_attrs[key]}
     return all(torch.is_tensor(value) and value.data_ptr() in tied for value in state.values())
 
 
 def _path_of_first(module: Any, key: str, own: str) -> str:
-    """Return the file of the first layer that shares the module ``key``, else ``own``, which is not there."""
+    """Return the path of the file of the first layer tied by ``key``; ``own`` if no such file exists."""
     folder, name = os.path.split(own)
-    for number, _ in _tied_specs(module, key):
-        of_number = f"layer_{number:02d}-" + name.split("-", 1)[1]
-        for candidate in (of_number.replace("-tied-", "-", 1), of_number):
+    for layer_idx, _ in _tied_specs(module, key):
+        layer_file = f"layer_{layer_idx:02d}-" + name.split("-", 1)[1]
+        for candidate in (layer_file.replace("-tied-", "-", 1), layer_file):
             if os.path.exists(os.path.join(folder, candidate)):
                 return os.path.join(folder, candidate)
     return own

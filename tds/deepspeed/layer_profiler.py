@@ -1,11 +1,11 @@
-"""``partition_method="profile"``: each layer is timed in a short probe, and the cut is made by time.
+"""``partition_method="profile"``: time each layer in a short probe and partition the layers by time.
 
-The probe builds one layer at a time on every rank, runs it forwards and backwards on one micro-batch, and frees it
-again. All ranks do the same at the same time, so layers may contain collectives of the tensor group. Random numbers are
-put back, so the initial weights are what they would have been without a probe.
+The probe builds one layer at a time on every rank, runs its forward and backward on one micro-batch, and frees it. All
+ranks probe the same layer at the same time, so layers may contain collectives of the tensor group. Random number states
+are restored, so the initial weights do not depend on the probe.
 
-A layer that appears many times (same class, as many parameters, same shapes in, about the same time) is timed each
-time, and all count as their median: else noise would cut where there is no difference.
+Similar layers have equal class, number of parameters and input shapes, and about equal time. All of them are timed, and
+each of them gets the median of their times. Otherwise noise would influence the partition.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from tds.partition import partition_by_times
 from tds.schedule import LOOP
 
 PASSES = 3
-"""Timed passes over each layer, after one to warm up; the fastest counts."""
+"""Number of timed passes over each layer, after a warm-up pass; the fastest one is used."""
 NOISE = 0.25
-"""Layers that look alike and differ by a smaller share than this are taken for the same."""
+"""Similar layers whose times differ by less than this fraction get the same time."""
 
 
 @dataclass(frozen=True)
 class ProfiledCut:
-    """Where to cut: piece ``i`` holds the layers ``bounds[i] ... bounds[i + 1]``."""
+    """A partition and the layer costs it is based on; piece ``i`` has the layers ``bounds[i] ... bounds[i + 1]``."""
 
     bounds: list[int]
     layers: tuple[LayerCost, ...]
@@ -52,14 +52,15 @@ def profiled_cut(
     batch: Any, loss_fn: Callable[..., Any] | None,
     device: torch.device, recomputes: bool = False,
 ) -> ProfiledCut:  # fmt: skip
-    """Return the cut that makes the slowest stage as fast as can be. Collective over all ranks.
+    """Return the partition that minimises the time of the slowest stage. Collective over all ranks.
 
     Args:
-        batch: one micro-batch (inputs, labels), of the same shapes on every rank.
-        recomputes: forwards run once more in the backward.
+        specs: all layers of the model, as passed to ``PipelineModule``.
+        batch: one micro-batch (inputs, labels), with equal shapes on every rank.
+        recomputes: layers are recomputed, so the forward time is added to the backward time.
 
     Raises:
-        ValueError: no batch, or fewer layers than pieces.
+        ValueError: there is no batch, or there are fewer layers than pieces.
     """
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(
@@ -69,16 +70,16 @@ def profiled_cut(
         )
     layers = average_over_ranks(profile_layers(specs, batch, loss_fn, device), device)
     if recomputes:
-        layers = [replace(each, backward_s=each.backward_s + each.forward_s) for each in layers]
+        layers = [replace(cost, backward_s=cost.backward_s + cost.forward_s) for cost in layers]
     layers = even_out(layers)
-    times, parameters = [each.total_s for each in layers], [each.parameters for each in layers]
+    times, parameters = [cost.total_s for cost in layers], [cost.parameters for cost in layers]
     return ProfiledCut(partition_by_times(times, parameters, num_stages, num_chunks, placement), tuple(layers))
 
 
 def profile_layers(
     specs: Sequence[Any], batch: Any, loss_fn: Callable[..., Any] | None, device: torch.device
 ) -> list[LayerCost]:
-    """Return what each layer costs on this rank; the loss counts with the last one."""
+    """Return the cost of each layer on this rank; the last one includes the loss."""
     inputs, labels = to_device(batch[0], device), to_device(batch[1], device)
     clock = clock_for(device)
     costs = []
@@ -96,13 +97,13 @@ def profile_layers(
 
 
 def build(spec: Any, device: torch.device) -> tuple[torch.nn.Module | None, Callable[[Any], Any]]:
-    """Return (a layer's module if it has one, what to call) of a layer of a ``PipelineModule``."""
+    """Build a layer of a ``PipelineModule``; return (its module or None, the function that runs it)."""
     if isinstance(spec, LayerSpec):
         with held_in(torch.nn.ModuleDict()) as shared:
             module = spec.build().to(device)
         shared.to(device)
     elif isinstance(spec, torch.nn.Module):
-        module = copy.deepcopy(spec)  # the user's own must not collect gradients or statistics
+        module = copy.deepcopy(spec)  # the user's module must not collect gradients or statistics
         copy_infos(spec, module)
         module.to(device)
     else:
@@ -115,26 +116,26 @@ def build(spec: Any, device: torch.device) -> tuple[torch.nn.Module | None, Call
 def _profile_one(
     name: str, module: torch.nn.Module | None, run: Callable[[Any], Any], inputs: Any, clock: Clock, *, is_last: bool
 ) -> tuple[LayerCost, Any]:
-    """Return what one layer costs, and what it passes on."""
+    """Return (cost of one layer, inputs of the next layer)."""
     weights = list(dict.fromkeys(layer_parameters(module)))
     forward_s, backward_s = [], []
-    kept: dict[int, int] = {}
+    saved_bytes: dict[int, int] = {}
     output = None
-    for number in range(1 + PASSES):
-        fresh = _fresh(inputs)
-        with _counting(kept, weights) if number == 0 else contextlib.nullcontext():
+    for pass_idx in range(1 + PASSES):
+        leaf_inputs = _fresh(inputs)
+        with _counting(saved_bytes, weights) if pass_idx == 0 else contextlib.nullcontext():
             before = clock.mark()
-            output = run(fresh)
+            output = run(leaf_inputs)
             between = clock.mark()
         _backward(output, is_last)
         after = clock.mark()
-        if number:
+        if pass_idx:
             forward_s.append(clock.seconds(before, between))
             backward_s.append(clock.seconds(between, after))
         for weight in weights:
             weight.grad = None
-    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-    cost = LayerCost(name, trained, min(forward_s), min(backward_s), sum(kept.values()), _shapes(inputs))
+    num_trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    cost = LayerCost(name, num_trained, min(forward_s), min(backward_s), sum(saved_bytes.values()), _shapes(inputs))
     return cost, None if is_last else _fresh(output)
 
 
@@ -147,27 +148,27 @@ def _backward(output: Any, is_loss: bool) -> None:
     if is_loss:
         first = next(iter(named_losses(output, 0).values()))
         output = first.total if isinstance(first, Weighted) else first
-    tensors = [each for each in _tensors(output) if each.requires_grad]
+    tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
     if tensors:
-        torch.autograd.backward(tensors, [torch.ones_like(each) for each in tensors])
+        torch.autograd.backward(tensors, [torch.ones_like(tensor) for tensor in tensors])
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _tensors(each)
+        for element in value:
+            yield from _tensors(element)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
 
 
 def _fresh(value: Any) -> Any:
-    """Return the same structure with every tensor a leaf of its own, as a stage receives it."""
+    """Return a copy of the structure whose tensors are leaves, as a stage receives them."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, dict):
-        return {key: _fresh(each) for key, each in value.items()}
+        return {key: _fresh(element) for key, element in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*map(_fresh, value))
     if isinstance(value, (tuple, list)):
@@ -177,12 +178,12 @@ def _fresh(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _counting(kept: dict[int, int], weights: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Note the bytes of each storage that autograd keeps within, apart from those of the weights."""
-    own = {weight.untyped_storage().data_ptr() for weight in weights}
+    """Record in ``kept`` the bytes of each storage that autograd saves in the block, except the weights' storages."""
+    weight_storages = {weight.untyped_storage().data_ptr() for weight in weights}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in weight_storages:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
@@ -191,20 +192,20 @@ def _counting(kept: dict[int, int], weights: Sequence[torch.Tensor]) -> Iterator
 
 
 def average_over_ranks(layers: Sequence[LayerCost], device: torch.device) -> list[LayerCost]:
-    """Return the layers with the mean times of all ranks. Collective."""
+    """Return the layer costs with the times averaged over all ranks. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(layers)
-    rows = [[each.forward_s, each.backward_s] for each in layers]
+    rows = [[cost.forward_s, cost.backward_s] for cost in layers]
     total = torch.tensor(rows, dtype=torch.float32, device=device)
     dist.all_reduce(total)
     means = (total / dist.get_world_size()).tolist()
-    return [replace(each, forward_s=f, backward_s=b) for each, (f, b) in zip(layers, means, strict=True)]
+    return [replace(cost, forward_s=f, backward_s=b) for cost, (f, b) in zip(layers, means, strict=True)]
 
 
 def even_out(layers: Sequence[LayerCost]) -> list[LayerCost]:
-    """Return the layers with the median times of those that look alike and take about as long."""
+    """Return the layer costs, in which similar layers of about equal time have their median time."""
     alike: dict[tuple[str, int, str], list[LayerCost]] = {}
-    for each in layers[:-1]:  # the last one has the loss
+    for each in layers[:-1]:  # the last one includes the loss
         alike.setdefault((each.name, each.parameters, each.shapes), []).append(each)
 
     def typical(each: LayerCost) -> LayerCost:
@@ -212,7 +213,7 @@ def even_out(layers: Sequence[LayerCost]) -> list[LayerCost]:
         forward_s = statistics.median(one.forward_s for one in same)
         backward_s = statistics.median(one.backward_s for one in same)
         if abs(each.total_s - forward_s - backward_s) > NOISE * (forward_s + backward_s):
-            return each  # the same class, but with more to do
+            return each  # this layer has the same class, but does different work
         return replace(each, forward_s=forward_s, backward_s=backward_s)
 
     return [*map(typical, layers[:-1]), *layers[-1:]]
@@ -220,22 +221,22 @@ def even_out(layers: Sequence[LayerCost]) -> list[LayerCost]:
 
 @contextlib.contextmanager
 def all_random_numbers_kept(device: torch.device) -> Iterator[None]:
-    """Put all random numbers back as they were: Python's, numpy's, torch's and DeepSpeed's for recompute."""
+    """Restore all random number states at the end of the block: Python, NumPy, torch and DeepSpeed's tracker."""
     tracker = checkpointing.get_cuda_rng_tracker()
-    states, python, array = tracker.get_states(), random.getstate(), np.random.get_state()
+    states, python_state, numpy_state = tracker.get_states(), random.getstate(), np.random.get_state()
     with random_numbers_kept(device):
         yield
     tracker.set_states(states)
-    random.setstate(python)
-    np.random.set_state(array)
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
 
 
 def name_of_layer(spec: Any) -> str:
-    """Return the class of a layer of a ``PipelineModule``, or the name of its function."""
+    """Return the name of the class or function of a layer of a ``PipelineModule``."""
     if isinstance(spec, LayerSpec):
         return spec.typename.__name__
     return getattr(spec, "__name__", type(spec).__name__)
 
 
 def _shapes(value: Any) -> str:
-    return " ".join(f"{each.dtype}{list(each.shape)}" for each in _tensors(value))
+    return " ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in _tensors(value))

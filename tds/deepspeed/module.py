@@ -1,4 +1,4 @@
-"""PipelineModule: layers cut into stages and chunks."""
+"""PipelineModule: layers partitioned into stages and chunks."""
 
 from __future__ import annotations
 
@@ -29,41 +29,41 @@ from tds.user_functions import BatchFn
 
 
 def layer_numbers(module: Any) -> list[int]:
-    """Return the number in the whole model of each layer in ``module.forward_funcs``, chunk after chunk."""
+    """Return the index in the full model of each layer in ``module.forward_funcs``, chunk by chunk."""
     runs = chunks_on(module.parts, module.num_stages, module.stage_id, getattr(module, "placement", LOOP))
-    return [number for start, stop in runs for number in range(start, stop)]
+    return [layer_idx for start, stop in runs for layer_idx in range(start, stop)]
 
 
 def index_in_one_run(module: Any, local_index: int) -> int:
-    """Return the index that DeepSpeed's path functions want, which take a stage's layers for one run."""
+    """Convert a local layer index for DeepSpeed's path functions.
+
+    They assume that a stage has one contiguous run of layers, and add ``first_layer(module)`` to the local index.
+    """
     return layer_numbers(module)[local_index] - first_layer(module)
 
 
-# The layers of a pipeline and how they are cut into stages and chunks.
-
-
 class PipelineModule(BaseModule):
-    """DeepSpeed's ``PipelineModule`` with several chunks per stage and more ways to cut.
+    """DeepSpeed's ``PipelineModule`` with several chunks per stage and more partition methods.
 
     Args:
         partition_method: "parameters", "uniform", "type:REGEX", "profile", or bounds such as ``[0, 3, 5]``: piece ``i``
-            holds the layers ``bounds[i] ... bounds[i + 1]``. The same on every rank.
-        chunks: pieces per stage, so that every stage has several short runs of layers; the schedule "interleaved" needs
-            two or more.
-        placement: "loop": piece ``chunk * num_stages + stage`` of the ``chunks * num_stages`` lies on ``stage``; "v":
-            they go down the stages and up again (``tds.schedule.Placement``), for the schedules "zb-v" and "dualpipev".
-        profile_batch: one micro-batch (inputs, labels), on which "profile" times each layer; of one shape on all ranks.
+            has the layers ``bounds[i] ... bounds[i + 1]``. Must be equal on every rank.
+        chunks: number of pieces per stage, each a short run of layers. The schedule "interleaved" needs at least two.
+        placement: "loop": ``stage`` has the pieces ``chunk * num_stages + stage``. "v": the pieces go down the stages
+            and up again (``tds.schedule.Placement``), for the schedules "zb-v" and "dualpipev".
+        profile_batch: one micro-batch (inputs, labels) on which "profile" times each layer; its shapes must be equal on
+            all ranks.
 
     Raises:
-        PartitionError: a ValueError: bounds that do not hold each layer exactly once, a piece without layers, or a type
-            that no layer has.
-        ValueError: no whole ``chunks``, or no such ``placement`` of so many.
+        PartitionError: a ValueError: the bounds do not contain each layer exactly once, a piece has no layers, or no
+            layer has the type.
+        ValueError: ``chunks`` is not a positive int, or ``placement`` is unknown or does not support ``chunks``.
     """
 
     parts: list[int]
     num_stages: int
     _megatron_batch_fn: BatchFn | None = None
-    """Converts a micro-batch on the stages that read data; a script may set it, as may ``engine.set_batch_fn``."""
+    """Initial value of ``engine.batch_fn``, see ``engine.set_batch_fn``; a script may set it on the module."""
 
     def __init__(
         self, layers: Any, *args: Any, chunks: int = 1, placement: str = LOOP,
@@ -76,7 +76,7 @@ class PipelineModule(BaseModule):
         layers = list(layers)
         sharing_layers(layers)  # raises if keys clash, before anything is built
         self.chunks = chunks
-        self.placement = Placement(1, chunks, placement).kind  # raises if there is none such
+        self.placement = Placement(1, chunks, placement).kind  # raises for unknown placements
         self.profile: ProfiledCut | None = None
         self._profile_batch = profile_batch
         self._recomputes = bool(kwargs.get("activation_checkpoint_interval", 0))
@@ -85,33 +85,34 @@ class PipelineModule(BaseModule):
             super().__init__(layers, *args, **kwargs)
 
     def forward(self, forward_input: Any, chunk: int = 0) -> Any:
-        """Run the layers of ``chunk`` on this stage."""
+        """Run this stage's layers of ``chunk``."""
         if self.chunks == 1:
             return super().forward(forward_input)
         return self._runs[chunk].forward(forward_input)
 
     def made_output(self, output: Any) -> Any:
-        """Return what ``eval_batch`` gives in place of an output of the last layer: for a subclass to overwrite.
+        """Convert the output of the last layer to the output that ``eval_batch`` returns.
 
-        A last layer may put work off for the loss function, such as logits that the loss makes some at a time.
+        Subclasses override this method if the last layer leaves work to the loss function. Example: the loss function
+        computes the logits in chunks, and this method computes all of them.
         """
         return output
 
     def parameters_of(self, chunk: int) -> list[torch.nn.Parameter]:
-        """Return the parameters of ``chunk``, those that it shares too, in the order of its layers, each once."""
+        """Return the parameters of ``chunk``, including shared ones, in the order of its layers without duplicates."""
         layers = self.forward_funcs if self.chunks == 1 else self._runs[chunk].forward_funcs
         return list(dict.fromkeys(p for layer in layers for p in layer_parameters(layer)))
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
-        """Return the file of a layer, by its place on this stage; files are numbered by the whole model's layers."""
+        """Return the file of the layer with a local index; file names contain the layer's index in the full model."""
         return super().ckpt_layer_path(ckpt_dir, index_in_one_run(self, local_layer_idx))
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
-        """Return the files of a layer, one for each tensor-parallel rank that saved it."""
+        """Return the files of a layer, one per tensor rank that saved it."""
         return super().ckpt_layer_path_list(ckpt_dir, index_in_one_run(self, local_layer_idx))
 
     def stage_owner(self, layer_idx: int) -> int:
-        """Return the stage that holds a layer of the whole model."""
+        """Return the stage of the layer ``layer_idx`` of the full model."""
         return Placement(self.num_stages, self.chunks, self.placement).stage_of(chunk_of(self.parts, layer_idx))
 
     def build_layers(self) -> None:
@@ -126,8 +127,8 @@ class PipelineModule(BaseModule):
                 self._runs.append(LayerRun(self, start, slice(first, len(self.forward_funcs))))
 
     def count_layer_parameters(self) -> list[int]:
-        own = super().count_layer_parameters()
-        return [number + shared for number, shared in zip(own, count_shared(layer_specs(self)), strict=True)]
+        unshared = super().count_layer_parameters()
+        return [count + shared for count, shared in zip(unshared, count_shared(layer_specs(self)), strict=True)]
 
     def index_tied_modules(self) -> dict[str, dict[str, Any]]:
         return {**super().index_tied_modules(), **index_shared_modules(self)}
@@ -152,11 +153,11 @@ class PipelineModule(BaseModule):
 
     def synchronize_tied_weights(self) -> None:
         limit_waits(self)
-        with torch.no_grad():  # else autograd takes the broadcast for a step that it would have to differentiate
+        with torch.no_grad():  # otherwise autograd would record the broadcast
             super().synchronize_tied_weights()
 
     def partition_layers(self, method: Any) -> None:
-        number = len(layer_specs(self))
+        num_layers = len(layer_specs(self))
         num_pieces = self.num_stages * self.chunks
         if isinstance(method, str) and method.lower() == "profile":
             self.profile = self._profiled_cut()
@@ -167,25 +168,25 @@ class PipelineModule(BaseModule):
             # DeepSpeed's bounds may be numpy integers, which Python's and torch's seeds reject (``seed_layers``).
             self.parts = [int(bound) for bound in self.parts]
         else:
-            self.parts = check_bounds(method, number, num_pieces)
-        refuse_empty_pieces(self.parts, number, method, Placement(self.num_stages, self.chunks, self.placement))
+            self.parts = check_bounds(method, num_layers, num_pieces)
+        refuse_empty_pieces(self.parts, num_layers, method, Placement(self.num_stages, self.chunks, self.placement))
         self.set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
 
 @contextmanager
 def forwards_uncounted(module: Any) -> Iterator[None]:
-    """Put DeepSpeed's counts of forwards, which seed layers, back as they were."""
+    """Restore DeepSpeed's counts of forwards, which seed layers, at the end of the block."""
     counters = [module, *getattr(module, "_runs", [])]
-    before = [each.micro_offset for each in counters]
+    offsets = [counter.micro_offset for counter in counters]
     try:
         yield
     finally:
-        for each, offset in zip(counters, before, strict=True):
-            each.micro_offset = offset
+        for counter, offset in zip(counters, offsets, strict=True):
+            counter.micro_offset = offset
 
 
 def chunk_of(parts: Sequence[int], layer: int) -> int:
-    """Return the piece that holds ``layer``."""
+    """Return the index of the piece that contains ``layer``."""
     for piece in range(len(parts) - 1):
         if parts[piece] <= layer < parts[piece + 1]:
             return piece
@@ -194,7 +195,7 @@ def chunk_of(parts: Sequence[int], layer: int) -> int:
 
 @contextmanager
 def _as_stages(module: PipelineModule, num_pieces: int) -> Iterator[None]:
-    """Let DeepSpeed's methods cut into pieces rather than stages."""
+    """Make DeepSpeed's methods partition into pieces instead of stages."""
     num_stages, module.num_stages = module.num_stages, num_pieces
     try:
         yield
@@ -204,7 +205,7 @@ def _as_stages(module: PipelineModule, num_pieces: int) -> Iterator[None]:
 
 @contextmanager
 def _naming_classes(specs: Sequence[Any], method: str) -> Iterator[None]:
-    """Turn DeepSpeed's "found no valid layers" into an error that names what there is."""
+    """Replace DeepSpeed's error "found no valid layers" by one that names the available classes."""
     try:
         yield
     except RuntimeError as error:
@@ -218,37 +219,37 @@ def _naming_classes(specs: Sequence[Any], method: str) -> Iterator[None]:
 
 
 def _class_name(spec: Any) -> str:
-    named = getattr(spec, "typename", type(spec) if isinstance(spec, torch.nn.Module) else spec)
-    return getattr(named, "__name__", type(named).__name__)
+    class_or_function = getattr(spec, "typename", type(spec) if isinstance(spec, torch.nn.Module) else spec)
+    return getattr(class_or_function, "__name__", type(class_or_function).__name__)
 
 
 def check_bounds(bounds: Any, num_layers: int, num_pieces: int) -> list[int]:
-    """Return ``bounds`` as a list if they cut ``num_layers`` layers into ``num_pieces`` pieces."""
+    """Return ``bounds`` as a list; raise PartitionError unless they split ``num_layers`` layers into ``num_pieces``."""
     got = f"got partition_method={bounds!r} for {num_layers} layers and {num_pieces} stages (times chunks)"
     try:
-        listed = [int(bound) for bound in bounds]
-        exact = listed == list(bounds)
+        as_ints = [int(bound) for bound in bounds]
+        exact = as_ints == list(bounds)
     except (TypeError, ValueError):
         exact = False
     if not exact:
         raise PartitionError(f"partition_method must be a name or a list of whole numbers, {got}")
-    if len(listed) != num_pieces + 1 or listed[0] != 0 or listed[-1] != num_layers or listed != sorted(listed):
+    if len(as_ints) != num_pieces + 1 or as_ints[0] != 0 or as_ints[-1] != num_layers or as_ints != sorted(as_ints):
         raise PartitionError(
             f"partition bounds must be {num_pieces + 1} rising numbers from 0 to the number of layers, {got}. "
             f"Write [0, ..., {num_layers}] so that each layer lies on one stage."
         )
-    return listed
+    return as_ints
 
 
 def refuse_empty_pieces(parts: list[int], num_layers: int, method: Any, placement: Placement) -> None:
-    """Raise if a stage, or a chunk of one, holds no layer: it would only pass tensors on."""
+    """Raise PartitionError if a piece has no layer; it would only forward tensors."""
     empty = [piece for piece in range(len(parts) - 1) if parts[piece] == parts[piece + 1]]
     if not empty:
         return
     num_stages, chunks = placement.num_stages, placement.num_chunks
-    place = f"stage {placement.stage_of(empty[0])}" + (f", chunk {empty[0] // num_stages}" if chunks > 1 else "")
+    location = f"stage {placement.stage_of(empty[0])}" + (f", chunk {empty[0] // num_stages}" if chunks > 1 else "")
     raise PartitionError(
-        f"each stage must hold a layer{' in each chunk' if chunks > 1 else ''}, got none on {place}: {num_layers} "
+        f"each stage must hold a layer{' in each chunk' if chunks > 1 else ''}, got none on {location}: {num_layers} "
         f"layers, {num_stages} stages, {chunks=}, partition_method={method!r} gives bounds {parts}. "
         "Use fewer stages or chunks, more layers, or bounds of your own."
     )

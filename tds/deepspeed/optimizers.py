@@ -1,19 +1,19 @@
-"""Where gradients lie, whatever optimizer DeepSpeed has wrapped round the user's, and who does what with them.
+"""Gradient sources for the optimizers of DeepSpeed.
 
-| optimizer | gradient of a parameter | scale of the loss | norm and clipping |
+| optimizer | gradient of a parameter | loss scale | norm and clipping |
 |---|---|---|---|
-| torch's own | ``param.grad`` | 1 | ours, in fp64 |
-| one with ``gradient_source`` | what that says (``tds.gradients.GradientSource``) | the same | the same |
-| one with ``gradient_of(param)`` | what it returns | its ``loss_scale`` | its own if it has ``_global_grad_norm`` |
-| FP16_Optimizer, FP16_UnfusedOptimizer | ``param.grad`` in fp16 | its own | its own, over all stages |
-| BF16_Optimizer (bf16, with ZeRO 1 in fp32) | its buffer of ``grad_accum_dtype`` | 1 | its own, over all stages |
-| DeepSpeedZeroOptimizer (ZeRO 1) | ``param.grad`` or ``param.grad_accum`` | its own | its own, over all |
+| torch's optimizers | ``param.grad`` | 1 | by the engine, in fp64 |
+| with ``gradient_source`` | by ``tds.gradients.GradientSource`` | by the source | by the source |
+| with ``gradient_of(param)`` | its result | ``loss_scale`` | by the optimizer if it has ``_global_grad_norm`` |
+| FP16_Optimizer, FP16_UnfusedOptimizer | ``param.grad`` in fp16 | by the optimizer | by it, over all stages |
+| BF16_Optimizer (bf16, with ZeRO 1 in fp32) | buffer of ``grad_accum_dtype`` | 1 | by it, over all stages |
+| DeepSpeedZeroOptimizer (ZeRO 1) | ``param.grad`` or ``param.grad_accum`` | by the optimizer | by it, over all stages |
 
-In each case the engine itself adds up gradients: micro-batches by autograd, then the copies of tied weights, then the
-replicas, in the gradients' own dtype or the JSON's "communication_data_type". An optimizer finds them where its own
-reduction would have left them; that of ZeRO 1 then only takes the part that it updates. Whether a step is skipped
-(fp16) is decided by DeepSpeed's optimizers with a flag summed over all stages and tensor ranks of a replica, so that
-all skip the same and keep one scale.
+The engine always reduces the gradients: autograd accumulates over micro-batches, then the engine sums the copies of
+tied weights and all-reduces over the replicas. These sums have the gradients' type, or the "communication_data_type" of
+the JSON. The results are stored where the optimizer's own reduction would have stored them. ZeRO 1 then only copies the
+shard that it updates. In fp16, DeepSpeed's optimizers sum the overflow flag over all stages and tensor ranks of a
+replica, so that all ranks skip the same steps and have the same loss scale.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tds.param_info import copy_attributes
 
 
 class Gradients(OptimizerGradients):
-    """Gradients of a user's optimizer, which may clip by itself as DeepSpeed's do."""
+    """Gradients of any optimizer, including optimizers that clip gradients in their step, as DeepSpeed's do."""
 
     @property
     def clips_itself(self) -> bool:
@@ -54,8 +54,11 @@ class FP16Gradients(Gradients):
         self.norm_is_scaled = isinstance(optimizer, FP16_UnfusedOptimizer)
 
     def before_step(self) -> None:
-        """Let gradients say what their parameters do: FP16_UnfusedOptimizer takes its norm over the former alone, and
-        would count tied weights twice and slices of a tensor group not at all."""
+        """Copy the attributes of each parameter to its gradient.
+
+        FP16_UnfusedOptimizer computes the norm from the gradients' attributes. Without them it would count tied weights
+        twice and omit shards of a tensor group.
+        """
         for parameter in (p for group in self.optimizer.fp16_groups for p in group):
             copy_attributes(parameter, self.of(parameter))
 
@@ -64,7 +67,7 @@ class FP16Gradients(Gradients):
 
 
 class BF16Gradients(Gradients):
-    """Gradients in the buffers of DeepSpeed's BF16_Optimizer, in fp32 unless the JSON says bf16."""
+    """Gradients in the buffers of DeepSpeed's BF16_Optimizer, in fp32 unless the JSON sets bf16."""
 
     takes_unfrozen = False
 
@@ -94,11 +97,11 @@ class BF16Gradients(Gradients):
 
 
 class ZeroGradients(Gradients):
-    """Gradients under ZeRO 1, which keeps the states of one part of the weights on each replica.
+    """Gradients under ZeRO 1, which shards the optimizer states over the replicas.
 
-    DeepSpeed's hooks move gradients to ``param.grad_accum`` where the JSON has them accumulate in another dtype. All
-    replicas' gradients are summed by the engine, beside the backward; they are rounded to "communication_data_type"
-    only if the JSON has one.
+    If the JSON sets another dtype for accumulation, DeepSpeed's hooks move gradients to ``param.grad_accum``. The
+    engine all-reduces the gradients over the replicas during the backward. It rounds them to "communication_data_type"
+    only if the JSON sets it.
     """
 
     takes_unfrozen = False
@@ -108,8 +111,9 @@ class ZeroGradients(Gradients):
         self._name = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
         self._dtype = optimizer.gradient_accumulation_dtype if optimizer.use_grad_accum_attribute else None
         make_contiguous(optimizer)
-        largest = sum(parameter.numel() for group in optimizer.bit16_groups for parameter in group)
-        optimizer.reduce_bucket_size = min(optimizer.reduce_bucket_size, max(largest, 1))  # it allocates this much
+        num_elements = sum(parameter.numel() for group in optimizer.bit16_groups for parameter in group)
+        # The optimizer allocates a buffer of this size.
+        optimizer.reduce_bucket_size = min(optimizer.reduce_bucket_size, max(num_elements, 1))
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         gradient = getattr(parameter, self._name, None)
@@ -119,7 +123,7 @@ class ZeroGradients(Gradients):
         return gradient
 
     def before_step(self) -> None:
-        """Let ZeRO take the part of the sums that this replica updates, to the CPU if it is told so."""
+        """Make ZeRO copy this replica's shard of the reduced gradients, to the CPU if offload is configured."""
         optimizer = self.optimizer
         optimizer.set_gradient_accumulation_boundary(True)
         with summed_already(optimizer):
@@ -130,11 +134,11 @@ class ZeroGradients(Gradients):
 
 
 def gradients_of(optimizer: Any, zero_stage: int) -> GradientSource:
-    """Return the view of ``optimizer`` that the engine works with.
+    """Return the gradient source of ``optimizer``.
 
     Raises:
-        NotImplementedError: an optimizer with which the engine would give wrong numbers.
-        ValueError: parameters that ZeRO would round.
+        NotImplementedError: the engine does not support the optimizer.
+        ValueError: parameters are fp64, which ZeRO would round to fp32.
     """
     if isinstance(optimizer, BF16_Optimizer):
         return BF16Gradients(optimizer)

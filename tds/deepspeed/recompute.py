@@ -1,10 +1,12 @@
-"""Recompute of a stage's layers: which function runs it, on what the layers take and return.
+"""Activation recomputation of a stage's layers, as DeepSpeed is configured.
 
-Checkpoint functions know tensors and tuples alone; here layers may take and return lists and dicts, too. With
-``partition_activations`` or ``cpu_checkpointing`` DeepSpeed's functions empty the very tensors that a run of layers was
-given, whoever else holds them: what a layer passes on is gone, and gradients are lost or refused. There our own runs in
-their place. It keeps a copy of each input, a part of it on each tensor rank and on the host as was asked for, and lets
-go of the input itself.
+DeepSpeed's checkpoint functions only support tensors and tuples. This module also supports layers that take and return
+lists and dicts.
+
+With ``partition_activations`` or ``cpu_checkpointing``, DeepSpeed's functions empty the input tensors of a run of
+layers, even if other objects use them. The output of the previous layer is then lost, and gradients are lost or raise
+errors. With these settings, the checkpoint function of this module replaces DeepSpeed's. It saves a copy of each input,
+sharded over the tensor ranks and on the host as configured, and does not keep the input itself.
 """
 
 from __future__ import annotations
@@ -31,15 +33,15 @@ from tds.torch_api import changes_of
 
 
 class Recompute:
-    """The recompute of one stage's layers (``tds.engine.recompute.Recompute``), as DeepSpeed is configured."""
+    """Implementation of ``tds.engine.recompute.Recompute`` for one stage, as DeepSpeed is configured."""
 
     def __init__(self) -> None:
-        self._kept = WeakIdKeyDictionary()  # tensor -> (its count of changes, what is kept): several runs may share it
+        self._kept = WeakIdKeyDictionary()  # tensor -> (version counter, saved copy); several runs may share it
         self._has_logged = False
 
     @contextmanager
     def running(self, module: Any) -> Iterator[None]:
-        """Let the layers of ``module`` within be recomputed as is set now; its attributes are as before afterwards."""
+        """Recompute the layers of ``module`` in the block as configured; restore the module's attributes afterwards."""
         if not getattr(module, "activation_checkpoint_interval", 0):
             yield
             return
@@ -57,11 +59,11 @@ class Recompute:
         return recomputes_reentrantly(module)
 
     def discard(self) -> None:
-        checkpointing.reset()  # its buffers count the inputs of each forward, which only a backward takes out
+        checkpointing.reset()  # its buffers collect the inputs of each forward, and only a backward removes them
 
     @contextmanager
     def preserving_state(self, module: Any) -> Iterator[None]:
-        """Restore DeepSpeed's random number states and the module's counts of forwards, which seed layers."""
+        """Restore DeepSpeed's random number states and the counts of forwards, which seed layers, after the block."""
         tracker = checkpointing.get_cuda_rng_tracker()
         states = tracker.get_states()
         try:
@@ -72,46 +74,46 @@ class Recompute:
             checkpointing.reset()
 
     def checkpoint(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """Run ``function``, and again in the backward, from inputs that wait as DeepSpeed was configured.
+        """Run ``function``, and recompute it in the backward from inputs saved as DeepSpeed is configured.
 
-        Collective over its tensor group in the backward, where parts are gathered.
+        The backward gathers sharded inputs, so it is collective over DeepSpeed's tensor group.
         """
         if not torch.is_grad_enabled():
             return function(*inputs)
-        places = [self._keep(x) if _waits_elsewhere(x) else x for x in inputs]
-        given = [inputs]
+        saved_inputs = [self._keep(x) if _waits_elsewhere(x) else x for x in inputs]
+        first_inputs = [inputs]
         states = random_states(), checkpointing.get_cuda_rng_tracker().get_states()
 
         def run() -> Any:
-            if given:
-                return function(*given.pop())
+            if first_inputs:
+                return function(*first_inputs.pop())
             with drawing_from(states[0]), _tracking(states[1]):
-                return function(*(place.restored() if isinstance(place, _Kept) else place for place in places))
+                return function(*(saved.restored() if isinstance(saved, _Kept) else saved for saved in saved_inputs))
 
         return torch_checkpoint(run, use_reentrant=False, preserve_rng_state=False)
 
     def _keep(self, x: torch.Tensor) -> _Kept:
-        version, kept = self._kept.get(x, (None, None))
-        if kept is None or version != changes_of(x):
-            kept = _Kept(x)
-            self._kept[x] = changes_of(x), kept
-        return kept
+        version, saved = self._kept.get(x, (None, None))
+        if saved is None or version != changes_of(x):
+            saved = _Kept(x)
+            self._kept[x] = changes_of(x), saved
+        return saved
 
     def _log_once(self) -> None:
         if self._has_logged or dist.get_rank() != 0:
             return
         self._has_logged = True
-        part = f"1/{checkpointing.mp_size} on each tensor rank" if checkpointing.PARTITION_ACTIVATIONS else "whole"
-        place = "on the host" if checkpointing.CPU_CHECKPOINT else "on the device"
+        share = f"1/{checkpointing.mp_size} on each tensor rank" if checkpointing.PARTITION_ACTIVATIONS else "whole"
+        location = "on the host" if checkpointing.CPU_CHECKPOINT else "on the device"
         buffers = ", in no buffer of its own" if checkpointing.CONTIGUOUS_CHECKPOINTING else ""
         log_rank_0(
             "recompute with partition_activations or cpu_checkpointing is tds's own: DeepSpeed's empties tensors that "
-            f"others hold, which loses gradients. An input waits {part}, {place}{buffers}"
+            f"others hold, which loses gradients. An input waits {share}, {location}{buffers}"
         )
 
 
 class _Kept:
-    """A copy of one tensor while it waits. ``held``: the bytes of it that this rank keeps."""
+    """The saved copy of one tensor. ``held`` contains this rank's shard of the copy as bytes."""
 
     def __init__(self, x: torch.Tensor) -> None:
         cut = Slice()
@@ -119,42 +121,42 @@ class _Kept:
             cut = Slice(checkpointing.mp_rank, checkpointing.mp_size, checkpointing.mp_group)
         self._layout = PackedLayout([TensorMeta(x.dtype, tuple(x.shape), x.requires_grad, partitioned=True)], cut)
         self._device, self._strides = x.device, x.stride()
-        part = self._layout.pack([x])
-        self.held = host_copy(part) if checkpointing.CPU_CHECKPOINT else part.clone()
+        local_bytes = self._layout.pack([x])
+        self.held = host_copy(local_bytes) if checkpointing.CPU_CHECKPOINT else local_bytes.clone()
 
     def restored(self) -> torch.Tensor:
-        """Return a tensor like the one that was kept. Collective over the tensor group where it is cut."""
+        """Return a tensor equal to the saved one. Collective over the tensor group if it is sharded."""
         (spec,) = self._layout.specs
-        (whole,) = self._layout.unpack(self.held.to(self._device, non_blocking=True, copy=True))
-        if whole.stride() != self._strides:  # by which torch chooses its kernels, and so what they save
-            laid_out = whole.new_empty_strided(whole.shape, self._strides)
-            once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in self._strides)
-            laid_out[once].copy_(whole[once])
-            whole = laid_out
-        return with_leaves([whole])[0][0] if spec.needs_grad else whole
+        (full,) = self._layout.unpack(self.held.to(self._device, non_blocking=True, copy=True))
+        if full.stride() != self._strides:  # kernels, and the tensors they save, depend on the strides
+            strided = full.new_empty_strided(full.shape, self._strides)
+            unexpanded = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in self._strides)
+            strided[unexpanded].copy_(full[unexpanded])
+            full = strided
+        return with_leaves([full])[0][0] if spec.needs_grad else full
 
 
 def _waits_elsewhere(x: Any) -> bool:
-    """True for what DeepSpeed would keep elsewhere: floats that are not marked to stay."""
+    """Return True for tensors that DeepSpeed would shard or offload: floats without ``no_checkpointing``."""
     return isinstance(x, torch.Tensor) and x.is_floating_point() and not getattr(x, "no_checkpointing", False)
 
 
 @contextmanager
 def _tracking(states: dict[str, Any]) -> Iterator[None]:
-    """Let DeepSpeed's tracker give ``states`` within, and what it gives now afterwards."""
+    """Set the states of DeepSpeed's random number tracker in the block, and restore them afterwards."""
     tracker = checkpointing.get_cuda_rng_tracker()
-    now = tracker.get_states()
+    previous = tracker.get_states()
     tracker.set_states(dict(states))
     try:
         yield
     finally:
-        tracker.set_states(now)
+        tracker.set_states(previous)
 
 
 def recomputes_reentrantly(module: Any) -> bool:
-    """True if recompute needs the first stage's float inputs to require a gradient.
+    """Return True if recompute is reentrant, so that float inputs of the first stage must require gradients.
 
-    Of functions that are not DeepSpeed's, none is taken for reentrant.
+    Functions other than DeepSpeed's are assumed not to be reentrant.
     """
     function = module.activation_checkpoint_func
     if module.activation_checkpoint_interval <= 0 or takes_the_place_of(function):
@@ -163,14 +165,14 @@ def recomputes_reentrantly(module: Any) -> bool:
 
 
 def takes_the_place_of(function: Any) -> bool:
-    """True if our own recompute runs where ``function`` is set, as DeepSpeed is configured now."""
+    """Return True if ``Recompute.checkpoint`` replaces ``function`` under DeepSpeed's current configuration."""
     if not (checkpointing.PARTITION_ACTIVATIONS or checkpointing.CPU_CHECKPOINT):
         return False
     return is_deepspeeds_reentrant(function) or _innermost(function) is checkpointing.non_reentrant_checkpoint
 
 
 def is_deepspeeds_reentrant(function: Any) -> bool:
-    """True for ``deepspeed.checkpointing.checkpoint``, wrapped or not."""
+    """Return True for ``deepspeed.checkpointing.checkpoint``, wrapped or not."""
     return _innermost(function) is _innermost(checkpointing.checkpoint)
 
 
@@ -181,22 +183,22 @@ def _innermost(function: Any) -> Any:
 
 
 def keeping_structure(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``checkpoint`` for any structure of tensors; its ``__wrapped__`` is the function itself."""
+    """Wrap ``checkpoint`` so that it supports any structure of tensors; ``__wrapped__`` is the original function."""
 
     @functools.wraps(checkpoint)
     def run(function: Callable[..., Any], *inputs: Any) -> Any:
-        came = flatten(inputs[0]) if len(inputs) == 1 and type(inputs[0]) in (list, dict) else None
+        flattened = flatten(inputs[0]) if len(inputs) == 1 and type(inputs[0]) in (list, dict) else None
         returned: list[Structure] = []
 
         def on_tensors(*tensors: Any) -> Any:
-            output = function(*tensors) if came is None else function(came[1].rebuild(tensors))
+            output = function(*tensors) if flattened is None else function(flattened[1].rebuild(tensors))
             if type(output) not in (list, dict):
                 return output
-            flat, structure = flatten(output)
-            returned.append(structure)  # again when it is recomputed, which is the same one
-            return flat
+            tensors_out, structure = flatten(output)
+            returned.append(structure)  # the recomputation appends an equal one
+            return tensors_out
 
-        result = checkpoint(on_tensors, *(inputs if came is None else came[0]))
+        result = checkpoint(on_tensors, *(inputs if flattened is None else flattened[0]))
         if not returned:
             return result
         return returned[0].rebuild(result if isinstance(result, tuple) else (result,))

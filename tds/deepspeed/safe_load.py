@@ -1,9 +1,9 @@
 """Load ``torch.save`` files without executing code from them.
 
-A file of ``torch.save`` is a pickle, which can name any function and have it called. DeepSpeed reads its own in the
-way that does so. Here every ``torch.load``, DeepSpeed's too, builds tensors, plain containers and the few classes of
-``ALLOWED``, which are those that DeepSpeed's own files hold; anything else ends the reading before anything of it
-runs.
+A file of ``torch.save`` is a pickle, which can call any function when it is loaded. DeepSpeed loads its files without
+protection against that. In ``weights_only``, every ``torch.load``, including DeepSpeed's, only constructs tensors,
+plain containers and the classes in ``ALLOWED``, which DeepSpeed's files contain. Any other object raises an error
+before its code runs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tds.deepspeed.api import (
     fragment_address,
 )
 
-_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # beats what DeepSpeed passes to ``torch.load``
+_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # overrides the argument that DeepSpeed passes to ``torch.load``
 _NAME = re.compile(r"(?:GLOBAL|class) ([\w.]+)")
 _reconstruct: Any = np.ndarray.__reduce__(np.zeros(0))[0]  # type: ignore[index]
 _scalar: Any = np.float64(0).__reduce__()[0]  # type: ignore[index]
-_HOMES = ("numpy.core.multiarray", "numpy._core.multiarray")  # it moved with NumPy 2
+_HOMES = ("numpy.core.multiarray", "numpy._core.multiarray")  # renamed in NumPy 2
 _KINDS = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")
 ALLOWED: list[Any] = [
     LossScaler,
@@ -44,39 +44,39 @@ ALLOWED: list[Any] = [
     *((_reconstruct, f"{home}._reconstruct") for home in _HOMES),
     *((_scalar, f"{home}.scalar") for home in _HOMES),
 ]
-"""What a file may name beside what torch allows (tensors, their sizes and types, sets, ordered and counting dicts).
+"""Allowed classes, in addition to the classes that torch allows (tensors, sizes, dtypes, sets, OrderedDict, Counter).
 
-| who writes it | what |
+| written by | objects |
 |---|---|
-| DeepSpeed's fp16 and ZeRO optimizers | loss scalers, the stage, the places of parts in flat buffers |
-| programs, as client state | ``argparse.Namespace``; numbers and arrays of NumPy, but arrays of objects only of these |
+| DeepSpeed's fp16 and ZeRO optimizers | loss scalers, the ZeRO stage, addresses of fragments in flat buffers |
+| programs, as client state | ``argparse.Namespace``; NumPy scalars and arrays (object arrays only of allowed classes) |
 """
 
 
 class UnsafeFileError(RuntimeError):
-    """A file names something that is not on the list; nothing of it was run."""
+    """Raised if a file contains a class that is not allowed; no code of the file has run."""
 
 
 @contextmanager
 def weights_only() -> Iterator[None]:
-    """Let every ``torch.load`` in here build nothing but what is on the list."""
-    before = os.environ.get(_FORCE)
+    """Restrict every ``torch.load`` in the block to the classes in ``ALLOWED`` and the classes that torch allows."""
+    previous = os.environ.get(_FORCE)
     os.environ[_FORCE] = "1"
     try:
         with torch.serialization.safe_globals(ALLOWED):
             yield
     finally:
-        if before is None:
+        if previous is None:
             del os.environ[_FORCE]
         else:
-            os.environ[_FORCE] = before
+            os.environ[_FORCE] = previous
 
 
 def load_safely(path: str, read: Callable[..., Any] = torch.load, **options: Any) -> Any:
-    """Return what ``read(path, **options)``, which calls ``torch.load``, makes of the file.
+    """Return ``read(path, **options)``, which calls ``torch.load``, restricted to allowed classes.
 
     Raises:
-        UnsafeFileError: it names something that is not on the list.
+        UnsafeFileError: the file contains a class that is not allowed, or is damaged.
     """
     try:
         with weights_only():
@@ -90,11 +90,11 @@ def load_safely(path: str, read: Callable[..., Any] = torch.load, **options: Any
 
 
 class SafeLoad:
-    """In the place of a checkpoint engine's ``load``, whichever of DeepSpeed's engines it is.
+    """Safe replacement for the ``load`` method of any of DeepSpeed's checkpoint engines.
 
     Attributes:
-        is_trusted: read as the engine does, code and all; for one load, by the user's own word.
-        last_path: of the file that was read last, or could not be.
+        is_trusted: load without restrictions, which runs code of the file. The user requests it for a single load.
+        last_path: the last file that was loaded or failed to load.
     """
 
     def __init__(self, read: Callable[..., Any]) -> None:
@@ -103,7 +103,7 @@ class SafeLoad:
         self._read = read
 
     def __call__(self, path: str, map_location: Any = None) -> Any:
-        """Return the content of ``path``, as ``CheckpointEngine.load``."""
+        """Return the content of ``path``, like ``CheckpointEngine.load``."""
         self.last_path = path
         if self.is_trusted:
             return self._read(path, map_location=map_location)
@@ -111,13 +111,13 @@ class SafeLoad:
 
 
 def make_safe(checkpoint_engine: Any) -> SafeLoad:
-    """Let ``checkpoint_engine`` read safely from now on; what it writes stays the same."""
+    """Replace ``checkpoint_engine.load`` by a ``SafeLoad`` if that is not done yet, and return the ``SafeLoad``."""
     if not isinstance(checkpoint_engine.load, SafeLoad):
         checkpoint_engine.load = SafeLoad(checkpoint_engine.load)
     return checkpoint_engine.load
 
 
 def _named(error: pickle.UnpicklingError) -> str:
-    """Return the object that torch refused."""
-    found = _NAME.search(str(error))
-    return found[1] if found else "what no such file has (it is damaged, or not one of torch.save)"
+    """Return the name of the object that torch rejected."""
+    match = _NAME.search(str(error))
+    return match[1] if match else "what no such file has (it is damaged, or not one of torch.save)"

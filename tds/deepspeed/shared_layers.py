@@ -1,12 +1,12 @@
-"""Small modules that many layers share, wherever these layers lie: a table of position biases, a word table.
+"""Small modules that many layers share across stages, such as a table of position biases or a word embedding.
 
     bias = Shared("bias", RelativeBias, num_heads)
     layers = [*[SharingLayerSpec(Layer, sizes, shares={"bias": bias}) for _ in range(12)], Head]
 
-A stage with such layers holds one copy under ``tied_modules``; a built layer finds it as ``self.bias`` and has it among
-no children of its own, so the copy has one name and one place in a checkpoint. All parameters are tied: equal on all
-holders from the start, their gradients added up over the holders once a step, in the norm once. Buffers are each
-holder's own.
+A stage with such layers has one copy under ``tied_modules``. A layer accesses it as ``self.bias``, but it is not one of
+the layer's children, so the copy has a single name in the model and in checkpoints. All its parameters are tied: they
+are equal on all stages from the start, their gradients are summed over the stages once per step, and the norm counts
+them once. Buffers are not shared between stages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tds.param_info import mark_tied_copy
 
 
 class Shared:
-    """A module that layers share: what makes it, and the ``key`` by which all stages know it."""
+    """Specification of a shared module: its class, arguments and ``key``, which identifies it on all stages."""
 
     def __init__(self, key: str, typename: type[nn.Module], *args: Any, **kwargs: Any) -> None:
         if not key.isidentifier():
@@ -32,7 +32,7 @@ class Shared:
         self.key, self.typename, self.args, self.kwargs = key, typename, args, kwargs
 
     def build(self) -> nn.Module:
-        """Return a module of its own."""
+        """Return a new module."""
         return self.typename(*self.args, **self.kwargs)
 
 
@@ -41,7 +41,7 @@ _holder: ContextVar[nn.ModuleDict | None] = ContextVar("holder", default=None)
 
 @contextmanager
 def held_in(modules: nn.ModuleDict) -> Iterator[nn.ModuleDict]:
-    """Let layers built within find what they share in ``modules``, which gets what it lacks."""
+    """Make layers built in the block use the shared modules in ``modules``; missing modules are built and added."""
     token = _holder.set(modules)
     try:
         yield modules
@@ -50,12 +50,15 @@ def held_in(modules: nn.ModuleDict) -> Iterator[nn.ModuleDict]:
 
 
 class SharingLayerSpec(LayerSpec):
-    """A layer that finds shared modules under the names in ``shares``; for ``tds.PipelineModule`` alone.
+    """Specification of a layer with shared modules as attributes; only for ``tds.PipelineModule``.
 
-    Built outside of one, as to count its parameters, it has no such attributes.
+    A layer built outside of a ``PipelineModule``, for example to count its parameters, does not get these attributes.
+
+    Args:
+        shares: maps attribute names to shared modules.
 
     Raises:
-        ValueError: when built: the layer has an attribute of such a name already.
+        ValueError: (in ``build``) the layer already has an attribute of that name.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class SharingLayerSpec(LayerSpec):
         self.shares = dict(shares)
 
     def build(self, log: bool = False) -> nn.Module:
-        """Return the layer, with what it shares where ``held_in`` says where that is."""
+        """Build the layer; inside ``held_in``, also set its shared modules."""
         layer: nn.Module = super().build(log)
         modules = _holder.get()
         if modules is None:
@@ -82,81 +85,82 @@ class SharingLayerSpec(LayerSpec):
 
 
 def _lend(layer: nn.Module, name: str, module: nn.Module) -> None:
-    """Set an attribute past ``nn.Module.__setattr__``, which would make a child of it."""
+    """Set an attribute without ``nn.Module.__setattr__``, which would register the module as a child."""
     vars(layer)[name] = module
     vars(layer).setdefault("borrowed_modules", []).append(module)
 
 
 def layer_parameters(layer: Any) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters that a built layer uses, its own and shared ones.
+    """Yield the parameters that a built layer uses, including the parameters of shared modules.
 
-    A layer is a module, a function, or a tied module bound to its function.
+    A layer is a module, a function, or a ``functools.partial`` of a tied module's ``forward_fn`` with the module.
     """
-    for part in (layer, *getattr(layer, "args", ())):
-        if isinstance(part, nn.Module):
-            yield from part.parameters()
-            for borrowed in vars(part).get("borrowed_modules", ()):
+    for owner in (layer, *getattr(layer, "args", ())):
+        if isinstance(owner, nn.Module):
+            yield from owner.parameters()
+            for borrowed in vars(owner).get("borrowed_modules", ()):
                 yield from borrowed.parameters()
 
 
 def sharing_layers(specs: Sequence[Any]) -> dict[str, list[int]]:
-    """Return the numbers of the layers that share each module, by its key; the keys in order.
+    """Return the indices of the layers that share each module, by its key.
 
-    Every process must go through the keys in one order, for it makes a process group for each.
+    The keys are sorted, because every process must create the process groups of the keys in the same order.
 
     Raises:
-        ValueError: one key for two kinds of modules, or for a ``TiedLayerSpec``, too.
+        ValueError: a key is used for two classes, or for a shared module and a ``TiedLayerSpec``.
     """
-    kinds: dict[str, Any] = {spec.key: TiedLayerSpec for spec in specs if isinstance(spec, TiedLayerSpec)}
-    found: dict[str, list[int]] = {}
-    for number, spec in enumerate(specs):
-        for shared in {each.key: each for each in getattr(spec, "shares", {}).values()}.values():
-            first = kinds.setdefault(shared.key, shared.typename)
-            if first is not shared.typename:
+    class_by_key: dict[str, Any] = {spec.key: TiedLayerSpec for spec in specs if isinstance(spec, TiedLayerSpec)}
+    layers_by_key: dict[str, list[int]] = {}
+    for layer_idx, spec in enumerate(specs):
+        for shared in {item.key: item for item in getattr(spec, "shares", {}).values()}.values():
+            expected_class = class_by_key.setdefault(shared.key, shared.typename)
+            if expected_class is not shared.typename:
                 raise ValueError(
-                    f"a key must belong to one shared module, got {shared.key!r} for {first.__name__} and for "
-                    f"{shared.typename.__name__} of layer {number}. Give one of them another key."
+                    f"a key must belong to one shared module, got {shared.key!r} for {expected_class.__name__} and for "
+                    f"{shared.typename.__name__} of layer {layer_idx}. Give one of them another key."
                 )
-            found.setdefault(shared.key, []).append(number)
-    return dict(sorted(found.items()))
+            layers_by_key.setdefault(shared.key, []).append(layer_idx)
+    return dict(sorted(layers_by_key.items()))
 
 
 def count_shared(specs: Sequence[Any]) -> list[int]:
-    """Return how many parameters to train each layer shares."""
+    """Return the number of trainable shared parameters of each layer."""
     sizes: dict[str, int] = {}
-    for shared in (each for spec in specs for each in getattr(spec, "shares", {}).values()):
+    for shared in (item for spec in specs for item in getattr(spec, "shares", {}).values()):
         if shared.key not in sizes:
             sizes[shared.key] = sum(p.numel() for p in shared.build().parameters() if p.requires_grad)
-    keys = [{each.key for each in getattr(spec, "shares", {}).values()} for spec in specs]
-    return [sum(sizes[key] for key in each) for each in keys]
+    keys = [{item.key for item in getattr(spec, "shares", {}).values()} for spec in specs]
+    return [sum(sizes[key] for key in item) for item in keys]
 
 
 def index_shared_modules(module: Any) -> dict[str, dict[str, Any]]:
-    """Return who holds each shared module, in DeepSpeed's form of tied ones (``tied_comms``). Collective over all.
+    """Return the ranks, group and module of each shared module in DeepSpeed's ``tied_comms`` format.
 
-    The copies on all stages but the first that holds one are marked as copies, so that a norm counts each weight once.
+    Collective over all ranks. Parameters are marked as copies on all stages except the first that has the module, so
+    that a norm counts each weight once.
     """
-    found: dict[str, dict[str, Any]] = {}
+    tied_comms: dict[str, dict[str, Any]] = {}
     if module.num_stages == 1:
-        return found
+        return tied_comms
     for key, layers in sharing_layers(layer_specs(module)).items():
         stages = sorted({module.stage_owner(layer) for layer in layers})
         for ranks in _by_replica(grid_of(module), stages):
             group = deepspeed.comm.new_group(ranks=ranks)
             if module.global_rank not in ranks:
                 continue
-            held = module.tied_modules[key]
-            names = [name for name, _ in held.named_parameters()]
-            found[key] = {"ranks": ranks, "group": group, "weight_attr": names, "module": held}
-            for parameter in held.parameters():
+            shared_module = module.tied_modules[key]
+            names = [name for name, _ in shared_module.named_parameters()]
+            tied_comms[key] = {"ranks": ranks, "group": group, "weight_attr": names, "module": shared_module}
+            for parameter in shared_module.parameters():
                 mark_tied_copy(parameter, module.global_rank != ranks[0])
-    return found
+    return tied_comms
 
 
 def _by_replica(grid: Any, stages: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the ranks of ``stages`` for each replica and slice."""
+    """Yield the ranks of ``stages`` for each replica and tensor slice."""
     slices = range(grid.get_slice_parallel_world_size())
     for data in range(grid.data_parallel_size):
-        for number in slices:
-            axes = {"data": data, "model": number} if len(slices) > 1 else {"data": data}
+        for slice_idx in slices:
+            axes = {"data": data, "model": slice_idx} if len(slices) > 1 else {"data": data}
             yield [grid.stage_to_global(stage, **axes) for stage in stages]

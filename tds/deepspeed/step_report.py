@@ -1,9 +1,9 @@
-"""Lines of ``steps_per_print`` and ``wall_clock_breakdown``, written by rank 0, and the events of DeepSpeed's monitors.
+"""Log lines of ``steps_per_print`` and ``wall_clock_breakdown`` on rank 0, and events for DeepSpeed's monitors.
 
-"steps_per_print" writes to DeepSpeed's logger, whose level decides whether the line appears; the timers always print,
-as DeepSpeed's do. Both report means over the steps since the last line. DeepSpeed's monitors (TensorBoard, CSV, ...)
-receive every step and every evaluation, under DeepSpeed's names. With several stages the line and the monitors also
-have the bubble of these steps, which does not change the result of ``engine.bubble()``.
+"steps_per_print" uses DeepSpeed's logger, so the line depends on that logger's level. The timers always print, as in
+DeepSpeed. Both report means over the steps since the previous line. DeepSpeed's monitors (TensorBoard, CSV, ...) get
+every step and every evaluation under DeepSpeed's names. With several stages, the line and the monitors also report the
+bubble of these steps; this does not affect the result of ``engine.bubble()``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tds.loss_reduction import MeanLosses
 
 
 class StepReport:
-    """Measures the training steps of one engine.
+    """Times and reports the training steps of one engine.
 
     Args:
-        bubble: returns that of the steps since it was last called. Collective over the pipeline.
+        bubble: returns the bubble of the steps since its last call. Collective over the pipeline.
     """
 
     def __init__(self, engine: Any, bubble: Callable[[], float | None]) -> None:
@@ -35,7 +35,7 @@ class StepReport:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        """Add the time spent within to the timer ``name``; on a GPU that of the device."""
+        """Add the time of the block to the timer ``name``; on a GPU, the time of the device."""
         timer = self._engine.timers(name)
         timer.start()
         try:
@@ -45,19 +45,19 @@ class StepReport:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure one train_batch, and write the lines that are due after it."""
-        began = time.perf_counter()
+        """Time one ``train_batch`` and write the lines that are due after it."""
+        start = time.perf_counter()
         with self.part(TRAIN_BATCH):
             yield
-        self._elapsed_s += time.perf_counter() - began
+        self._elapsed_s += time.perf_counter() - start
         self._num_steps += 1
-        every = self._engine.steps_per_print()
-        if self._engine.global_steps % (every or 1) == 0:
-            self._write(None if every is None or self._engine.num_stages == 1 else self._bubble(), every is not None)
+        period = self._engine.steps_per_print()
+        if self._engine.global_steps % (period or 1) == 0:
+            self._write(None if period is None or self._engine.num_stages == 1 else self._bubble(), period is not None)
             self._num_steps, self._elapsed_s = 0, 0.0
 
     def _bubble(self) -> float | None:
-        """Return the bubble since the last line, told to the monitors too. Collective over the pipeline."""
+        """Return the bubble since the last line and write it to the monitors. Collective over the pipeline."""
         bubble = self._measured()
         if bubble is not None:
             _write_events(self._engine, {"bubble": bubble})
@@ -67,25 +67,26 @@ class StepReport:
         engine = self._engine
         if engine.wall_clock_breakdown():
             engine.timers.log(list(PARTS), normalizer=self._num_steps)
-            for timer in engine.timers.get_timers().values():  # DeepSpeed's hooks run some more, which would grow
+            # DeepSpeed's hooks start further timers, which would accumulate.
+            for timer in engine.timers.get_timers().values():
                 timer.reset()
         if has_line and engine.global_rank == 0 and _deepspeed_logger.isEnabledFor(logging.INFO):
             step_s = self._elapsed_s / self._num_steps
-            others = "".join(f"{name}: {mean:0.4f} " for name, mean in (engine.agg_additional_losses or {}).items())
+            extra = "".join(f"{name}: {mean:0.4f} " for name, mean in (engine.agg_additional_losses or {}).items())
             log_dist(
-                f"steps: {engine.global_steps} loss: {engine.agg_train_loss:0.4f} {others}iter time (s): {step_s:0.3f} "
+                f"steps: {engine.global_steps} loss: {engine.agg_train_loss:0.4f} {extra}iter time (s): {step_s:0.3f} "
                 f"samples/sec: {engine.train_batch_size() / step_s:0.3f}"
                 + ("" if bubble is None else f" bubble: {100 * bubble:0.1f} %"),
                 ranks=[0],
             )
 
     def write_training(self, means: MeanLosses) -> None:
-        """Write the losses of a step, the learning rate and, with fp16, the loss scale to the monitors."""
+        """Write the losses, the learning rate and (with fp16) the loss scale of a step to the monitors."""
         engine = self._engine
         if not engine.monitor.enabled:
             return
-        loss, *others = means.numbers.items()
-        values = {"train_loss": loss[1]} | dict(others)
+        loss, *additional = means.numbers.items()
+        values = {"train_loss": loss[1]} | dict(additional)
         values["lr"] = engine.get_lr()[0]
         if engine.fp16_enabled():
             values["loss_scale"] = engine.optimizer.loss_scale
@@ -93,8 +94,8 @@ class StepReport:
 
     def write_evaluation(self, means: MeanLosses) -> None:
         """Write the losses of an evaluation to the monitors."""
-        loss, *others = means.numbers.items()
-        _write_events(self._engine, {"eval_loss": loss[1], **{f"eval_{name}": mean for name, mean in others}})
+        loss, *additional = means.numbers.items()
+        _write_events(self._engine, {"eval_loss": loss[1], **{f"eval_{name}": mean for name, mean in additional}})
 
 
 def _write_events(engine: Any, values: dict[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""The loader of ``initialize(training_data=...)``."""
+"""Data loader of ``initialize(training_data=...)``."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from tds.deepspeed.api import RepeatingLoader
 
 
 class TrainingLoader(RepeatingLoader):
-    """DeepSpeed's ``RepeatingLoader``; its curriculum learning reaches the sampler and the post-processing
-    of the loader within through it."""
+    """DeepSpeed's ``RepeatingLoader`` with the attributes of the wrapped loader that curriculum learning needs."""
 
     loader: Any
 
     @property
     def data_sampler(self) -> Any:
-        """The sampler of the loader."""
+        """The sampler of the wrapped loader."""
         return self.loader.data_sampler
 
     @property
     def post_process_func(self) -> Callable[[Any, Any], Any] | None:
-        """What the loader does to each micro-batch, given the state of the sampler."""
+        """Function that the loader applies to each micro-batch and the state of the sampler."""
         return self.loader.post_process_func
 
     @post_process_func.setter
@@ -32,14 +31,14 @@ class TrainingLoader(RepeatingLoader):
 
 
 def training_loader(data: Any, grid: Any, make_loader: Callable[..., Any], *, has_curriculum: bool) -> TrainingLoader:
-    """Return a loader over ``data`` that gives each replica its part and starts anew at the end.
+    """Return an endless loader over this replica's part of ``data``.
 
     Args:
-        make_loader: of DeepSpeed's engine, from data and a sampler.
-        has_curriculum: the JSON asks for DeepSpeed's curriculum sampler.
+        make_loader: DeepSpeed's function that constructs a loader from the data and a sampler.
+        has_curriculum: the JSON enables DeepSpeed's curriculum sampler.
 
     Raises:
-        NotImplementedError: DeepSpeed's curriculum sampler on several stages.
+        NotImplementedError: DeepSpeed's curriculum sampler is used with several stages.
     """
     if has_curriculum and grid.pipe_parallel_size > 1:
         raise NotImplementedError(

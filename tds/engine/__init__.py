@@ -1,1 +1,1 @@
-"""The pipeline engine: one training step and one evaluation by a schedule."""
+"""The pipeline engine: runs training steps and evaluations in the order of a schedule."""

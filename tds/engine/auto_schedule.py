@@ -1,12 +1,16 @@
-"""``"schedule": "auto"``: measure, then choose among the schedules that fit the layers as they lie.
+"""``"schedule": "auto"``: measure action times, then choose among the schedules that fit the placement of the layers.
 
-Two steps of 1f1b and two of zb-h1 are run, the second of each measured: F and the whole backward in the one, the two
-halves of it in the other. Then the costs of all ranks are averaged, each schedule is simulated with the costs that it
-has, and all ranks go on with the fastest; the same costs choose again when the number of micro-batches changes.
-Schedules give the same bits, so this changes nothing but the time. No layer is moved. With several chunks on each stage
-interleaved takes the place of 1f1b; in a V dualpipev does, whose middle has whole backwards, and zb-v that of zb-h1.
+The first four steps are trials: two with 1f1b and two with zb-h1. The second step of each is measured. The 1f1b trial
+yields the times of the forward and the full backward, the zb-h1 trial the times of the two halves of the backward. The
+costs are averaged over all ranks, each schedule is simulated with the costs for its type of backward (full or split),
+and all ranks continue with the fastest schedule. If the number of micro-batches changes, the same costs are simulated
+again. All schedules give bitwise equal results, so the choice only affects the time. No layer is moved.
 
-``"auto:1f1b,gpipe"`` chooses among these alone, as where others would not fit into memory, and tries no other.
+With several chunks per stage, interleaved replaces 1f1b in the trials. With the placement "v", dualpipev, which has
+full backwards in its middle, replaces 1f1b, and zb-v replaces zb-h1.
+
+``"auto:1f1b,gpipe"`` restricts trials and choice to the named schedules, for example because others need too much
+memory.
 """
 
 from __future__ import annotations
@@ -25,25 +29,25 @@ from tds.schedule import Costs, Placement, V, choose, schedule_named
 from tds.schedule.simulate import AUTO, SCHEDULES, SPLITTING, candidates, is_auto
 
 STEPS_OF_TRIAL = 2
-"""Of each schedule that is tried; the last of them is measured."""
+"""Number of steps per trial; the last one is measured."""
 MARGIN = 0.01
-"""A schedule that splits the backward must be faster than one that does not by this share: it holds more at once."""
+"""Fraction by which a schedule with split backwards must be faster than one without, because it needs more memory."""
 
 
 def asked_for(schedule: Any) -> str | None:
-    """Return "auto" or "auto:NAME,..." where ``schedule``, of the JSON, is one of these, else None."""
+    """Return the JSON's ``schedule`` in lower case if it is "auto" or "auto:NAME,...", otherwise None."""
     return schedule.lower() if isinstance(schedule, str) and is_auto(schedule.lower()) else None
 
 
 def choices(schedule: str, placement: Placement) -> tuple[str, ...]:
-    """Return the schedules among which ``schedule``, "auto" or "auto:NAME,...", chooses for chunks that lie so.
+    """Return the names of the schedules that "auto" or "auto:NAME,..." chooses among for ``placement``.
 
     Raises:
-        ValueError: a name that is no schedule, or none that goes with the chunks as they lie.
+        ValueError: a name is not a schedule, or none of the schedules fits the placement.
     """
-    asked = [name for name in schedule.partition(":")[2].split(",") if name]
+    requested = [name for name in schedule.partition(":")[2].split(",") if name]
     names = candidates(schedule, placement.num_chunks, placement.kind)
-    unknown = [name for name in asked if name not in SCHEDULES or name == AUTO]
+    unknown = [name for name in requested if name not in SCHEDULES or name == AUTO]
     if unknown or not names:
         possible = candidates(AUTO, placement.num_chunks, placement.kind)
         raise ValueError(
@@ -54,25 +58,25 @@ def choices(schedule: str, placement: Placement) -> tuple[str, ...]:
 
 
 def trials(names: Sequence[str], placement: Placement) -> tuple[str, ...]:
-    """Return the schedules of the first steps: two of one with whole backwards, two of one that splits them.
+    """Return the schedule of each trial step: two steps with full backwards, then two with split backwards.
 
     Args:
-        names: as ``choices`` returns them; of a single one there is nothing to try.
+        names: the result of ``choices``. A single name needs no trial; the result is that name.
     """
     if placement.num_stages == 1 or len(names) == 1:
         return (names[0],)
-    ends = (names[-1], names[0]) if placement.kind == V else (names[0], names[-1])
-    return tuple(name for name in ends for _ in range(STEPS_OF_TRIAL))
+    tried = (names[-1], names[0]) if placement.kind == V else (names[0], names[-1])
+    return tuple(name for name in tried for _ in range(STEPS_OF_TRIAL))
 
 
 class Auto:
-    """Decides on the schedule of one engine, the same on every rank.
+    """Chooses the schedule of one engine; the choice is the same on every rank.
 
     Args:
-        set_schedule: called with the name of the schedule of the steps to come; ``Plan.set``, as a schedule that a
-            program sets by ``engine.set_schedule`` calls ``keep_schedule``.
-        names: those among which it chooses, as of ``choices``.
-        group: all ranks.
+        set_schedule: called with the name of the schedule for the next steps. It must be ``SchedulePlan.set``, not
+            ``engine.set_schedule``, which calls ``keep_schedule``.
+        names: the schedules to choose among, see ``choices``.
+        group: process group of all ranks.
     """
 
     def __init__(
@@ -101,22 +105,22 @@ class Auto:
 
     @property
     def measures(self) -> bool:
-        """True if ``observe`` needs the times of the step that comes."""
+        """True if ``observe`` needs the times of the next step."""
         return not self.is_chosen and self._step % STEPS_OF_TRIAL == STEPS_OF_TRIAL - 1
 
     def keep_schedule(self) -> None:
-        """Leave the schedule as it is from now on: the program has set one."""
+        """Stop changing the schedule, because the program has set one."""
         self.is_chosen, self._chosen_for = True, None
 
     def before_step(self, num_micro_batches: int) -> None:
-        """Set the schedule of the step that comes; choose again if its number of micro-batches is another."""
+        """Set the schedule of the next step; choose again if its number of micro-batches has changed."""
         if not self.is_chosen:
             self._set_schedule(self._trials[self._step])
         elif self._chosen_for not in (None, num_micro_batches):
             self._choose(num_micro_batches)
 
     def observe(self, work: Iterable[Work] | None, num_micro_batches: int) -> None:
-        """Take the times of a step that ended; after the last trial, choose. Collective over all ranks."""
+        """Record the times of a completed step, and choose after the last trial. Collective over all ranks."""
         if self.is_chosen:
             return
         if work is not None and self.measures:
@@ -127,18 +131,18 @@ class Auto:
             self._choose(num_micro_batches)
 
     def _choose(self, num_micro_batches: int) -> None:
-        """Go on with the fastest schedule for this many micro-batches. All ranks have the same costs."""
-        whole, split = self._measured
-        name, reason = best(whole, split, self._placement, num_micro_batches, self._names)
+        """Set the fastest schedule for ``num_micro_batches``; it is equal on all ranks, because the costs are equal."""
+        whole_costs, split_costs = self._measured
+        name, reason = best(whole_costs, split_costs, self._placement, num_micro_batches, self._names)
         self._chosen_for = num_micro_batches
         self._set_schedule(name)
         self._log(reason)
 
     def _average(self, work: Iterable[Work]) -> Costs:
-        """Return the costs of every piece, the mean over the ranks that hold it. Collective."""
-        own: list[dict[Any, float]] = [{} for _ in range(self._placement.num_stages)]
-        own[self._stage] = medians(durations_of(work))
-        costs = costs_of(own, self._placement.num_chunks, self._placement.kind)
+        """Return the costs of every piece, averaged over the ranks that hold it. Collective."""
+        by_stage: list[dict[Any, float]] = [{} for _ in range(self._placement.num_stages)]
+        by_stage[self._stage] = medians(durations_of(work))
+        costs = costs_of(by_stage, self._placement.num_chunks, self._placement.kind)
         rows = [*map(list, (costs.forward, costs.backward_input, costs.backward_weight, costs.backward))]
         total = torch.tensor(rows, dtype=torch.float32, device=self._device)
         with collective_scope(self._stage, "averaging the times of its actions"):
@@ -155,27 +159,32 @@ class Auto:
 def best(
     whole: Costs, split: Costs, placement: Placement, num_micro_batches: int, names: Sequence[str] = ()
 ) -> tuple[str, str]:
-    """Return (the schedule to run, why), from the costs measured with a whole and with a split backward.
+    """Return (name of the fastest schedule, explanation for the log).
 
     Args:
-        names: among which to choose; none: all for chunks that lie so.
+        whole: costs measured with full backwards.
+        split: costs measured with split backwards.
+        names: the schedules to choose among; empty: all that fit ``placement``.
     """
-    lie = placement.num_chunks, placement.kind
-    sizes = placement.num_stages, num_micro_batches, *lie
-    priced = replace(split, backward=whole.whole_backward)  # of the trial's few micro-batches none may have been whole
-    names = names or candidates(AUTO, *lie)
-    plain = {name: schedule_named(name, *lie) for name in names if name not in SPLITTING or placement.kind == V}
-    halves = {name: schedule_named(name, *lie) for name in names if name not in plain}
-    chosen = choose(plain, priced if placement.kind == V else whole, *sizes)
+    placement_args = placement.num_chunks, placement.kind
+    sizes = placement.num_stages, num_micro_batches, *placement_args
+    # With few micro-batches the split trial may not have run any full backward.
+    combined_costs = replace(split, backward=whole.whole_backward)
+    names = names or candidates(AUTO, *placement_args)
+    whole_orders = {
+        name: schedule_named(name, *placement_args) for name in names if name not in SPLITTING or placement.kind == V
+    }
+    split_orders = {name: schedule_named(name, *placement_args) for name in names if name not in whole_orders}
+    chosen = choose(whole_orders, combined_costs if placement.kind == V else whole, *sizes)
     timelines = dict(chosen.timelines)
-    if halves:
-        timelines |= choose(halves, priced, *sizes).timelines
+    if split_orders:
+        timelines |= choose(split_orders, combined_costs, *sizes).timelines
     times = {name: timeline.step_s for name, timeline in timelines.items()}
-    name = next((each for each in halves if times[each] < times[chosen.name] * (1 - MARGIN)), chosen.name)
-    listed = ", ".join(f"{each} {seconds * 1e3:.1f}" for each, seconds in sorted(times.items(), key=lambda t: t[1]))
+    name = next((entry for entry in split_orders if times[entry] < times[chosen.name] * (1 - MARGIN)), chosen.name)
+    listed = ", ".join(f"{entry} {seconds * 1e3:.1f}" for entry, seconds in sorted(times.items(), key=lambda t: t[1]))
     pieces = zip(whole.forward, whole.backward_input, split.backward_input, split.backward_weight, strict=True)
     measured = "; ".join(
-        f"{_piece_name(i, placement)}: " + " ".join(f"{1e3 * t:.1f}" for t in each) for i, each in enumerate(pieces)
+        f"{_piece_name(i, placement)}: " + " ".join(f"{1e3 * t:.1f}" for t in entry) for i, entry in enumerate(pieces)
     )
     bubble = 100 * timelines[name].bubble
     return name, (

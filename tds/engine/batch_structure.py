@@ -1,4 +1,4 @@
-"""The form ``((inputs...), labels)`` of a micro-batch, and the errors of other forms."""
+"""The structure ``((inputs...), labels)`` of a micro-batch, and the errors for other structures."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ _LABELS = ("labels", "label", "targets", "target", "y")
 
 
 def describe_structure(value: Any, depth: int = 0) -> str:
-    """Return how ``value`` is nested, as text: "(tensor [4, 128], {'mask': tensor [4]})"."""
+    """Return the structure of ``value`` as text, such as "(tensor [4, 128], {'mask': tensor [4]})"."""
     if isinstance(value, torch.Tensor):
         return f"tensor {list(value.shape)}"
     if isinstance(value, (Mapping, tuple, list)) and depth == _DEEPEST:
         return "..."
     if isinstance(value, Mapping):
-        named = list(value.items())
-        inner = [f"{key!r}: {describe_structure(each, depth + 1)}" for key, each in named[:_MOST_SHOWN]]
-        return "{" + ", ".join([*inner, *_rest(len(named))]) + "}"
+        items = list(value.items())
+        parts = [f"{key!r}: {describe_structure(element, depth + 1)}" for key, element in items[:_MOST_SHOWN]]
+        return "{" + ", ".join([*parts, *_rest(len(items))]) + "}"
     if isinstance(value, (tuple, list)):
-        inner = [*(describe_structure(each, depth + 1) for each in value[:_MOST_SHOWN]), *_rest(len(value))]
+        parts = [*(describe_structure(element, depth + 1) for element in value[:_MOST_SHOWN]), *_rest(len(value))]
         if isinstance(value, list):
-            return f"[{', '.join(inner)}]"
-        return f"({', '.join(inner)}{',' if len(value) == 1 else ''})"
+            return f"[{', '.join(parts)}]"
+        return f"({', '.join(parts)}{',' if len(value) == 1 else ''})"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{type(value).__module__.partition('.')[0]} array {list(value.shape)}"
     return "None" if value is None else type(value).__name__
 
 
 def no_pair(batch: Any, origin: str) -> TypeError:
-    """Return the error for a micro-batch that is not (inputs, labels), and came from ``origin``."""
+    """Return the error for a micro-batch from ``origin`` that is not (inputs, labels)."""
     return TypeError(
         f"a micro-batch must be {BATCH_STRUCTURE}, got {describe_structure(batch)} from {origin}. {_advice(batch)}"
     )
 
 
 def refuse_input(value: Any, path: str, inputs: Any) -> TypeError:
-    """Return the error for a part of the first layer's inputs that is no tensor.
+    """Return the error for an element of the first layer's inputs that is not a tensor.
 
     Args:
-        path: where it is, such as "inputs[1]".
-        inputs: all of them.
+        path: the position of ``value`` in the inputs, such as "inputs[1]".
+        inputs: all inputs of the first layer.
     """
     hint = "Leave it out"
     if hasattr(value, "__array__") or isinstance(value, (int, float)):
@@ -93,8 +93,8 @@ def _advice_on_parts(parts: tuple[Any, ...]) -> str:
         inner = parts[0]
         if isinstance(inner, (tuple, list)) and len(inner) == 2:
             return f"It is nested one level too deep: give {describe_structure(inner)}"
-        given = f"({describe_structure(inner)}, labels)"
-        return f"The labels are missing: give {given}; where there are none, None in their place"
+        corrected = f"({describe_structure(inner)}, labels)"
+        return f"The labels are missing: give {corrected}; where there are none, None in their place"
     nested = parts[:-1], parts[-1]
     shown = describe_structure(nested)
     return f"Put what the first layer takes into a tuple of its own: {shown}, if the last are the labels"

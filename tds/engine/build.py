@@ -1,4 +1,4 @@
-"""What the engine builds once: stage, schedule, gradient reducer."""
+"""Construction of the engine's parts: stage, schedule, gradient reducer, data agreement."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from tds.schedule import LOOP, Kind, Placement
 def make_bucket_reducer(
     module: Any, grid: PipelineGrid, device: torch.device, gradients: GradientSource | None, settings: PipelineSettings
 ) -> BucketReducer | None:
-    """Return the reducer of gradients over the replicas; None for one replica, or an engine that only evaluates."""
+    """Return the reducer of gradients over the replicas; None for a single replica or an engine that only evaluates."""
     if gradients is None or grid.data_parallel_size == 1:
         return None
     parameters_of = getattr(module, "parameters_of", lambda _: list(module.parameters()))
     chunks = [[p for p in parameters_of(chunk) if not is_reduced_apart(p)] for chunk in range(num_chunks(module))]
-    every = [p for p in module.parameters() if not is_reduced_apart(p)]
-    tied = [weight for weight, group in module.get_tied_weights_and_groups() if dist.get_world_size(group) > 1]
-    numbers = bucket_numbers(device, grid.data_parallel_size, settings.reduce_bucket_size)
-    order = ChunkOrder(every, chunks, tied, numbers=numbers)
-    use_buckets = getattr(gradients, "use_buckets", None)  # a program's own source may lack it
+    parameters = [p for p in module.parameters() if not is_reduced_apart(p)]
+    tied_weights = [weight for weight, group in module.get_tied_weights_and_groups() if dist.get_world_size(group) > 1]
+    bucket_numel = bucket_numbers(device, grid.data_parallel_size, settings.reduce_bucket_size)
+    order = ChunkOrder(parameters, chunks, tied_weights, numbers=bucket_numel)
+    use_buckets = getattr(gradients, "use_buckets", None)  # optional in a program's own gradient source
     scatter = None if use_buckets is None or settings.sums_dtype is not None else use_buckets(order)
     return BucketReducer(
         order,
@@ -52,13 +52,13 @@ def make_bucket_reducer(
 def make_stage(
     module: Any, grid: PipelineGrid, device: torch.device, settings: PipelineSettings, recompute: Recompute
 ) -> Stage:
-    """Return this rank's stage with its messages. Collective over all ranks."""
+    """Return this rank's stage with its communicator. Collective over all ranks."""
     stage, num_stages = grid.get_stage_id(), grid.pipe_parallel_size
     shard = Slice()
     if grid.model_parallel_size > 1:
         group = grid.get_slice_parallel_group()
         shard = Slice(grid.get_slice_parallel_rank(), grid.model_parallel_size, group)
-    ranks = [grid.stage_to_global(each) for each in range(num_stages)]
+    ranks = [grid.stage_to_global(stage_id) for stage_id in range(num_stages)]
     placement = placement_of(module, num_stages)
     limit = settings.timeout
     groups, must_open = process_groups.message_groups(grid, device, placement, limit, settings.max_ctas)
@@ -72,12 +72,12 @@ def make_stage(
 def make_data_agreement(
     grid: PipelineGrid, links: StageLinks, world_group: Any, rank_names: Sequence[str], compares: bool
 ) -> DataConsistency | None:
-    """Return how all ranks agree on their data, over the host; None for one rank, which needs no other. Collective."""
+    """Return the check that all ranks have data, which communicates on the host; None for a single rank. Collective."""
     if dist.get_world_size() == 1:
         return None
     group = world_group
     if not torch_api.sends_from_host(group):
-        headers = [each for (kind, *_), each in links.groups.items() if kind is Kind.HEADER]
+        headers = [candidate for (msg_type, *_), candidate in links.groups.items() if msg_type is Kind.HEADER]
         group = headers[0] if headers else dist.new_group(backend="gloo", timeout=links.timeout)
     return DataConsistency(
         group,
@@ -90,7 +90,7 @@ def make_data_agreement(
 
 
 def make_plan(module: Any, grid: PipelineGrid, settings: PipelineSettings) -> SchedulePlan:
-    """Return the schedule of ``settings``; for "auto" the first candidate."""
+    """Return the plan for the schedule of ``settings``; for "auto", the plan of its first trial."""
     chosen, placement = settings.schedule, placement_of(module, grid.pipe_parallel_size)
     if (auto := auto_schedule.asked_for(chosen)) is not None:
         chosen = auto_schedule.trials(auto_schedule.choices(auto, placement), placement)[0]
@@ -98,7 +98,7 @@ def make_plan(module: Any, grid: PipelineGrid, settings: PipelineSettings) -> Sc
 
 
 def num_chunks(module: Any) -> int:
-    """Return the number of chunks of layers on each stage; DeepSpeed's own modules have one."""
+    """Return the number of chunks of layers per stage; DeepSpeed's own modules have one."""
     return getattr(module, "chunks", 1)
 
 

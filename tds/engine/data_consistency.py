@@ -1,15 +1,15 @@
-"""Check that all reading ranks have data, equally much of it, and on request the same.
+"""Check that all ranks that read data get the same number of micro-batches and, on request, the same data.
 
-Without it a rank whose loader ends first leaves, and the others wait for it. So each call begins with one small
-message of every rank to all others, and ends with another one:
+Without this check, a rank whose loader ends first would leave the step while the other ranks wait for it. Every call
+therefore starts and ends with a small all-gather:
 
-| when | what each rank says | if they differ |
+| when | what each rank sends | result |
 |---|---|---|
-| ahead of the first micro-batch | whether its iterator has one | all ended: StopIteration everywhere; some: DataEnded |
-| behind the last one, ahead of the update | at which its iterator ended; checksums | DataEnded; DataDisagreement |
+| before the first micro-batch | whether its iterator has one | all ended: StopIteration everywhere; some: DataEnded |
+| after the last one, before the update | where its iterator ended; checksums | DataEnded; DataDisagreement |
 
-A rank whose iterator ends within a call goes on with its last micro-batch up to the end of the call, so that nobody
-waits for it; what was computed is thrown away.
+If an iterator ends during a call, its rank repeats the last micro-batch until the end of the call, so that no other
+rank waits for it. The results of such a call are discarded.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ NOWHERE = -1
 
 
 class DataEnded(RuntimeError):
-    """The data of some ranks ended ahead of the others', or in the middle of a global batch."""
+    """Raised if the data ended on some ranks but not on others, or in the middle of a global batch."""
 
 
 class DataDisagreement(ValueError):
-    """Ranks of one replica have read different micro-batches."""
+    """Raised if ranks of one replica have read different micro-batches."""
 
 
 class DataConsistency:
-    """Makes all ranks of an engine decide alike about their data.
+    """Collective checks of the data, with the same outcome on all ranks of an engine.
 
     Args:
-        group: all ranks of the engine.
-        name_of: a rank in words, by its number in the group.
-        compares: also compare checksums of what the ranks of a replica have read.
+        group: process group of all ranks of the engine.
+        name_of: maps the index of a rank in ``group`` to its name for messages.
+        compares: also compare checksums of the micro-batches that the ranks of a replica have read.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class DataConsistency:
         self._device, self._name_of = device, name_of
 
     def begin(self, state: int) -> None:
-        """See that the iterators of all ranks have a first micro-batch. Collective.
+        """Check that the iterators of all ranks that read have a first micro-batch. Collective.
 
         Args:
-            state: of this rank: NO_READER, ENDED or READY.
+            state: the state of this rank: NO_READER, ENDED or READY.
 
         Raises:
-            StopIteration: the data of all ranks that read have ended.
-            DataEnded: those of some.
+            StopIteration: the iterators of all ranks that read have ended.
+            DataEnded: the iterators of some of these ranks have ended.
         """
         states = [row[0] for row in self._gather([state], "agreeing on whether there is data")]
-        ended, ready = ([rank for rank, each in enumerate(states) if each == kind] for kind in (ENDED, READY))
+        ended, ready = ([rank for rank, value in enumerate(states) if value == wanted] for wanted in (ENDED, READY))
         if ended and ready:
             raise DataEnded(
                 "the data must last equally long on all ranks that read, got none for this call on "
@@ -73,24 +73,26 @@ class DataConsistency:
             raise StopIteration
 
     def end(self, ended_at: int | None, checksums: Sequence[int], num_micro_batches: int) -> None:
-        """See that the data of no rank have ended within the call, and that replicas have read alike. Collective.
+        """Check that no iterator ended during the call, and that the ranks of each replica read the same. Collective.
 
         Args:
-            checksums: of this rank's micro-batches; none where it has read none.
+            ended_at: index of the micro-batch at which this rank's iterator ended; None if it did not end.
+            checksums: checksums of this rank's micro-batches; empty if it read none.
+            num_micro_batches: number of micro-batches of the call.
 
         Raises:
-            DataEnded: ``ended_at`` is a micro-batch on some rank.
-            DataDisagreement: checksums of the ranks of one replica differ.
+            DataEnded: the iterator of some rank ended during the call.
+            DataDisagreement: the checksums of the ranks of one replica differ.
         """
-        own = [NOWHERE if ended_at is None else ended_at, self._replica]
+        local_row = [NOWHERE if ended_at is None else ended_at, self._replica]
         if self.compares:
-            own += list(checksums) or [NOWHERE] * num_micro_batches
-        rows = self._gather(own, "agreeing on the data that were read")
+            local_row += list(checksums) or [NOWHERE] * num_micro_batches
+        rows = self._gather(local_row, "agreeing on the data that were read")
         ended = {rank: row[0] for rank, row in enumerate(rows) if row[0] != NOWHERE}
         if ended:
             raise DataEnded(
                 f"a global batch needs {num_micro_batches} micro-batches, got "
-                f"{', '.join(f'{number} on {self._name_of(rank)}' for rank, number in ended.items())}, where the data "
+                f"{', '.join(f'{count} on {self._name_of(rank)}' for rank, count in ended.items())}, where the data "
                 f"ended. {_ADVICE}"
             )
         if self.compares:
@@ -101,22 +103,22 @@ class DataConsistency:
         for rank, (replica, checksums) in enumerate(rows):
             if NOWHERE in checksums:
                 continue
-            other = first_of.setdefault(replica, rank)
-            for micro_batch, (one, two) in enumerate(zip(rows[other][1], checksums, strict=True)):
-                if one != two:
+            first_rank = first_of.setdefault(replica, rank)
+            for micro_batch, (first_crc, crc) in enumerate(zip(rows[first_rank][1], checksums, strict=True)):
+                if first_crc != crc:
                     raise DataDisagreement(
                         "all ranks of a replica that read must read the same micro-batches, got different ones of "
-                        f"number {micro_batch}: checksum {one:08x} on {self._name_of(other)}, {two:08x} on "
+                        f"number {micro_batch}: checksum {first_crc:08x} on {self._name_of(first_rank)}, {crc:08x} on "
                         f"{self._name_of(rank)}. Give the first and the last stage the same loader with the same "
                         "seed, and a sampler by replica (data-parallel rank), not by rank"
                     )
 
     def _gather(self, numbers: Sequence[int], doing: str) -> list[list[int]]:
-        own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        everyone = own.new_empty(dist.get_world_size(self._group) * len(own))
+        local = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        gathered = local.new_empty(dist.get_world_size(self._group) * len(local))
         with collective_scope(self._stage, doing):
-            dist.all_gather_into_tensor(everyone, own, group=self._group)
-        rows: list[list[int]] = everyone.view(-1, len(own)).tolist()
+            dist.all_gather_into_tensor(gathered, local, group=self._group)
+        rows: list[list[int]] = gathered.view(-1, len(local)).tolist()
         return rows
 
     def _format_ranks(self, ranks: Sequence[int]) -> str:
@@ -131,7 +133,11 @@ _ADVICE = (
 
 
 def checksum(value: Any, before: int = 0) -> int:
-    """Return a checksum over all tensors of ``value``, their types and shapes, and how they are nested."""
+    """Return a checksum of the tensors in ``value``, of their types and shapes, and of its structure.
+
+    Args:
+        before: the checksum to continue from.
+    """
     if isinstance(value, torch.Tensor):
         header_crc = zlib.crc32(f"{value.dtype}{list(value.shape)}".encode(), before)
         flat = value.detach().cpu().contiguous().reshape(-1)
@@ -140,7 +146,7 @@ def checksum(value: Any, before: int = 0) -> int:
         value = [part for key in value for part in (str(key), value[key])]
     if isinstance(value, (tuple, list)):
         before = zlib.crc32(f"{len(value)}(".encode(), before)
-        for each in value:
-            before = checksum(each, before)
+        for element in value:
+            before = checksum(element, before)
         return before
     return zlib.crc32(repr(value).encode(), before)

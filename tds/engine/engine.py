@@ -1,4 +1,4 @@
-"""ScheduleEngine: one training step and one evaluation of a model that is split into stages."""
+"""ScheduleEngine: trains and evaluates a model that is split into pipeline stages."""
 
 from __future__ import annotations
 
@@ -38,38 +38,39 @@ from tds.user_functions import BatchFn
 
 
 class ScheduleEngine:
-    """Trains the layers of one stage: ``train_batch`` runs a schedule of forwards and backwards, then the update.
+    """Trains the layers of one stage: ``train_batch`` runs the forwards and backwards of a schedule, then the update.
 
     Attributes that a program may set:
 
-        nominal_weight    power of two by which losses given as ``tds.Weighted`` are divided in the backward; about the
-                          number of tokens of a step of all replicas keeps 16-bit gradients in range
+        nominal_weight    power of two by which losses returned as ``tds.Weighted`` are divided in the backward. A value
+                          near the number of tokens per step, over all replicas, keeps 16-bit gradients in range
         mean_num_micro_batches
-                          micro-batches of a replica on the mean, where replicas have unequal numbers of them; None: as
-                          many as on this replica
-        on_micro_batch    called with the micro-batch's index before each forward in training
-        on_action         called with each action of a call before it, in training and in evaluation
-        agrees_on_data    False: leave out the small messages before and after each call by which all ranks learn of
-                          a loader that ends early; for a program whose loaders have no end. The same on every rank
-        on_loss           called with the mean loss, the same on every rank, before the update; may raise.
-                          ``means.numbers`` then has it, and all others, as numbers of the host
+                          mean number of micro-batches per replica, if the replicas have different numbers. None: all
+                          replicas have the same number
+        on_micro_batch    called with the index of the micro-batch before each forward in training
+        on_action         called with each action before it runs, in training and in evaluation
+        agrees_on_data    False: skip the small messages before and after each call by which all ranks detect a loader
+                          that ends early. For programs whose loaders never end. Must be equal on every rank
+        on_loss           called with the mean loss, which is equal on every rank, before the update; may raise.
+                          ``means.numbers`` then has this loss and all others as Python floats
 
     Args:
-        module: the layers of this stage: a callable of the inputs (and of the chunk, where a stage has several) with
-            ``parameters()``, ``train()``, ``eval()``, ``loss_fn``, ``get_additional_losses()`` and
+        module: the layers of this stage: a callable that takes the inputs (and the chunk index, if a stage has several
+            chunks) and has ``parameters()``, ``train()``, ``eval()``, ``loss_fn``, ``get_additional_losses()`` and
             ``get_tied_weights_and_groups()``. Optional: ``chunks``, ``placement``, the declarations of
             ``tds.p2p.boundary``, ``activation_checkpoint_interval``, ``dynamic_shape``, ``made_output``.
-        grid: the process groups, and the position of this rank in them.
+        grid: the process groups and this rank's position in them.
         device: the device of the module.
-        optimizer: an optimizer of torch's form; None: the engine only evaluates.
-        micro_batches: micro-batches of a replica in a step.
+        optimizer: an optimizer with torch's interface; None: the engine only evaluates.
+        micro_batches: number of micro-batches per replica and step.
         settings: see ``PipelineSettings``.
-        gradients: where the gradients of the optimizer are; None: as it says, or in ``param.grad``.
+        gradients: access to the gradients that the optimizer reads. None: ``optimizer.gradient_source``, or
+            ``OptimizerGradients`` if the optimizer has none.
         update: clips, steps and counts; None: ``optimizer.step()`` after clipping to ``settings.gradient_clipping``.
         recompute: activation recomputation of the layers.
         report: receives times and losses.
-        names: of the ranks and layers, for messages and the table of stages.
-        world_group: all ranks; None: the default group.
+        names: names of the ranks and layers, for messages and the table of stages.
+        world_group: process group of all ranks; None: the default group.
     """
 
     def __init__(
@@ -136,18 +137,19 @@ class ScheduleEngine:
         )
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Train on one global batch and return its mean loss, the same on every rank. Collective.
+        """Train on one global batch and return its mean loss, which is equal on every rank. Collective.
 
-        Every rank runs the same collectives in the same order: the all-reduces over replicas that the backward has not
-        started yet, the losses, the sums of tied weights, the wait for all of them. Only then may ``on_loss`` or a
-        wrong loss raise: no message is in flight.
+        Every rank starts the same collectives in the same order: the data-parallel all-reduces that the backward has
+        not started yet, the all-reduce of the losses, then the all-reduces of tied weights' gradients. The rank then
+        waits for all of them, before it checks the loss and calls ``on_loss``, so that no message is in flight if one
+        of these raises.
 
         Args:
-            data_iter: gives ``micro_batches`` micro-batches on the ranks of the first and last stage that read data;
-                None elsewhere, or to continue with the last one.
+            data_iter: yields ``micro_batches`` micro-batches on the ranks of the first and last stage that read data.
+                None on all other ranks, or to continue with the previous iterator.
 
         Raises:
-            RuntimeError: gradients are switched off, a peer is gone, there is no data or no optimizer.
+            RuntimeError: gradients are disabled, a peer is gone, or there is no data or no optimizer.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch needs gradients, which are switched off here; use eval_batch under no_grad")
@@ -158,7 +160,7 @@ class ScheduleEngine:
             self._discard_gradients()
         step = 0 if self._update is None else self._update.num_steps
         with self.report.step(), self._monitor.step(step, self.micro_batches):
-            # 1. Forwards and backwards, by the schedule.
+            # 1. Forwards and backwards in the order of the schedule.
             call = self._training_call()
             self._stage.exchange.set_limits(*self._plan.limits(self.micro_batches))
             with self._discarding_gradients_on_error():
@@ -175,7 +177,7 @@ class ScheduleEngine:
             losses = self._reduce_losses(call.meter)
             call.source.read_ahead()
 
-            # 3. All-reduce of the gradients: copies of tied weights, then replicas.
+            # 3. All-reduce of the gradients: over the copies of tied weights, then over the replicas.
             doing = "adding up the gradients of tied weights and replicas"
             with collective_scope(self.stage_id, doing), self.report.part(REDUCTION):
                 is_scattered = reducer is not None and reducer.is_scattered
@@ -184,7 +186,7 @@ class ScheduleEngine:
                 if gradients.are_multiplied_in_step:
                     if self.grid.data_parallel_size > 1:
                         self._reduce_over_replicas(gradients, reducer, 1.0)
-                    if is_scattered:  # each replica then has only its shards: less to send between stages
+                    if is_scattered:  # each replica now has only its shards, so stages exchange fewer bytes
                         self._reduce_tied(gradients)
                     read_with_norm(self.optimizer, losses)
                 else:
@@ -213,22 +215,24 @@ class ScheduleEngine:
     ) -> Any:
         """Return the mean loss over one global batch without training on it. Collective.
 
-        With several named losses the mean of each, by name. Random number states and the state of training are as
-        before afterwards.
+        If the model has several named losses, the result is a dict of their means. Random number states and the state
+        of training are restored afterwards.
 
         Args:
-            return_logits: return (loss, output of the last micro-batch); the output is None but on the last stage.
-            compute_loss: False: return the model's outputs; with reduce_output="avg" their means, tensor by tensor.
-            reduce_output: "avg", or None for a list with one entry for each micro-batch.
-            bcast_loss: give the loss to every stage; otherwise only the last stage has it, the others None.
-            num_micro_batches: read this many instead of ``micro_batches``.
+            data_iter: yields the micro-batches on the ranks that read data; None on all other ranks.
+            return_logits: return (loss, output of the last micro-batch); the output is None except on the last stage.
+            compute_loss: False: return the model's outputs instead; with reduce_output="avg", the mean of each output
+                tensor.
+            reduce_output: "avg", or None for a list with one entry per micro-batch.
+            bcast_loss: return the loss on every stage; otherwise the last stage returns it and the others return None.
+            num_micro_batches: number of micro-batches to read; None: ``micro_batches``.
         """
-        number = self.micro_batches if num_micro_batches is None else num_micro_batches
-        check_arguments(reduce_output, number)
+        num_read = self.micro_batches if num_micro_batches is None else num_micro_batches
+        check_arguments(reduce_output, num_read)
         call = Call(
             source=self._source(data_iter if self._reads_data() else None),
             is_training=False,
-            meter=self._meter(number),
+            meter=self._meter(num_read),
             loss_fn=self.module.loss_fn,
             on_action=self.on_action,
             collects_losses=compute_loss,
@@ -238,9 +242,9 @@ class ScheduleEngine:
         watching = self._monitor.watching("in eval_batch")
         with watching, preserving, random_numbers_kept(self.device), torch.no_grad():
             self.module.eval()
-            self._stage.exchange.set_limits(*self._plan.limits(number, is_training=False))
-            self._stage.run(self._plan.evaluation(number), call)
-            call.source.end(number)
+            self._stage.exchange.set_limits(*self._plan.limits(num_read, is_training=False))
+            self._stage.run(self._plan.evaluation(num_read), call)
+            call.source.end(num_read)
             result: Any = None
             if compute_loss:
                 self.means = means = self._reduce_losses(call.meter).means()
@@ -255,21 +259,21 @@ class ScheduleEngine:
         return (result, output) if return_logits else result
 
     def bubble(self) -> float | None:
-        """Return the share of idle time in the training steps since the last call. Collective over the pipeline.
+        """Return the fraction of idle time in the training steps since the last call. Collective over the pipeline.
 
-        None if there was no step.
+        Returns None if there was no step.
         """
         return self._monitor.bubble()
 
     def rows_of_steps(self, reader: str = "program") -> list[Row]:
-        """Return (began, ended, waited for messages) in ns, of the training steps since the reader's last call.
+        """Return (start, end, time spent waiting for messages) in ns per training step since the reader's last call.
 
-        Of the last 1,000 at most. Readers are independent of each other and of ``bubble``.
+        At most the last 1,000 steps are returned. Readers are independent of each other and of ``bubble``.
         """
         return self._monitor.rows(reader)
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """Return the means of the last train_batch's other named losses by name, on every rank; None without."""
+        """Return the mean of each additional loss of the last ``train_batch``, by name; None if there is none."""
         return self.agg_additional_losses
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
@@ -285,24 +289,27 @@ class ScheduleEngine:
             self.data_iterator = iter(loader)
 
     def set_batch_fn(self, fn: BatchFn | None) -> None:
-        """Make (inputs, labels) from an item of the iterator by ``fn``; called with None where nothing is read."""
+        """Set the function that converts an item of the data iterator to (inputs, labels).
+
+        On a rank without an iterator, the function is called with None.
+        """
         self.batch_fn = fn
 
     def set_schedule(self, schedule: Any) -> None:
-        """Train by another schedule from now on; the same on every rank.
+        """Train with another schedule from the next step on. Every rank must set the same schedule.
 
         Args:
-            schedule: a name ("1f1b", "gpipe", "zb-h1", "interleaved", in a V "zb-v", "dualpipev"), or a function of
-                (stages, micro-batches, stage) to the list of that stage's actions (``tds.schedule``), which is proven
-                to run before it is used.
+            schedule: a name ("1f1b", "gpipe", "zb-h1", "interleaved"; "zb-v" or "dualpipev" for the placement "v"), or
+                a function that maps (number of stages, number of micro-batches, stage) to the list of that stage's
+                actions (``tds.schedule``). A function is validated before its first use.
         """
         self._plan.set(schedule)
         self._monitor.keep_schedule()
 
     def set_wait_limit(self, limit_s: float) -> None:
-        """Let this rank wait for others for ``limit_s`` seconds at most from now on, in messages and collectives.
+        """Set the timeout of all further messages and collectives of this rank to ``limit_s`` seconds.
 
-        For phases of a program that are slow for a reason, such as the first step; the same on every rank.
+        For phases of a program that are expected to be slow, such as the first step. Must be equal on every rank.
         """
         limit = timedelta(seconds=limit_s)
         links = self._stage.exchange.links
@@ -311,37 +318,38 @@ class ScheduleEngine:
         self._monitor.watchdog.limit_s = limit_s
 
     def let_watch(self) -> P2PCommunicator:
-        """Stop the engine's own watchdog for a program that watches all of itself.
+        """Stop the engine's watchdog, for a program that has its own watchdog.
 
         Returns:
-            The communicator, which has this rank's current operation: ``action``, ``waiting``, ``waits``, ``history``.
+            The communicator. Its ``action``, ``waiting``, ``waits`` and ``history`` describe this rank's current
+            operation.
         """
         self._monitor.watchdog.close()
         return self._stage.exchange
 
     def set_input_grad(self, values: Sequence[bool] | None) -> None:
-        """Declare which of the tensors that cross a stage have a gradient, from the next call on."""
+        """Declare for which of the tensors sent between stages a gradient is sent back, from the next call on."""
         boundary.set_list(self.module, "_input_grad", values)
 
     def set_input_type(self, values: Sequence[Any] | None) -> None:
-        """Declare the types ("float", "int", "bool" or a dtype) of the tensors that cross a stage."""
+        """Declare the types ("float", "int", "bool" or a dtype) of the tensors sent between stages."""
         boundary.set_list(self.module, "_input_type", values)
 
     def set_input_pipe_partitioned(self, values: Sequence[bool] | None) -> None:
-        """Declare which of the tensors that cross a stage are sharded over the tensor group in transit."""
+        """Declare which of the tensors sent between stages are sharded over the tensor group in transit."""
         boundary.set_list(self.module, "_input_pipe_partitioned", values)
 
     def is_first_stage(self) -> bool:
-        """True on the stage that reads the inputs."""
+        """Return True on the stage that reads the inputs."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """True on the stage that has the loss; in a V that is the first one, too."""
+        """Return True on the stage that computes the loss; with the placement "v" this is stage 0."""
         return self.stage_id == self.loss_stage
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> None:
-        """Clip the gradients and record their norm, unless the optimizer does so itself. Collective."""
+        """Clip the gradients and record their norm, unless the optimizer clips them itself. Collective."""
         gradients = self._gradients
         if gradients is None or gradients.clips_itself:
             return
@@ -350,10 +358,10 @@ class ScheduleEngine:
         with collective_scope(self.stage_id, "taking the norm of the gradients"):
             norm = global_norm(counted, [self.grid.get_model_parallel_group()], self.device)
         clip([gradients.of(p) for p in parameters], norm, max_norm)
-        self.grad_norm = float(norm) if is_host(norm.device) else norm  # read once it is asked for
+        self.grad_norm = float(norm) if is_host(norm.device) else norm  # stays on the device until it is read
 
     def close(self) -> None:
-        """Draw the trace now rather than at the end of the program."""
+        """Draw the trace now instead of at the end of the program."""
         self._monitor.close()
 
     def _training_call(self) -> Call:
@@ -387,14 +395,14 @@ class ScheduleEngine:
         return self.is_first_stage() or self.is_last_stage()
 
     def _log_split_layers(self) -> None:
-        """Log once, on one rank of each stage, the layers whose backward a schedule can split."""
+        """Log once, on one rank per stage, the fraction of the stage's weight gradients that is deferred."""
         self._has_logged_split = True
         if self.grid.get_data_parallel_rank() == 0 and self.grid.get_slice_parallel_rank() == 0:
             description = self._stage.splitter.describe_split(dict(self.module.named_parameters()))
             log_rank_0(f"{self._plan.name}, stage {self.stage_id}: {description}")
 
     def _reduce_losses(self, meter: LossMeter) -> LossReduction:
-        """All-reduce the losses over the replicas, and give them to all stages. Collective."""
+        """All-reduce the losses over the replicas and broadcast them to all stages. Collective."""
         grid = self.grid
         with collective_scope(self.stage_id, "agreeing on the loss"):
             return all_reduce_loss(
@@ -414,7 +422,7 @@ class ScheduleEngine:
     def _reduce_over_replicas(
         self, gradients: GradientSource, reducer: BucketReducer | None, factor: float | torch.Tensor
     ) -> None:
-        """Replace each gradient by the sum over the replicas times ``factor``; wait for it. Collective."""
+        """Replace each gradient by its sum over the replicas times ``factor``, and wait for the result. Collective."""
         if reducer is not None:
             reducer.finish(factor)
             return
@@ -422,11 +430,11 @@ class ScheduleEngine:
         reduce_gradients([gradients.of(p) for p in self._trained()], data_group, factor)
 
     def _take_step(self, gradients: GradientSource) -> None:
-        """Clip, update and count, with complete gradients. Collective."""
+        """Clip the complete gradients, update the weights and count the step. Collective."""
         if self._update is None:
             raise RuntimeError("train_batch needs an optimizer; pass one to initialize or name one in the JSON")
         scale = gradients.loss_scale()
-        self._has_untaken_gradients = True  # after an error they can be inspected; the next batch discards them
+        self._has_untaken_gradients = True  # kept for inspection after an error; the next batch discards them
         with self.report.part(STEP):
             gradients.before_step()
             self._update.step()
@@ -445,7 +453,7 @@ class ScheduleEngine:
             raise
 
     def _discard_gradients(self) -> None:
-        """Drop the gradients of a batch that took no step."""
+        """Drop the gradients of a batch that ended without an update."""
         if self._update is not None:
             self._update.zero_grad()
         if self._gradients is not None:
@@ -453,21 +461,21 @@ class ScheduleEngine:
         self._has_untaken_gradients = False
 
     def _trained(self) -> list[torch.nn.Parameter]:
-        """Return this stage's parameters that have gradients, in the order of the module."""
+        """Return this stage's trainable parameters in the order of the module."""
         return [p for p in self.module.parameters() if p.requires_grad]
 
     def _groups(self) -> Collection[Any]:
-        """Return the process groups of this rank whose waits ``set_wait_limit`` limits, besides those of messages."""
+        """Return the process groups whose timeout ``set_wait_limit`` changes, except the message groups."""
         grid = self.grid
-        every = [grid.get_pipe_parallel_group(), grid.get_data_parallel_group(), grid.get_model_parallel_group()]
-        every += [self._world_group, *(group for weight, group in self.module.get_tied_weights_and_groups())]
-        return [group for group in every if isinstance(group, dist.ProcessGroup)]
+        groups = [grid.get_pipe_parallel_group(), grid.get_data_parallel_group(), grid.get_model_parallel_group()]
+        groups += [self._world_group, *(group for weight, group in self.module.get_tied_weights_and_groups())]
+        return [group for group in groups if isinstance(group, dist.ProcessGroup)]
 
     def _refuse_unfrozen(self, known: Collection[torch.nn.Parameter]) -> None:
-        """Raise where a weight has been unfrozen that DeepSpeed's optimizer would never update.
+        """Raise RuntimeError if a weight was unfrozen too late for DeepSpeed's optimizer to update it.
 
         Args:
-            known: the parameters that were trained when the optimizer put them into buffers of its own.
+            known: the parameters that were trainable when the optimizer copied them into its buffers.
         """
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and parameter not in known:

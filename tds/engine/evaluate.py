@@ -1,4 +1,4 @@
-"""The arguments and the mean output of ``eval_batch``."""
+"""Argument check and mean output of ``eval_batch``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tds.engine.grid import PipelineGrid
 
 
 def check_arguments(reduce_output: str | None, num_micro_batches: int) -> None:
-    """Raise for what ``eval_batch`` cannot do, before it runs.
+    """Check the arguments of ``eval_batch`` before it runs.
 
     Raises:
-        NotImplementedError: an unknown ``reduce_output``.
-        ValueError: no micro-batches.
+        NotImplementedError: ``reduce_output`` is neither "avg" nor None.
+        ValueError: ``num_micro_batches`` is not a positive int.
     """
     if reduce_output is not None and str(reduce_output).lower() != "avg":
         raise NotImplementedError(f'reduce_output must be "avg" or None, got {reduce_output!r}')
@@ -25,16 +25,16 @@ def check_arguments(reduce_output: str | None, num_micro_batches: int) -> None:
 
 
 def mean_output(outputs: Sequence[Any], grid: PipelineGrid) -> Any:
-    """Return the mean of the model's outputs over micro-batches and replicas, tensor by tensor. Collective.
+    """Return the mean of each output tensor over micro-batches and replicas. Collective.
 
     Raises:
-        TypeError: something else than tensors, and tuples, lists and dicts of them.
+        TypeError: an output is not a tensor, or a tuple, list or dict of tensors.
     """
     first = outputs[0]
     if isinstance(first, Mapping):
         return {key: mean_output([output[key] for output in outputs], grid) for key in first}
     if isinstance(first, (tuple, list)):
-        return [mean_output(parts, grid) for parts in zip(*outputs, strict=True)]
+        return [mean_output(elements, grid) for elements in zip(*outputs, strict=True)]
     if not isinstance(first, torch.Tensor):
         raise TypeError(
             f'reduce_output="avg" takes the mean of tensors, got an output of {type(first).__name__}. '

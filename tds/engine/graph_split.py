@@ -1,14 +1,18 @@
-"""Splitting any backward by autograd's own graph: first what leads to the inputs, later what leads to weights alone.
+"""Split any backward by autograd's graph: compute input gradients first and weight gradients later.
 
-A node of the graph from which one edge leads to an input of the stage and another to a weight, and to nothing else, is
-a **branch**: ``AddmmBackward``, say. In the backward for the inputs autograd is asked for these alone, and a node of
-torch's own leaves out what nobody asks it for. The gradient that comes to a branch is kept, and for the weights the
-branch runs again, asked for them alone.
+A **branch** is a node of the graph, such as ``AddmmBackward``, with one edge that leads to an input of the stage and
+another that leads only to weights. The first pass asks autograd only for the gradients of the inputs; torch's built-in
+nodes skip gradients that are not requested. The gradient that arrives at each branch is saved. The second pass runs the
+branch again and asks only for the gradients of its weights.
 
-It costs memory: the whole graph of a micro-batch, with all that it saved, stays until its weights' turn, where the
-split of linear layers keeps two tensors for each. Not put off are weights that several branches share, those of a
-branch that is an ``autograd.Function`` (it would run twice in full), vectors of branches without a matrix, such as
-norms, and what reentrant recompute hides. Layers that are computed again are so twice.
+This costs memory: the full graph of a micro-batch, with all saved tensors, is retained until its weight gradients are
+computed, whereas the split of linear layers saves two tensors per layer. Recomputed layers are recomputed twice. The
+gradients of these weights are not deferred:
+
+* weights that several branches share;
+* weights of a branch that is an ``autograd.Function``, which would run twice in full;
+* weights of a branch without a matrix, such as the vectors of norms;
+* weights that are hidden by reentrant recompute.
 
 Source: ``torch.distributed.pipelining`` for the idea (``stage_backward_input``, ``stage_backward_weight``).
 """
@@ -26,74 +30,73 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 @dataclass(frozen=True)
 class Branch:
-    """A node, the weights that it alone leads to beside an input, and the gradients that come to it."""
+    """A branch of the graph: its node, its weights, and the gradients that arrived at the node."""
 
     node: Any
     weights: tuple[torch.Tensor, ...]
     arrived: list[Any]
 
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        """Return the weights that wait."""
+        """Return the weights whose gradients are deferred."""
         return self.weights
 
     def run(self) -> None:
-        """Add to the gradients of the weights, through their ``AccumulateGrad`` nodes."""
-        given = [
-            (GradientEdge(self.node, number), grad) for number, grad in enumerate(self.arrived) if grad is not None
-        ]
-        if given:
-            torch.autograd.backward([edge for edge, _ in given], [grad for _, grad in given], inputs=self.weights)
+        """Accumulate the weights' gradients through their ``AccumulateGrad`` nodes."""
+        grads_in = [(GradientEdge(self.node, idx), grad) for idx, grad in enumerate(self.arrived) if grad is not None]
+        if grads_in:
+            torch.autograd.backward([edge for edge, _ in grads_in], [grad for _, grad in grads_in], inputs=self.weights)
 
     def keep(self, grads: tuple[Any, ...]) -> None:
-        """Take note of what comes to the node; a hook of it."""
+        """Save the gradients that arrive at the node; registered as its prehook."""
         self.arrived[:] = grads
 
 
 class _Graph:
-    """What can be reached from ``roots``.
+    """The part of autograd's graph that is reachable from ``roots``.
 
     Attributes:
-        order: all nodes, each behind those that it leads to.
-        branches: those whose weights can be put off.
-        hidden: numbers in the weights of linear layers that are split by themselves.
+        order: all nodes, each after its ``next_functions``.
+        branches: the branches whose weight gradients can be deferred.
+        hidden: number of weight elements of the linear layers that are split without the graph.
     """
 
     def __init__(self, roots: Sequence[Any], inputs: Sequence[torch.Tensor], anchor: torch.Tensor) -> None:
         self.order = list(_nodes(_node(root) for root in roots))
-        wanted = {_node(get_gradient_edge(each)) for each in inputs}
+        input_nodes = {_node(get_gradient_edge(item)) for item in inputs}
         self._to_input: dict[Any, bool] = {}
-        self._weights: dict[Any, frozenset[torch.Tensor]] = {}  # of a node that leads to no input
+        self._weights: dict[Any, frozenset[torch.Tensor]] = {}  # the weights that each node leads to
         self.hidden = 0
         self._anchor = _node(get_gradient_edge(anchor))
         for node in self.order:
-            below = [each for each, _ in node.next_functions if each is not None]
-            self._to_input[node] = node in wanted or any(self._to_input[each] for each in below)
-            own = [node.variable] if hasattr(node, "variable") else []
-            self._weights[node] = frozenset(own).union(*(self._weights[each] for each in below))
+            below = [item for item, _ in node.next_functions if item is not None]
+            self._to_input[node] = node in input_nodes or any(self._to_input[item] for item in below)
+            leaf = [node.variable] if hasattr(node, "variable") else []
+            self._weights[node] = frozenset(leaf).union(*(self._weights[item] for item in below))
             if self._anchor in below:
                 self.hidden += node.leaves[0].numel()
         self.branches = self._find_branches(anchor)
 
     def _find_branches(self, anchor: torch.Tensor) -> list[Branch]:
-        found: list[Branch] = []
+        branches: list[Branch] = []
         uses: Counter[torch.Tensor] = Counter()
         for node in self.order:
             if not self._to_input[node]:
                 continue
-            beside = [each for each, _ in node.next_functions if each is not None and not self._to_input[each]]
-            weights = frozenset[torch.Tensor]().union(*(self._weights[each] for each in beside)) - {anchor}
+            weight_side = [child for child, _ in node.next_functions if child is not None and not self._to_input[child]]
+            weights = frozenset[torch.Tensor]().union(*(self._weights[child] for child in weight_side)) - {anchor}
             uses.update(weights)
-            is_own_function = isinstance(node, torch.autograd.function.BackwardCFunction)
-            if not is_own_function and any(weight.dim() > 1 for weight in weights):
-                found.append(Branch(node, tuple(weights), []))
-        return [branch for branch in found if all(uses[weight] == 1 for weight in branch.weights)]
+            is_custom_function = isinstance(node, torch.autograd.function.BackwardCFunction)
+            if not is_custom_function and any(weight.dim() > 1 for weight in weights):
+                branches.append(Branch(node, tuple(weights), []))
+        return [branch for branch in branches if all(uses[weight] == 1 for weight in branch.weights)]
 
 
 def pays(roots: Sequence[Any], inputs: Sequence[torch.Tensor], anchor: torch.Tensor) -> bool:
-    """Return whether the graph of ``roots`` puts more weights off than its linear layers do by themselves.
+    """Return True if splitting by the graph defers more weight elements than splitting only the linear layers.
 
     Args:
-        anchor: the leaf by which those are told apart: their nodes lead to it and have ``leaves``.
+        anchor: the leaf tensor that marks split linear layers. It is an input of each of their nodes, and each of these
+            nodes has an attribute ``leaves`` (weight, bias).
     """
     graph = _Graph(roots, inputs, anchor)
     return sum(weight.numel() for branch in graph.branches for weight in branch.weights) > graph.hidden
@@ -102,19 +105,22 @@ def pays(roots: Sequence[Any], inputs: Sequence[torch.Tensor], anchor: torch.Ten
 def backward(
     roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[torch.Tensor], anchor: torch.Tensor
 ) -> list[Branch]:
-    """Run the backward of ``roots`` but for weights that can be put off; return what is to be run for those.
+    """Run the backward of ``roots``, except for the weight gradients that can be deferred.
 
     Args:
         roots: a loss, or gradient edges with their ``grads``.
-        inputs: leaves whose gradients are wanted now.
-        anchor: as of ``pays``; with it linear layers that are split by themselves run, too.
+        inputs: leaves whose gradients are computed now.
+        anchor: see ``pays``. Its gradient is requested as well, so that the split linear layers run.
+
+    Returns:
+        The branches whose weight gradients are deferred. ``Branch.run`` computes them.
     """
     graph = _Graph(roots, inputs, anchor)
-    put_off = {weight for branch in graph.branches for weight in branch.weights}
-    now = [node.variable for node in graph.order if hasattr(node, "variable") and node.variable not in put_off]
+    deferred = {weight for branch in graph.branches for weight in branch.weights}
+    leaves = [node.variable for node in graph.order if hasattr(node, "variable") and node.variable not in deferred]
     hooks = [branch.node.register_prehook(branch.keep) for branch in graph.branches]
     try:
-        torch.autograd.backward(roots, grads or None, retain_graph=bool(hooks), inputs=now)
+        torch.autograd.backward(roots, grads or None, retain_graph=bool(hooks), inputs=leaves)
     finally:
         for hook in hooks:
             hook.remove()
@@ -128,7 +134,7 @@ def _node(root: Any) -> Any:
 
 
 def _nodes(roots: Iterator[Any]) -> Iterator[Any]:
-    """Yield every node below ``roots`` once, behind those that it leads to."""
+    """Yield every node that is reachable from ``roots`` once, after its ``next_functions``."""
     seen: set[Any] = set()
     stack = [(node, False) for node in roots]
     while stack:
@@ -138,4 +144,4 @@ def _nodes(roots: Iterator[Any]) -> Iterator[Any]:
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack += [(each, False) for each, _ in node.next_functions if each is not None and each not in seen]
+            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]

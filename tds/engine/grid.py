@@ -1,4 +1,4 @@
-"""PipelineGrid: the process groups of a pipeline, and the position of this rank in them."""
+"""PipelineGrid: the process groups of a pipeline and this rank's position in them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any, Protocol
 
 
 class PipelineGrid(Protocol):
-    """Ranks arranged by stage, replica and tensor rank. DeepSpeed's ``PipelineParallelGrid`` is one.
+    """Ranks arranged by stage, replica and tensor rank. DeepSpeed's ``PipelineParallelGrid`` implements this protocol.
 
     Attributes:
-        pipe_parallel_size, data_parallel_size, model_parallel_size: stages, replicas, tensor ranks.
+        pipe_parallel_size, data_parallel_size, model_parallel_size: number of stages, replicas and tensor ranks.
         pipe_groups: the global ranks of each pipeline.
     """
 
@@ -25,7 +25,7 @@ class PipelineGrid(Protocol):
         """Return the global rank of this process."""
 
     def get_data_parallel_rank(self) -> int:
-        """Return the replica of this rank."""
+        """Return the index of this rank's replica."""
 
     def get_slice_parallel_rank(self) -> int:
         """Return the tensor rank of this rank."""
@@ -37,7 +37,7 @@ class PipelineGrid(Protocol):
         """Return the process group of this rank's pipeline."""
 
     def get_data_parallel_group(self) -> Any:
-        """Return the process group of the replicas of this rank's stage and shards."""
+        """Return the process group of the ranks that hold this rank's stage and shards in each replica."""
 
     def get_slice_parallel_group(self) -> Any:
         """Return the process group of the tensor ranks of this rank's stage."""

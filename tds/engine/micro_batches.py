@@ -1,4 +1,4 @@
-"""Micro-batches for the first and the last stage."""
+"""Reading of micro-batches on the first and the last stage."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tds.user_functions import BatchFn
 class BatchSource:
     """Reads (inputs, labels) from an iterator through the user's batch function.
 
-    A rank without an iterator still calls the function, with None, so that it can take part in a broadcast over the
-    tensor group.
+    A rank without an iterator calls the function with None, so that it can take part in a broadcast over the tensor
+    group.
 
     Args:
-        agreement: asks all ranks whether they have data; None where there is one rank, or no data end.
+        agreement: checks whether all ranks have data; None with a single rank, or if the loaders never end.
 
     Attributes:
-        ended_at: the micro-batch that the iterator did not give; None while it gives all.
-        checksums: of each micro-batch, where they are to be compared.
+        ended_at: index of the first micro-batch that the iterator could not yield; None if it has not ended.
+        checksums: checksum of each micro-batch, if ``agreement`` compares them.
     """
 
     iterator: Iterator[Any] | None
@@ -50,14 +50,14 @@ class BatchSource:
             )
 
     def begin(self, reads: bool) -> None:
-        """Read the first micro-batch, so that an iterator at its end raises before anything is on its way. Collective.
+        """Read the first micro-batch, so that an exhausted iterator raises before any message is sent. Collective.
 
         Args:
-            reads: this rank reads in this call.
+            reads: this rank reads data in this call.
 
         Raises:
-            StopIteration: the data have ended on all ranks.
-            DataEnded: they have ended on some.
+            StopIteration: the data have ended on all ranks that read.
+            DataEnded: the data have ended on some of them.
             RuntimeError: there is neither an iterator nor a batch function.
         """
         if reads and self.iterator is None and self.batch_fn is None:
@@ -76,30 +76,36 @@ class BatchSource:
             self._first = self._read()
 
     def next(self, micro_batch: int = 0) -> tuple[Any, Any]:
-        """Return the next (inputs, labels), those of ``micro_batch``.
+        """Return (inputs, labels) of the next micro-batch.
+
+        Args:
+            micro_batch: index of that micro-batch.
 
         Raises:
-            DataEnded: the iterator has ended, and no other rank waits for this one.
-            TypeError: the batch is no pair.
+            DataEnded: the iterator has ended, and ``agreement`` is None.
+            TypeError: the batch is not a pair.
         """
         first, self._first = self._first, None
         return self._read() if first is None else first
 
     def read_ahead(self) -> None:
-        """Let the iterator read ahead, as ``read_ahead`` does."""
+        """Call the function ``read_ahead`` with this source's iterator."""
         read_ahead(self.iterator)
 
     def end(self, num_micro_batches: int) -> None:
-        """See that no rank's data have ended within the call, and that they agree, where that was asked. Collective.
+        """Check that no rank's data ended during the call and, if requested, that all ranks read the same. Collective.
 
         Raises:
-            DataEnded, DataDisagreement: on all ranks alike.
+            DataEnded, DataDisagreement: on all ranks.
         """
         if self.agreement is not None:
             self.agreement.end(self.ended_at, self.checksums, num_micro_batches)
 
     def _fetch(self, iterator: Iterator[Any]) -> int:
-        """Take what the iterator gives first, ahead of the batch function, in which others of a group may wait."""
+        """Fetch the first item from ``iterator``; return READY, or ENDED if there is none.
+
+        This happens before the batch function runs, because other ranks of the tensor group may wait inside theirs.
+        """
         try:
             self._fetched = [next(iterator)]
         except StopIteration:
@@ -118,7 +124,7 @@ class BatchSource:
         return batch[0], batch[1]
 
     def _given(self, iterator: Iterator[Any]) -> Any:
-        """Return what the iterator gives; once it has ended what it gave last, which ``end`` will tell."""
+        """Return the next item of the iterator; after its end, repeat the last item until ``end`` raises the error."""
         try:
             batch = self._fetched.pop() if self._fetched else next(iterator)
         except StopIteration:
@@ -126,7 +132,8 @@ class BatchSource:
                 raise DataEnded(f"the data ended behind {self._number} micro-batches of a global batch") from None
             self.ended_at = self._number if self.ended_at is None else self.ended_at
             return copy.copy(self._last)
-        self._last = copy.copy(batch) if isinstance(batch, (dict, list)) else batch  # a batch function may empty it
+        # Copied because a batch function may empty the item.
+        self._last = copy.copy(batch) if isinstance(batch, (dict, list)) else batch
         return batch
 
     def _origin(self) -> str:
@@ -137,12 +144,12 @@ class BatchSource:
 
 @dataclass
 class BothEndsSource(BatchSource):
-    """Of a stage with the first piece and, in another chunk, the last: labels wait until they are asked for."""
+    """Source for a stage with both the first and the last piece; stores labels until the last piece needs them."""
 
     _labels: dict[int, Any] = field(default_factory=dict, init=False)
 
     def next(self, micro_batch: int = 0) -> tuple[Any, Any]:
-        """Return the next (inputs, labels), those of ``micro_batch``; where it was read already (None, its labels)."""
+        """Return (inputs, labels) of ``micro_batch`` on the first call for it, and (None, labels) on the second."""
         if micro_batch in self._labels:
             return None, self._labels.pop(micro_batch)
         inputs, labels = super().next(micro_batch)
@@ -151,22 +158,23 @@ class BothEndsSource(BatchSource):
 
 
 def read_ahead(iterator: Iterator[Any] | None) -> None:
-    """Tell an iterator that can read ahead, by a method of that name, that the host has time: the device has work."""
+    """Call the iterator's method ``read_ahead``, if it has one, to prefetch data while the device is busy."""
     read = getattr(iterator, "read_ahead", None)
     if read is not None:
         read()
 
 
 def stage_inputs(inputs: Any, device: torch.device, *, needs_grad: bool) -> Any:
-    """Return copies of a micro-batch's inputs on ``device``: layers may change them in place.
+    """Return copies of a micro-batch's inputs on ``device``, which layers may change in place.
 
-    A list becomes a tuple, a namedtuple stays one.
+    A list becomes a tuple; a namedtuple stays a namedtuple.
 
     Args:
-        needs_grad: let floats require a gradient, without which reentrant recompute detaches the first layers.
+        needs_grad: make float tensors require gradients. Reentrant recompute needs this, because it detaches the output
+            if no input requires a gradient.
 
     Raises:
-        TypeError: something else than tensors, and tuples, lists and dicts of them.
+        TypeError: an input is not a tensor, or a tuple, list or dict of tensors.
     """
 
     def copied(value: Any, path: str) -> Any:
@@ -174,9 +182,9 @@ def stage_inputs(inputs: Any, device: torch.device, *, needs_grad: bool) -> Any:
             copy = upload(value.detach(), device)
             return with_leaves([copy])[0][0] if needs_grad and copy.is_floating_point() else copy
         if isinstance(value, (tuple, list)):
-            return tuple_like(value, [copied(each, f"{path}[{place}]") for place, each in enumerate(value)])
+            return tuple_like(value, [copied(element, f"{path}[{idx}]") for idx, element in enumerate(value)])
         if isinstance(value, Mapping):
-            return {key: copied(each, f"{path}[{key!r}]") for key, each in value.items()}
+            return {key: copied(element, f"{path}[{key!r}]") for key, element in value.items()}
         raise refuse_input(value, path, inputs)
 
     return copied(inputs, "inputs")

@@ -1,4 +1,4 @@
-"""EngineMonitor: bubble, traces, watchdog and table of stages of an engine."""
+"""EngineMonitor: bubble, trace, watchdog, schedule "auto" and table of stages of an engine."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ _log = logging.getLogger("tds")
 
 @dataclass(frozen=True)
 class Names:
-    """Names of the ranks of the job, by rank, and of the layers of the model; without layers there is no table."""
+    """Names of the ranks, in order, and of the model's layers. The table of stages needs the layer names."""
 
     ranks: Sequence[str]
     layers: Sequence[str] = ()
 
 
 class EngineMonitor:
-    """The bubble, the trace, the watchdog, the schedule "auto" and the table of stages of an engine.
+    """Measurements and supervision of an engine: bubble, trace, watchdog, schedule "auto" and table of stages.
 
-    Made by the engine once its stage is built. Collective over all ranks.
+    The engine constructs it after its stage. Collective over all ranks.
 
     Args:
-        owner: the trace is drawn at the latest when this object is deleted.
-        plan: the engine's; a schedule that is measured to be better is set in it.
-        world_group: all ranks of the engine.
-        num_micro_batches: of a replica in a step, as the engine is built.
+        owner: the trace is drawn when this object is deleted, unless it has been drawn before.
+        plan: the engine's schedule plan; "auto" sets the fastest schedule in it.
+        world_group: process group of all ranks of the engine.
+        num_micro_batches: number of micro-batches per replica and step at construction.
     """
 
     def __init__(
@@ -76,19 +76,23 @@ class EngineMonitor:
 
     @contextmanager
     def step(self, step: int, num_micro_batches: int) -> Iterator[None]:
-        """Watch and measure one train_batch, the update ``step``, and record it if that is asked for."""
+        """Watch and time one ``train_batch``; record its actions if the trace or "auto" needs them.
+
+        Args:
+            step: number of updates before this one.
+        """
         self._stage.span = None
         has_readers = self._tracing is not None or self._auto is not None
         recording = self._recording(step, num_micro_batches) if has_readers else nullcontext()
         with self.watchdog.over("in train_batch"), recording:
             yield
             if self._stage.span is not None:
-                began, ended = self._stage.span
-                self._bubble.note(began, ended, list(self._exchange.waits))
+                start, end = self._stage.span
+                self._bubble.note(start, end, list(self._exchange.waits))
 
     @contextmanager
     def _recording(self, step: int, num_micro_batches: int) -> Iterator[None]:
-        """Record the actions of a step for the trace and "auto"; an error loses no recorded action."""
+        """Record the actions of a step for the trace and "auto". The trace also gets the actions of a failed step."""
         if self._auto is not None:
             self._auto.before_step(num_micro_batches)
         is_traced = self._tracing is not None and self._tracing.records_step
@@ -111,17 +115,17 @@ class EngineMonitor:
 
     @contextmanager
     def watching(self, phase: str) -> Iterator[None]:
-        """Let the watchdog know what this rank is in, such as "in eval_batch"."""
+        """Name the current phase of this rank, such as "in eval_batch", for the watchdog."""
         with self.watchdog.over(phase):
             yield
 
     def keep_schedule(self) -> None:
-        """Let "auto" leave the schedule alone from now on: the program has set one, on every rank."""
+        """Stop "auto" from changing the schedule, because the program has set one on every rank."""
         if self._auto is not None:
             self._auto.keep_schedule()
 
     def bubble(self, reader: str = "program") -> float | None:
-        """Return the share of idle time in the training steps since this reader's last call.
+        """Return the fraction of idle time in the training steps since this reader's last call.
 
         Collective over the pipeline.
         """
@@ -134,16 +138,16 @@ class EngineMonitor:
         return self._bubble.drain(reader)
 
     def close(self) -> None:
-        """Finish what is to be done at the end of a run: the picture of the trace."""
+        """Draw the picture of the trace, if there is a trace."""
         if self._tracing is not None:
             self._tracing.close()
 
     def _agreed_time_ns(self, offset_ns: int) -> int:
-        """Return the wall clock of rank 0: the origin of traces, and a name that no other engine has. Collective."""
-        now = torch.tensor([time.perf_counter_ns() + offset_ns], dtype=torch.int64, device=self._device)
+        """Return rank 0's wall-clock time: the origin of traces and a unique name for this engine. Collective."""
+        now_ns = torch.tensor([time.perf_counter_ns() + offset_ns], dtype=torch.int64, device=self._device)
         if dist.get_world_size() > 1:
-            dist.broadcast(now, src=0)
-        return int(now)
+            dist.broadcast(now_ns, src=0)
+        return int(now_ns)
 
     def _make_watchdog(self, origin_ns: int) -> watchdog.EngineWatchdog:
         names, limit = list(self._names.ranks), self._exchange.links.timeout
@@ -166,10 +170,10 @@ class EngineMonitor:
 
     def _make_auto(self) -> auto_schedule.Auto | None:
         placement = self._stage.placement
-        asked = auto_schedule.asked_for(self._settings.schedule)
-        if asked is None:
+        setting = auto_schedule.asked_for(self._settings.schedule)
+        if setting is None:
             return None
         return auto_schedule.Auto(
-            self._plan.set, auto_schedule.choices(asked, placement), placement=placement, stage=self._stage.index,
+            self._plan.set, auto_schedule.choices(setting, placement), placement=placement, stage=self._stage.index,
             group=self._world_group, device=self._device,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The gradients of an optimizer of torch's form, or of one that keeps them elsewhere and says where."""
+"""OptimizerGradients: access to the gradients in ``param.grad`` or in an optimizer's own buffers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from tds.bucket_reducer import BucketSchedule
 
 
 class OptimizerGradients:
-    """A ``GradientSource``: gradients in ``param.grad``, or wherever ``optimizer.gradient_of`` returns them.
+    """A ``GradientSource`` that reads gradients from ``param.grad``, or from ``optimizer.gradient_of`` if it exists.
 
-    For an optimizer without a ``gradient_source`` of its own; Megatron's has ``optim.gradients.engine_source``.
+    It serves optimizers without a ``gradient_source`` attribute. Megatron's optimizer has one:
+    ``optim.gradients.engine_source``.
     """
 
     come_in_hooks = True
@@ -32,7 +33,7 @@ class OptimizerGradients:
         return bool(getattr(self.optimizer, "clips_gradients", False))
 
     def use_buckets(self, order: BucketSchedule) -> None:
-        """Return None: gradients stay where the optimizer has them."""
+        """Return None: the gradients stay in the optimizer's storage."""
 
     def of(self, parameter: torch.Tensor) -> torch.Tensor:
         gradient = self._gradient_of(parameter)

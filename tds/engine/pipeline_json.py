@@ -21,9 +21,9 @@ KEYS = (
     "trace_steps", "timeout_s", "check_data", "overlap_reduction", "p2p_max_ctas", "backward_split",
     "overlap_forward_backward",
 )  # fmt: skip
-"""DeepSpeed 0.19's, and ours: schedule, schedule_file, chunks, placement, micro_batch_group_size, trace,
-trace_steps, timeout_s, check_data, overlap_reduction, p2p_max_ctas, backward_split. "overlap_forward_backward" was
-removed: it is accepted, and ``log_unused_settings`` reports that it has no effect."""
+"""Accepted keys. tds adds the following to the keys of DeepSpeed 0.19: schedule, schedule_file, chunks, placement,
+micro_batch_group_size, trace, trace_steps, timeout_s, check_data, overlap_reduction, p2p_max_ctas, backward_split.
+"overlap_forward_backward" was removed: it is accepted, and ``log_unused_settings`` reports that it has no effect."""
 BACKWARD_SPLITS = {"auto": None, "linear": False, "graph": True}
 UNSUPPORTED = {
     "amp": 'use "bf16" or "fp16"',
@@ -31,7 +31,7 @@ UNSUPPORTED = {
     "compression_training": "quantize or prune in your own layers, or after training",
     "eigenvalue": "take eigenvalues in the program, between steps",
 }
-"""Sections of the JSON that act in the forward and backward of DeepSpeed's own engine, and what to do without them."""
+"""JSON sections that only DeepSpeed's engine implements, in its forward and backward, and the alternative to each."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,18 @@ class PipelineSettings:
 
     Args:
         schedule: name or function; None: the default of the placement.
-        group_size: micro-batches that pass through a chunk before the next chunk's turn; 0: the number of stages.
-        timeout: time limit of each wait for another rank; None: none.
+        group_size: number of micro-batches that run through a chunk before the next chunk starts; 0: the number of
+            stages.
+        timeout: time limit of each wait for another rank; None: no limit.
         checks_data: compare checksums of the data that the ranks of a replica have read.
         overlaps_reduction: start all-reduces over replicas during the backward pass.
-        max_ctas: CTAs of a message on a GPU; 0: as NCCL chooses.
-        splits_by_graph: defer what autograd's graph allows in a split backward; None: where linear layers have less
-            than half of the weights.
-        trace: (folder, number of steps) of a trace.
-        reduce_bucket_size: elements of a bucket of gradients; 0: by the number of replicas.
-        sums_dtype: type in which gradients are all-reduced; None: their own.
-        gradient_clipping: maximum norm of the gradients; 0: none.
+        max_ctas: maximum number of CTAs per message on a GPU; 0: NCCL's default.
+        splits_by_graph: defer every weight gradient that autograd's graph allows in a split backward. None: only if
+            linear layers have less than half of the weights that could be deferred.
+        trace: (folder, number of steps) of the trace; None: no trace.
+        reduce_bucket_size: elements per gradient bucket; 0: chosen by the number of replicas.
+        sums_dtype: type in which gradients are all-reduced; None: the gradients' type.
+        gradient_clipping: maximum norm of the gradients; 0: no clipping.
     """
 
     schedule: Any = None
@@ -69,15 +70,16 @@ class PipelineSettings:
 def settings_of(
     given: Mapping[str, Any], section: Mapping[str, Any], module: Any, placement: Placement, timeout: timedelta | None
 ) -> PipelineSettings:
-    """Return the settings of the JSON ``given``.
+    """Return the settings of DeepSpeed's JSON.
 
     Args:
-        section: its section "pipeline", with defaults.
-        module: the model; recompute is configured.
+        given: the full JSON.
+        section: its section "pipeline", with defaults filled in.
+        module: the model, with recompute already configured.
         timeout: the default time limit.
 
     Raises:
-        ValueError: a key or a value that is not valid.
+        ValueError: a key or a value is not valid.
     """
     check_keys(section)
     return PipelineSettings(
@@ -94,7 +96,7 @@ def settings_of(
 
 
 def check_keys(section: Mapping[str, Any]) -> None:
-    """Raise ValueError for keys that nobody reads."""
+    """Raise ValueError for unknown keys."""
     unknown = [key for key in section if key not in KEYS]
     if not unknown:
         return
@@ -106,24 +108,25 @@ def check_keys(section: Mapping[str, Any]) -> None:
 
 
 def chosen_schedule(section: Mapping[str, Any], module: Any) -> Any:
-    """Return the schedule that the section asks for: a name, a function (from a program's own dict, or that of a file),
-    or None.
+    """Return the schedule of the section: a name, a function, or None.
+
+    A function comes from a config dict in Python, or from a schedule file.
 
     Raises:
-        ScheduleError: a file that holds no order, or one that cannot run.
-        ValueError: chunks, a placement or an interleaved schedule that do not agree with the module.
+        ScheduleError: a schedule file contains no order, or an order that cannot run.
+        ValueError: "chunks", "placement" or an interleaved schedule does not match the module.
     """
     has_chunks = hasattr(module, "chunks")
     chunks, placement = (module.chunks, module.placement) if has_chunks else (1, LOOP)
-    asked, schedule = section.get("chunks", chunks), section.get("schedule")
-    if not has_chunks and (asked != 1 or schedule == "interleaved"):
+    setting, schedule = section.get("chunks", chunks), section.get("schedule")
+    if not has_chunks and (setting != 1 or schedule == "interleaved"):
         raise ValueError(
             f"a stage of several chunks needs tds.PipelineModule(..., chunks=c), got a plain {type(module).__name__} "
-            f'and "pipeline": {{"schedule": {schedule!r}, "chunks": {asked!r}}}. Build it with tds.PipelineModule.'
+            f'and "pipeline": {{"schedule": {schedule!r}, "chunks": {setting!r}}}. Build it with tds.PipelineModule.'
         )
-    if asked != chunks:
+    if setting != chunks:
         raise ValueError(
-            f'"pipeline": {{"chunks": ...}} in the JSON must be the module\'s, got {asked!r} there and {chunks=} in '
+            f'"pipeline": {{"chunks": ...}} in the JSON must be the module\'s, got {setting!r} there and {chunks=} in '
             "PipelineModule. The layers are built before the JSON is read: change the module, or leave the key out."
         )
     if section.get("placement", placement) != placement:
@@ -138,23 +141,24 @@ def chosen_schedule(section: Mapping[str, Any], module: Any) -> Any:
 
 
 def _schedule_in(path: Any, section: Mapping[str, Any]) -> FileSchedule:
-    """Return the order of a file, which stands alone."""
-    beside = [key for key in ("schedule", "micro_batch_group_size") if section.get(key)]
-    if not isinstance(path, (str, os.PathLike)) or beside:
+    """Return the schedule of the file ``path``; other schedule keys in the section are an error."""
+    conflicting = [key for key in ("schedule", "micro_batch_group_size") if section.get(key)]
+    if not isinstance(path, (str, os.PathLike)) or conflicting:
         raise ValueError(
             f'"pipeline": {{"schedule_file": ...}} must be the path of a file, and stand without "schedule" and '
-            f'"micro_batch_group_size", got {path!r}' + (f" beside {', '.join(beside)}" if beside else "")
+            f'"micro_batch_group_size", got {path!r}' + (f" beside {', '.join(conflicting)}" if conflicting else "")
         )
     return read_schedule(os.fspath(path))
 
 
 def accepted(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON without the sections of ``UNSUPPORTED``, all of which must be switched off.
+    """Return the JSON without the ``UNSUPPORTED`` sections, all of which must be disabled.
 
-    DeepSpeed refuses some of them even so, since it has dropped what they are for.
+    These sections are removed because newer releases of DeepSpeed, which dropped some of the features, raise an error
+    for their sections even if they are disabled.
 
     Raises:
-        NotImplementedError: one of them is enabled.
+        NotImplementedError: an unsupported section is enabled.
     """
     for key, instead in UNSUPPORTED.items():
         if _is_enabled(given.get(key)):
@@ -166,30 +170,31 @@ def accepted(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_enabled(section: Any) -> bool:
-    """Return whether ``section``, or a section within, says so."""
+    """Return True if ``section`` or a section nested in it is enabled."""
     if not isinstance(section, Mapping):
         return section is True
     return any(_is_enabled(value) for key, value in section.items() if key == "enabled" or isinstance(value, Mapping))
 
 
 def splits_by_graph(section: Mapping[str, Any], module: Any) -> bool | None:
-    """Return whether weights are put off by autograd's graph, too; None: where linear layers have less than half.
+    """Return ``PipelineSettings.splits_by_graph``: the value of "backward_split" as True, False or None ("auto").
 
     Raises:
-        ValueError: "backward_split" is none of BACKWARD_SPLITS.
+        ValueError: "backward_split" is not in ``BACKWARD_SPLITS``.
     """
-    asked = section.get("backward_split", "auto")
-    if asked not in BACKWARD_SPLITS:
-        raise ValueError(f'"pipeline": {{"backward_split": ...}} must be "auto", "linear" or "graph", got {asked!r}')
-    recomputes = bool(getattr(module, "activation_checkpoint_interval", 0))  # by the graph it would do so twice
-    return False if asked == "auto" and recomputes else BACKWARD_SPLITS[asked]
+    setting = section.get("backward_split", "auto")
+    if setting not in BACKWARD_SPLITS:
+        raise ValueError(f'"pipeline": {{"backward_split": ...}} must be "auto", "linear" or "graph", got {setting!r}')
+    # Splitting by the graph would recompute each layer twice, so "auto" does not use it with recompute.
+    recomputes = bool(getattr(module, "activation_checkpoint_interval", 0))
+    return False if setting == "auto" and recomputes else BACKWARD_SPLITS[setting]
 
 
 def wait_limit(section: Mapping[str, Any], default: timedelta | None) -> timedelta | None:
-    """Return how long a stage waits for another.
+    """Return the time limit of a stage's waits for other stages.
 
     Raises:
-        ValueError: "timeout_s" is no positive number.
+        ValueError: "timeout_s" is not a positive number.
     """
     limit = section.get("timeout_s")
     if limit is None:
@@ -200,7 +205,7 @@ def wait_limit(section: Mapping[str, Any], default: timedelta | None) -> timedel
 
 
 def compares_data(section: Mapping[str, Any]) -> bool:
-    """Return whether the ranks of a replica are to compare checksums of what they have read.
+    """Return True if the ranks of a replica compare checksums of the data that they have read.
 
     Raises:
         ValueError: "check_data" is neither true nor false.
@@ -209,7 +214,7 @@ def compares_data(section: Mapping[str, Any]) -> bool:
 
 
 def overlaps_reduction(section: Mapping[str, Any]) -> bool:
-    """Return whether sums over replicas are to start while the backward runs.
+    """Return True if the all-reduces over the replicas start during the backward pass.
 
     Raises:
         ValueError: "overlap_reduction" is neither true nor false.
@@ -218,49 +223,50 @@ def overlaps_reduction(section: Mapping[str, Any]) -> bool:
 
 
 def max_ctas(section: Mapping[str, Any]) -> int:
-    """Return how many processors of a GPU a message between stages may hold.
+    """Return the maximum number of CTAs of a message between stages on a GPU; 0: NCCL's default.
 
     Raises:
-        ValueError: "p2p_max_ctas" is no whole number of 0 or more.
+        ValueError: "p2p_max_ctas" is not a non-negative int.
     """
-    asked = section.get("p2p_max_ctas", process_groups.MAX_CTAS)
-    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 0:
+    value = section.get("p2p_max_ctas", process_groups.MAX_CTAS)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(
-            f'"pipeline": {{"p2p_max_ctas": ...}} must be a whole number of 0 (as NCCL chooses) or more, got {asked!r}'
+            f'"pipeline": {{"p2p_max_ctas": ...}} must be a whole number of 0 (as NCCL chooses) or more, got {value!r}'
         )
-    return asked
+    return value
 
 
 def group_size(section: Mapping[str, Any], placement: Placement) -> int:
-    """Return how many micro-batches go through a chunk before the next one's turn; 0: as many as stages.
+    """Return the group size of the schedule "interleaved" in micro-batches; 0: the number of stages.
 
     Raises:
-        ValueError: "micro_batch_group_size" is no whole number of the stages or more, or there is one chunk, or a V.
+        ValueError: "micro_batch_group_size" is not an int of at least the number of stages, or the stages have one
+            chunk, or the placement is not "loop".
     """
-    asked = section.get("micro_batch_group_size", 0)
-    is_number = isinstance(asked, int) and not isinstance(asked, bool)
-    if asked != 0 and not (is_number and asked >= placement.num_stages):
+    value = section.get("micro_batch_group_size", 0)
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if value != 0 and not (is_number and value >= placement.num_stages):
         raise ValueError(
             '"pipeline": {"micro_batch_group_size": ...} must be a whole number, as large as the stages are many, got '
-            f"{asked!r} for {placement.num_stages} stages"
+            f"{value!r} for {placement.num_stages} stages"
         )
-    if asked and (placement.num_chunks == 1 or placement.kind != LOOP):
+    if value and (placement.num_chunks == 1 or placement.kind != LOOP):
         raise ValueError(
-            f'"pipeline": {{"micro_batch_group_size": {asked}}} needs several chunks on each stage, in a {LOOP}, got '
+            f'"pipeline": {{"micro_batch_group_size": {value}}} needs several chunks on each stage, in a {LOOP}, got '
             f"{placement.num_chunks} in a {placement.kind}. Leave it out"
         )
-    return int(asked)
+    return int(value)
 
 
 def reduce_bucket_size(given: Mapping[str, Any]) -> int:
-    """Return how many numbers "zero_optimization" of the JSON asks for in a bucket; 0 where it does not say."""
+    """Return "reduce_bucket_size" of the JSON's "zero_optimization", in elements; 0 if it is not set."""
     section = given.get("zero_optimization")
-    asked = section.get("reduce_bucket_size", 0) if isinstance(section, Mapping) else 0
-    return int(asked) if isinstance(asked, (int, float)) else 0  # "auto" says nothing
+    value = section.get("reduce_bucket_size", 0) if isinstance(section, Mapping) else 0
+    return int(value) if isinstance(value, (int, float)) else 0  # "auto" counts as not set
 
 
 def _switch(section: Mapping[str, Any], key: str, default: bool) -> bool:
-    asked = section.get(key, default)
-    if not isinstance(asked, bool):
-        raise ValueError(f'"pipeline": {{"{key}": ...}} must be true or false, got {asked!r}')
-    return asked
+    value = section.get(key, default)
+    if not isinstance(value, bool):
+        raise ValueError(f'"pipeline": {{"{key}": ...}} must be true or false, got {value!r}')
+    return value

@@ -1,4 +1,4 @@
-"""Recompute: what a stage asks of the activation recomputation of its layers."""
+"""Recompute: the interface between a stage and the activation recomputation of its layers."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, Protocol
 class Recompute(Protocol):
     """Activation recomputation of the layers of one stage.
 
-    A module without it has no ``activation_checkpoint_interval``, or 0.
+    A module without recomputation has no ``activation_checkpoint_interval``, or has it set to 0.
     """
 
     def running(self, module: Any) -> AbstractContextManager[None]:
-        """Return a context in which the forward of ``module`` runs as it is configured."""
+        """Return a context in which the forward of ``module`` runs with the configured recomputation."""
 
     def is_reentrant(self, module: Any) -> bool:
-        """Return True if the float inputs of the first stage must require a gradient."""
+        """Return True if recomputation is reentrant: then float inputs of the first stage must require a gradient."""
 
     def discard(self) -> None:
-        """Drop what a forward pass without a backward pass has stored."""
+        """Drop the state that a forward pass without a backward pass has stored."""
 
     def preserving_state(self, module: Any) -> AbstractContextManager[None]:
-        """Return a context after which random number states and counts of forward passes are as before."""
+        """Return a context that restores random number states, and counts of forwards that seed layers, at its end."""
 
 
 class NoRecompute:
-    """Layers that are not recomputed, or that recompute on their own."""
+    """Implementation for layers that are not recomputed, or that recompute without the engine."""
 
     def running(self, module: Any) -> AbstractContextManager[None]:
         return nullcontext()

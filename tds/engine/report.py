@@ -1,4 +1,4 @@
-"""Report: what an engine tells about its steps while they run."""
+"""Report: the interface by which an engine reports times and losses of its steps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tds.loss_reduction import MeanLosses
 
 FORWARD, BACKWARD, REDUCTION, STEP, TRAIN_BATCH = "forward", "backward", "reduction", "step", "train_batch"
 PARTS = (FORWARD, BACKWARD, REDUCTION, STEP, TRAIN_BATCH)
-"""Parts of a step. What train_batch has beyond the sum of the others is the wait for other stages."""
+"""Timed parts of a step. ``TRAIN_BATCH`` minus the sum of the others is the time spent waiting for other stages."""
 
 
 def untimed(_: str) -> AbstractContextManager[None]:
-    """Measure nothing."""
+    """Return a context that measures nothing; the default of ``Call.part``."""
     return nullcontext()
 
 
@@ -21,10 +21,10 @@ class Report(Protocol):
     """Receives the times and losses of an engine."""
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """Return a context for one of ``PARTS``."""
+        """Return a context that times one of ``PARTS``."""
 
     def step(self) -> AbstractContextManager[None]:
-        """Return a context for one ``train_batch``."""
+        """Return a context around one ``train_batch``."""
 
     def write_training(self, means: MeanLosses) -> None:
         """Report the losses of a step, after the update."""

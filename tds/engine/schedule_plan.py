@@ -1,4 +1,4 @@
-"""SchedulePlan: the actions of a stage, from a named schedule, a user's order, or ``auto``."""
+"""SchedulePlan: the actions of a stage, from a named schedule or a user's function."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from tds.schedule.simulate import by_default
 
 
 class SchedulePlan:
-    """The orders of one stage.
+    """The action lists of one stage, for training and evaluation.
 
     Args:
-        schedule: a name, or a function of (stages, micro-batches, stage) to a list of actions; None: 1f1b, or
-            interleaved where a stage has several chunks, zb-v in a V.
-        group_size: micro-batches that go through a chunk before the next one's turn, of "interleaved"; 0: the stages.
+        schedule: a name, or a function that maps (number of stages, number of micro-batches, stage) to a list of
+            actions. None: 1f1b; with several chunks interleaved, or zb-v for the placement "v".
+        group_size: for "interleaved": number of micro-batches that run through a chunk before the next chunk starts;
+            0: the number of stages.
 
     Raises:
-        ValueError: no such name, or it does not go with ``placement``.
+        ValueError: the name is unknown or does not fit ``placement``.
     """
 
     def __init__(self, schedule: Any, *, placement: Placement, stage: int, group_size: int = 0) -> None:
@@ -35,16 +36,16 @@ class SchedulePlan:
         self.set(by_default(placement.num_chunks, placement.kind) if schedule is None else schedule)
 
     def set(self, schedule: Any) -> None:
-        """Run ``schedule`` from the next call on."""
-        known = self.placement.num_chunks, self.placement.kind, self.group_size
-        self.order: Order = schedule if callable(schedule) else schedule_named(schedule, *known)
+        """Use ``schedule`` from the next call on."""
+        placement_args = self.placement.num_chunks, self.placement.kind, self.group_size
+        self.order: Order = schedule if callable(schedule) else schedule_named(schedule, *placement_args)
         self.name = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
         self._is_built_in = not callable(schedule)
         self._actions: dict[int, list[Action]] = {}
         self._limits: dict[tuple[int, bool], tuple[int, Posts]] = {}
 
     def training(self, num_micro_batches: int) -> list[Action]:
-        """Return the actions of a train_batch; a user's own order is proven to run first."""
+        """Return the actions of a ``train_batch``. A user's function is validated before its first use."""
         if num_micro_batches not in self._actions:
             self._prove(num_micro_batches)
             self._actions[num_micro_batches] = self.order(self.placement.num_stages, num_micro_batches, self.stage)
@@ -55,11 +56,11 @@ class SchedulePlan:
             prove(self.order, self.name, num_micro_batches, self.placement)
 
     def evaluation(self, num_micro_batches: int) -> list[Action]:
-        """Return the actions of an eval_batch."""
+        """Return the actions of an ``eval_batch``."""
         return _forwards(self.placement.num_chunks)(self.placement.num_stages, num_micro_batches, self.stage)
 
     def limits(self, num_micro_batches: int, *, is_training: bool = True) -> tuple[int, Posts]:
-        """Return the limit of sends that wait, and when each receive is posted, for ``P2PCommunicator.set_limits``."""
+        """Return the send window and the posting times of receives, as ``P2PCommunicator.set_limits`` expects them."""
         key = num_micro_batches, is_training
         if key not in self._limits:
             if is_training:
@@ -78,10 +79,14 @@ def _forwards(num_chunks: int) -> Order:
 
 
 def prove(order: Order, name: str, num_micro_batches: int, placement: Placement) -> None:
-    """Raise ScheduleError, with the name of a user's ``order``, unless it trains what it must and cannot stop."""
+    """Validate a user's ``order``: raise ScheduleError if it is incomplete or would deadlock.
+
+    Args:
+        name: name of the schedule for the error message.
+    """
     try:
         num_stages = placement.num_stages
-        every = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
-        validate(every, num_micro_batches, num_chunks=placement.num_chunks, placement=placement.kind)
+        stages = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
+        validate(stages, num_micro_batches, num_chunks=placement.num_chunks, placement=placement.kind)
     except ScheduleError as error:
         raise ScheduleError(f"the schedule {name} cannot run: {error}") from error

@@ -1,4 +1,4 @@
-"""Stage: one method per action of a schedule."""
+"""Stage: runs the actions of a schedule on one pipeline rank; one method per action type."""
 
 from __future__ import annotations
 
@@ -32,11 +32,17 @@ if TYPE_CHECKING:
 
 
 class Stage:
-    """The layers of one pipeline rank with their messages.
+    """The layers of one pipeline rank and their communication with the adjacent stages.
+
+    Args:
+        module: the layers of this stage, see ``ScheduleEngine``.
+        exchange: the communicator of this stage.
+        by_graph: split backwards by autograd's graph, see ``WeightGradStore``.
+        recompute: activation recomputation of the layers; None: no recomputation.
 
     Attributes:
-        recorder: told of each action in training; None while nobody wants to see them.
-        span: marks of the clock around the actions of the last run.
+        recorder: records the times of each action in training; None: actions are not recorded.
+        span: clock marks before and after the actions of the last run.
     """
 
     def __init__(
@@ -72,29 +78,32 @@ class Stage:
 
     @property
     def splits(self) -> bool:
-        """True if the actions of the last run put gradients of weights off."""
+        """True if the last run deferred weight gradients."""
         return bool(self._program.put_off)
 
     def run(self, actions: Sequence[Action], call: Call) -> None:
-        """Do ``actions`` in order. Collective: the other stages do theirs.
+        """Run ``actions`` in order. Collective: all other stages must run their actions of the same call.
 
         Raises:
-            RuntimeError: an earlier call ended in the middle, so messages of it are still on their way.
+            RuntimeError: an earlier call failed midway, so its messages may still be in flight.
         """
         self._refuse_if_broken()
         self._program = program_of(tuple(actions), self.index, self.placement)
         call.source.begin(self._program.reads)
         with self._breaking():
             self.exchange.begin(actions, is_training=call.is_training, marks_all=call.recomputes_reentrantly)
-            began = self.exchange.clock.mark()
+            start = self.exchange.clock.mark()
             self._do(actions, call)
-            self.span = (began, self.exchange.clock.mark())
+            self.span = (start, self.exchange.clock.mark())
             self.exchange.finish()
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Drop what an error has left, and remember it where messages are on their way, which the next call would take
-        for its own."""
+        """Clean up if the block raises.
+
+        With several stages, also mark this stage as broken: messages of the failed call are still in flight, and the
+        next call would receive them as its own.
+        """
         try:
             yield
         except BaseException as error:
@@ -128,13 +137,13 @@ class Stage:
         self.exchange.action = None
 
     def forward(self, action: Action, call: Call) -> None:
-        """Run the layers on one micro-batch; send the output on, or take the loss."""
+        """Run the layers on one micro-batch, then send the output to the next stage or compute the loss."""
         incoming, outgoing = self._program.messages[action]
         labels = None
         leaves: list[torch.Tensor] = []
         if incoming is None or outgoing is None:
             inputs, labels = call.source.next(action.micro_batch)
-            labels = to_device(labels, self.device) if outgoing is None else None  # ahead of the forward
+            labels = to_device(labels, self.device) if outgoing is None else None  # starts the copy before the forward
         if incoming is None:
             inputs = stage_inputs(inputs, self.device, needs_grad=call.recomputes_reentrantly)
         else:
@@ -155,23 +164,23 @@ class Stage:
             self._in_flight[action_key(action)] = InFlight(leaves, [get_gradient_edge(t) for t in with_grad])
 
     def backward(self, action: Action, call: Call) -> None:
-        """Run the whole backward of one micro-batch; send the gradients of what came in back."""
+        """Run the full backward of one micro-batch and send the input gradients to the previous stage."""
         with self._starting_reductions(action, call):
             self._run_backward(action, call)
         if call.reducer is not None and action in self._program.last:
             call.reducer.register_chunk_ready(action.chunk)
 
     def backward_in_halves(self, action: Action, call: Call) -> None:
-        """``backward`` where modules put the gradients of their weights off in any backward."""
+        """Run a full backward as two halves, for modules that defer their weight gradients in every backward."""
         self._run_backward(action, call)
         self.backward_weight(action, call)
 
     def backward_input(self, action: Action, call: Call) -> None:
-        """Run the backward of one micro-batch but for the weights of linear layers."""
+        """Run the backward of one micro-batch and defer the weight gradients that the schedule can split."""
         self._run_backward(action, call)
 
     def backward_weight(self, action: Action, call: Call) -> None:
-        """Compute the gradients of weights that ``backward_input`` put off."""
+        """Compute the weight gradients that ``backward_input`` deferred."""
         gradients = _gradients(call)
         reducer = call.reducer if action in self._program.last else None
         starts_early = reducer is not None and gradients.come_in_hooks
@@ -202,8 +211,11 @@ class Stage:
             self.exchange.send_backward(outgoing, returned)
 
     def _splittable_layers(self, action: Action) -> AbstractContextManager[None]:
-        """Return a context in which linear layers keep what a deferred weight gradient needs, if the schedule defers
-        those of this micro-batch. The forward, and the backward because it may recompute the layers."""
+        """Return a context in which linear layers save the tensors that a deferred weight gradient needs.
+
+        The context does nothing if the schedule does not defer the weight gradients of this micro-batch. It is needed
+        around the forward, and around the backward because the backward may recompute the layers.
+        """
         return self.splitter.active() if action_key(action) in self._program.put_off else nullcontext()
 
     def _recomputing(self) -> AbstractContextManager[None]:
@@ -211,19 +223,21 @@ class Stage:
         return self.recompute.running(self.module) if is_on else nullcontext()
 
     def _deferring_weight_grads(self, action: Action) -> AbstractContextManager[None]:
-        """Return a context in which the backward of linear layers leaves their weight gradients to
-        ``backward_weight``."""
+        """Return a context in which the backward of linear layers defers weight gradients to ``backward_weight``."""
         defers = isinstance(action, BackwardInput) or self._always_defers
         return self.splitter.deferring(action_key(action)) if defers else nullcontext()
 
     def _forward_of(self) -> tuple[int, int] | None:
-        """Return the micro-batch and chunk whose forward runs in training."""
+        """Return (micro-batch, chunk) of the training forward that is running, or None."""
         action = self.exchange.action
         return action_key(action) if self.exchange.is_training and isinstance(action, Forward) else None
 
     def _starting_reductions(self, action: Action, call: Call) -> AbstractContextManager[None]:
-        """Return a context in which the reductions over the replicas start as the last backward of a chunk fills
-        their buckets. Null where the gradients are not final after that backward."""
+        """Return a context in which the last backward of a chunk starts the all-reduces of the buckets that it fills.
+
+        The context does nothing if ``action`` is not the last backward of its chunk, if the schedule defers weight
+        gradients, if recompute is reentrant, or if the gradient source stores gradients only after the backward.
+        """
         if call.reducer is None or action not in self._program.last or self.splits or call.recomputes_reentrantly:
             return nullcontext()
         if not _gradients(call).come_in_hooks:
@@ -231,36 +245,36 @@ class Stage:
         return call.reducer.last_backward(action.chunk)
 
     def _finish_forward(self, action: Action, call: Call, output: Any, labels: Any, leaves: list[torch.Tensor]) -> None:
-        """On the last stage: take the loss, or keep the output where none is wanted."""
+        """Compute the loss on the last stage, or store the output if the call collects no losses."""
         call.last_output = output
         if not call.collects_losses:
             call.outputs.append(self.made_output(output))
             return
-        given = output, labels
-        noting = _adding_note(lambda: f"the loss function was given {describe_structure(given)}")
+        loss_args = output, labels
+        noting = _adding_note(lambda: f"the loss function was given {describe_structure(loss_args)}")
         with call.part(FORWARD), noting, self._splittable_layers(action):
             loss = output if call.loss_fn is None else call.loss_fn(output, labels)
         with _adding_note(lambda: NO_LOSS_FN, not has_loss_function(call.loss_fn)):
-            share = call.meter.add(loss, action.micro_batch)
+            weighted_loss = call.meter.add(loss, action.micro_batch)
         if not call.is_training:
             call.outputs.append(loss)
             return
         call.last_output = None
-        if not share.requires_grad:
+        if not weighted_loss.requires_grad:
             raise RuntimeError(
                 f"the loss must depend on the parameters, got one without a gradient at micro-batch "
                 f"{action.micro_batch} on stage {self.index}"
             )
-        scaled = share if call.loss_scale == 1.0 else share * call.loss_scale
+        scaled = weighted_loss if call.loss_scale == 1.0 else weighted_loss * call.loss_scale
         self._in_flight[action_key(action)] = InFlight(leaves, [scaled])
 
     def made_output(self, output: Any) -> Any:
-        """Return what a program is shown of an output of the last layer; None of other stages."""
+        """Return the output of the last layer as the program sees it; None on all other stages."""
         make = getattr(self.module, "made_output", None)
         return output if output is None or make is None else make(output)
 
     def _refuse_lost_gradients(self, with_grad: Sequence[torch.Tensor]) -> None:
-        """Raise if this stage has weights to train but its output carries no graph back to them."""
+        """Raise if this stage has trainable weights but none of its outputs requires a gradient."""
         if with_grad or not any(p.requires_grad for p in self.module.parameters()):
             return
         raise RuntimeError(
@@ -272,7 +286,7 @@ class Stage:
 
 @contextmanager
 def _adding_note(words: Callable[[], str], is_needed: bool = True) -> Iterator[None]:
-    """Add ``words`` to an error that is raised within: what a user's code was given tells its nesting."""
+    """Add ``words()`` as a note to an exception of the block, to show the structure that user code received."""
     try:
         yield
     except Exception as error:

@@ -30,9 +30,19 @@ from tds.schedule import (
 
 @dataclass
 class Call:
-    """What a call needs and what it leaves.
+    """Arguments and results of one ``train_batch`` or ``eval_batch``.
 
-    ``reducer`` is None where there are no replicas to add up gradients over, or no gradients.
+    Attributes:
+        source: reads the micro-batches.
+        meter: sums the losses on the last stage.
+        gradients: access to the optimizer's gradients; None in evaluation.
+        reducer: all-reduces the gradients over the replicas; None with a single replica or without gradients.
+        loss_scale: factor of each loss before its backward.
+        recomputes_reentrantly: recompute is reentrant, so float inputs of the first stage must require gradients.
+        collects_losses: False: the last stage stores the model's outputs and computes no losses.
+        part: returns a context that times one part of the step, see ``Report.part``.
+        outputs: result of an evaluation: the loss or output of each micro-batch on the last stage.
+        last_output: output of the last micro-batch of an evaluation on the last stage.
     """
 
     source: BatchSource
@@ -53,10 +63,10 @@ class Call:
 
 @dataclass
 class InFlight:
-    """What a forward leaves for its backward: the leaves it read, and where the graph of its output begins.
+    """State that a forward saves for its backward: its input leaves and the roots of its graph.
 
-    The outputs themselves are let go once sent: a gradient edge is enough to run the backward. The last stage has the
-    loss, whose gradient is None, which autograd takes for 1.
+    The outputs are freed once they are sent, because their gradient edges are enough to run the backward. On the last
+    stage the root is the loss; its gradient is None, which autograd treats as 1.
     """
 
     leaves: list[torch.Tensor]
@@ -65,13 +75,15 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Program:
-    """What follows from the actions of a call on one stage.
+    """Properties derived from the actions of a call on one stage.
 
     Attributes:
-        messages: of each action: what it waits for and what it sends when done; None: the data, the loss.
+        messages: (received message, sent message) of each action. The received message is None for a forward that reads
+            data and for the backward of the loss. The sent message is None for a forward that computes the loss and for
+            the backward of the model's first layers. Both are None for ``BackwardWeight``.
         last: the actions after which all gradients of their chunk are final.
-        put_off: (micro-batch, chunk) of each backward whose gradients of weights come later.
-        reads: a micro-batch is read from the data.
+        put_off: (micro-batch, chunk) of each backward whose weight gradients are deferred.
+        reads: the stage reads micro-batches from the data.
     """
 
     messages: dict[Action, tuple[Message | None, Message | None]]
@@ -82,7 +94,7 @@ class Program:
 
 @functools.lru_cache(maxsize=16)
 def program_of(actions: tuple[Action, ...], stage: int, placement: Placement) -> Program:
-    """Return what follows from ``actions``; found once for all calls that have the same."""
+    """Return the ``Program`` of ``actions``, cached over calls with the same actions."""
     messages = {action: (received(action, stage, placement), sent(action, stage, placement)) for action in actions}
     last = {a.chunk: a for a in actions if isinstance(a, (Backward, BackwardWeight))}
     put_off = {action_key(action) for action in actions if isinstance(action, BackwardInput)}

@@ -1,4 +1,4 @@
-"""Table of stages: layers, parameters and cost of each, written once by rank 0."""
+"""Table of the stages' layers, parameters and costs, logged once by rank 0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEBI = 2**20
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs for one micro-batch; times are means over the ranks."""
+    """Cost of one layer per micro-batch; times are means over the ranks."""
 
     name: str
     parameters: int
@@ -38,7 +38,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Piece:
-    """One run of layers on a stage. Times and activations are of one micro-batch; None if nobody measured them."""
+    """One run of layers on a stage. ``costs`` are per micro-batch, and None if they were not measured."""
 
     stage: int
     chunk: int
@@ -51,14 +51,14 @@ class Piece:
         row = [f"{self.stage}" + (f".{self.chunk}" if self.chunk else ""), self.layers, f"{self.parameters:,}"]
         row.append(f"{self.weight_bytes / MEBI:.1f}")
         if self.costs is not None:
-            row.append(f"{sum(each.forward_s for each in self.costs) * 1e3:.2f}")
-            row.append(f"{sum(each.backward_s for each in self.costs) * 1e3:.2f}")
-            row.append(f"{sum(each.activation_bytes for each in self.costs) / MEBI:.1f}")
+            row.append(f"{sum(cost.forward_s for cost in self.costs) * 1e3:.2f}")
+            row.append(f"{sum(cost.backward_s for cost in self.costs) * 1e3:.2f}")
+            row.append(f"{sum(cost.activation_bytes for cost in self.costs) / MEBI:.1f}")
         return row
 
 
 def table(pieces: Sequence[Piece]) -> str:
-    """Return the table as text, one line for each piece in the order of the layers."""
+    """Return the table as text, with one line per piece in the order of the layers."""
     heads = ["stage", "layers", "parameters", "weights MiB"]
     if any(piece.costs is not None for piece in pieces):
         heads += ["forward ms", "backward ms", "activations MiB"]
@@ -75,34 +75,36 @@ def table(pieces: Sequence[Piece]) -> str:
 
 
 def format_layers(names: Sequence[str], start: int) -> str:
-    """Return "3-6 Block x 3, Norm": the numbers of the first and last layer, and the names in their order."""
-    runs = [(name, len(list(same))) for name, same in itertools.groupby(names)]
+    """Return the indices of the first and last layer, then the layer names in order: "3-6 Block x 3, Norm"."""
+    runs = [(name, len(list(group))) for name, group in itertools.groupby(names)]
     span = f"{start}" if len(names) == 1 else f"{start}-{start + len(names) - 1}"
-    return f"{span} " + ", ".join(name if number == 1 else f"{name} x {number}" for name, number in runs)
+    return f"{span} " + ", ".join(name if count == 1 else f"{name} x {count}" for name, count in runs)
 
 
 def write(module: Any, layer_names: Sequence[str], stage: int, group: Any, device: torch.device) -> None:
-    """Write the table of ``module`` on rank 0: a visible line after a probe, otherwise at level INFO. Collective.
+    """Log the table of ``module`` on rank 0. Collective.
+
+    The table is always shown if the layers were partitioned by measured times; otherwise it is logged at level INFO.
 
     Args:
-        layer_names: of all layers of the model; empty: there is no table.
+        layer_names: the names of all layers of the model; empty: there is no table.
     """
     if not layer_names:
         return
     num_chunks = getattr(module, "chunks", 1)
     counts = _gathered(module, stage, num_chunks, group, device)
     placement = Placement(len(counts), num_chunks, getattr(module, "placement", LOOP))
-    cut = getattr(module, "profile", None)
+    profile = getattr(module, "profile", None)
     names = layer_names
     pieces = []
     for index, (start, stop) in enumerate(itertools.pairwise(module.parts)):
         chunk, owner = index // len(counts), placement.stage_of(index)
         parameters, weight_bytes = counts[owner][chunk]
-        costs = None if cut is None else cut.layers[start:stop]
+        costs = None if profile is None else profile.layers[start:stop]
         pieces.append(Piece(owner, chunk, format_layers(names[start:stop], start), parameters, weight_bytes, costs))
     if dist.get_rank() != 0:
         return
-    if cut is not None:
+    if profile is not None:
         log_rank_0(f"stages by measured time, per micro-batch:\n{table(pieces)}")
     else:
         _log.info("stages:\n%s", table(pieces))
@@ -111,37 +113,41 @@ def write(module: Any, layer_names: Sequence[str], stage: int, group: Any, devic
 def _gathered(
     module: Any, stage: int, num_chunks: int, group: Any, device: torch.device
 ) -> list[list[tuple[int, int]]]:
-    """Return (parameters, their bytes) of each chunk of each stage. Collective over the pipeline."""
-    own = []
+    """Return (number of parameters, bytes of parameters) of each chunk of each stage. Collective over the pipeline."""
+    counts = []
     for chunk in range(num_chunks):
         parameters = list(module.parameters()) if num_chunks == 1 else module.parameters_of(chunk)
-        own.append((sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)))
+        counts.append((sum(p.numel() for p in parameters), sum(p.numel() * p.element_size() for p in parameters)))
     if dist.get_world_size(group) == 1:
-        return [own]
-    mine = torch.tensor(own, dtype=torch.int64, device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        return [counts]
+    local = torch.tensor(counts, dtype=torch.int64, device=device)
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     with collective_scope(stage, "counting the parameters of the stages"):
-        dist.all_gather(every, mine, group=group)
-    return [[(int(number), int(size)) for number, size in each.tolist()] for each in every]
+        dist.all_gather(gathered, local, group=group)
+    return [[(int(numel), int(num_bytes)) for numel, num_bytes in stage_counts.tolist()] for stage_counts in gathered]
 
 
 def bubble_of(stages: Sequence[Sequence[Row]]) -> float | None:
-    """Return the share of idle time over all stages and steps; None without a step."""
+    """Return the fraction of idle time over all stages and steps; None if there is no step."""
     idle_ns = total_ns = 0
     for rows in zip(*stages, strict=True):
         step_ns = max(row[1] for row in rows) - rows[0][0]
-        busy_ns = sum(ended - began - waited for began, ended, waited in rows)
+        busy_ns = sum(end - start - wait_ns for start, end, wait_ns in rows)
         total_ns += step_ns * len(rows)
         idle_ns += max(0, step_ns * len(rows) - busy_ns)
     return idle_ns / total_ns if total_ns else None
 
 
 def gathered_bubble(rows: Sequence[Row], stage: int, group: Any, device: torch.device) -> float | None:
-    """Return the bubble of the steps whose ``rows`` each stage brings. Collective over the pipeline's ``group``."""
+    """Return the bubble over all stages. Collective over the pipeline's ``group``.
+
+    Args:
+        rows: the times of the steps on this stage; every stage passes the same steps.
+    """
     if dist.get_world_size(group) == 1:
         return bubble_of([rows])
-    own = torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 3)
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    local = torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, 3)
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
     with collective_scope(stage, "gathering the times of the stages"):
-        dist.all_gather(every, own, group=group)
-    return bubble_of([[(int(b), int(e), int(w)) for b, e, w in each.tolist()] for each in every])
+        dist.all_gather(gathered, local, group=group)
+    return bubble_of([[(int(b), int(e), int(w)) for b, e, w in stage_rows.tolist()] for stage_rows in gathered])

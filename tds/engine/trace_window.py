@@ -1,4 +1,4 @@
-"""Steps that are traced, and the picture drawn from them."""
+"""Tracing: writes the trace of the first steps and draws a picture of it."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ _log = logging.getLogger("tds")
 
 
 def asked_window(section: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Return (folder, number of steps) that the JSON's "pipeline" section asks for, or None.
+    """Return (folder, number of steps) of the trace in the JSON's "pipeline" section, or None without a trace.
 
     Raises:
-        ValueError: "trace" is no folder's name, or "trace_steps" no whole number of 1 or more.
+        ValueError: "trace" is not a folder name, or "trace_steps" is not a positive int.
     """
-    folder, number = section.get("trace"), section.get("trace_steps", trace.DEFAULT_STEPS)
+    folder, num_steps = section.get("trace"), section.get("trace_steps", trace.DEFAULT_STEPS)
     if folder is None:
         if "trace_steps" in section:
             raise ValueError('"pipeline": {"trace_steps": ...} has no effect without "trace": name a folder there')
         return None
     if not isinstance(folder, str) or not folder:
         raise ValueError(f'"pipeline": {{"trace": ...}} must be the name of a folder, got {folder!r}')
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise ValueError(f'"pipeline": {{"trace_steps": ...}} must be a whole number of 1 or more, got {number!r}')
-    return folder, number
+    if not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1:
+        raise ValueError(f'"pipeline": {{"trace_steps": ...}} must be a whole number of 1 or more, got {num_steps!r}')
+    return folder, num_steps
 
 
 class Tracing:
-    """Writes the first steps of one rank; on rank 0 the last of them is drawn at the end.
+    """Writes the trace of one rank's first steps; rank 0 draws a picture of the last traced step at the end.
 
-    A folder or file that cannot be written is told once, and this rank goes on without a trace: the others do not wait.
+    If the folder or file cannot be written, this rank warns once and continues without a trace, so that no other rank
+    waits for it.
 
     Args:
-        owner: the end is when ``close`` is called, or this goes, or the program ends.
-        about: "stage", "replica" and what else the file says of itself.
-        origin_ns: what times count from, on the clock of ``Work`` plus ``offset_ns``.
+        owner: the picture is drawn when ``close`` is called, when this object is deleted, or when the program ends.
+        about: "stage", "replica" and the other metadata of the file.
+        origin_ns: the zero of the trace's times, on the clock of ``Work`` plus ``offset_ns``.
     """
 
     def __init__(
@@ -57,34 +58,34 @@ class Tracing:
         except OSError as error:
             self._give_up(error)
         self._origin_ns = origin_ns - offset_ns
-        from tds.plot import draw  # only where it is wanted: it imports matplotlib
+        from tds.plot import draw  # imported here because it imports matplotlib
 
         self._picture = weakref.finalize(owner, draw, Path(folder)) if rank == 0 else None
 
     @property
     def records_step(self) -> bool:
-        """True if the step that comes is to be traced."""
+        """True if the next step is traced."""
         return self._left > 0
 
     def close(self) -> None:
-        """Draw the picture now, if this is rank 0 and it is not drawn yet."""
+        """Draw the picture now, if this is rank 0 and the picture has not been drawn."""
         if self._picture is not None:
             self._picture()
 
     def write(self, work: Sequence[Work], *, step: int, schedule: str, num_micro_batches: int) -> None:
-        """Add a step to the file."""
+        """Append a step to the file."""
         if self._file is None:
             return
         self._left -= 1
-        place = {"replica": self._about["replica"], "stage": self._about["stage"], "origin_ns": self._origin_ns}
-        more = trace.events(work, step=step, schedule=schedule, num_micro_batches=num_micro_batches, **place)
+        position = {"replica": self._about["replica"], "stage": self._about["stage"], "origin_ns": self._origin_ns}
+        events = trace.events(work, step=step, schedule=schedule, num_micro_batches=num_micro_batches, **position)
         try:
-            self._file.add(more)
+            self._file.add(events)
         except OSError as error:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Trace no more. No run ends for a trace."""
+        """Warn and stop tracing; a failing trace must not end the run."""
         rank, problem = dist.get_rank() if dist.is_initialized() else 0, f"{type(error).__name__}: {error}"
         _log.warning("rank %d goes on without a trace, which cannot be written (%s)", rank, problem)
         self._left, self._file = 0, None

@@ -1,4 +1,7 @@
-"""Update: the optimizer's step as the engine calls it. ``tds.deepspeed.engine.EngineUpdate`` is DeepSpeed's."""
+"""Update: the interface by which the engine steps the optimizer.
+
+``tds.deepspeed.engine.EngineUpdate`` is the implementation for DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,21 @@ import torch
 
 
 class Update(Protocol):
-    """Clips, updates the weights and counts the steps."""
+    """Clips the gradients, updates the weights and counts the steps."""
 
     @property
     def num_steps(self) -> int:
-        """The number of updates so far."""
+        """Number of updates so far."""
 
     def step(self) -> None:
-        """Update the weights from gradients that are complete. Collective."""
+        """Update the weights from complete gradients. Collective."""
 
     def zero_grad(self) -> None:
         """Free the gradients of the module's parameters."""
 
 
 class OptimizerUpdate:
-    """The step of an optimizer of torch's form, in a ``ScheduleEngine`` without DeepSpeed.
+    """Update for an optimizer with torch's interface, in a ``ScheduleEngine`` without DeepSpeed.
 
     Args:
         clip: clips the gradients; called before each step. Collective.

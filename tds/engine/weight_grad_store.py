@@ -1,29 +1,31 @@
-"""Putting off the gradients of weights, so that the previous stage gets its own sooner.
+"""Deferral of weight gradients, so that the previous stage receives its output gradients sooner.
 
-Three kinds of work wait in a ``WeightGradStore`` from a ``BackwardInput`` to its ``BackwardWeight``:
+A ``WeightGradStore`` defers three types of work from a ``BackwardInput`` to its ``BackwardWeight``:
 
-* calls of ``tds.linear_function.linear`` in our layers, and of ``torch.nn.functional.linear`` in the user's, on a leaf
-  weight: the input and the gradient of the output are kept;
-* modules with ``backward_dw()``, as Transformer Engine's and Megatron's layers and our experts have it;
-* with "backward_split": "graph" what autograd's graph allows (``graph_split``): the whole graph is kept.
+* Calls of ``tds.linear_function.linear`` in layers of this project, and of ``torch.nn.functional.linear`` in users'
+  layers, on a leaf weight. The input and the gradient of the output are saved.
+* Modules with ``backward_dw()``, such as the layers of Transformer Engine and Megatron-LM, and our experts.
+* With "backward_split": "graph", all weight gradients that autograd's graph allows to defer (``graph_split``). The full
+  graph is retained.
 
-While a store is active, both run as an autograd function of ours. In a ``BackwardInput`` it returns the gradient of its
-input only and keeps what the gradients of weight and bias need. Each gradient is accumulated through its weight's
-``AccumulateGrad`` node, so that hooks and sums are the usual ones, to the bit.
+While a store is active, both linear functions run as an autograd function of this module. In a ``BackwardInput``, this
+function returns only the gradient of its input and saves the tensors that the gradients of weight and bias need. These
+gradients are accumulated later through the ``AccumulateGrad`` nodes of weight and bias, so hooks run as usual and sums
+are bitwise equal.
 
-``tds.linear_function.linear`` asks for the active store. Users' layers, ``nn.Linear`` above all, call
-``torch.nn.functional.linear``: the name in torch's module is replaced meanwhile, so that a user's model needs no
-change. A ``TorchFunctionMode`` would be off inside ``backward``, where recompute runs layers again, and on GPUs that
-happens in another thread.
+``tds.linear_function.linear`` looks up the active store. Users' layers, such as ``nn.Linear``, call
+``torch.nn.functional.linear``. This name is replaced in torch's module while a store is active, so that a user's model
+needs no change. A ``TorchFunctionMode`` would not work: it is off inside ``backward``, where recompute runs layers
+again, and on GPUs the backward runs in another thread.
 
-A module's ``backward_dw()`` computes the gradients of its weights for the oldest of its backwards that waits, and
-leaves them in ``grad``. It is called once for each forward in a micro-batch, of the outermost module that has it. One
-that may also compute them at once has an attribute ``delay_wgrad``, which is True while forwards run whose backward is
-split. One without it, such as ``te.Linear(delay_wgrad_compute=True)``, always waits: behind whole backwards it is
-called, too.
+A module's ``backward_dw()`` computes its weight gradients for the oldest backward whose weight gradients are pending,
+and stores them in ``grad``. The engine calls it on the outermost module that has it, once per forward in a micro-batch.
+A module that can also compute weight gradients in its backward has an attribute ``delay_wgrad``, which the engine sets
+to True during forwards whose backward is split. A module without it, such as ``te.Linear(delay_wgrad_compute=True)``,
+always defers, so the engine calls its ``backward_dw()`` after full backwards too.
 
-What none of these covers has its whole backward run with the input's; ``WeightGradStore.describe_split`` says which
-parameters those are.
+All other layers compute their weight gradients together with their input gradients;
+``WeightGradStore.describe_split`` reports their parameters.
 
 Source: Qi et al. 2023, "Zero bubble pipeline parallelism", section 2; Megatron-LM's ``delay_wgrad_compute``.
 """
@@ -49,18 +51,18 @@ Key = tuple[int, int]
 
 
 class PutOff(Protocol):
-    """Work that waits for its ``BackwardWeight``."""
+    """Work that is deferred to a ``BackwardWeight``."""
 
     def leaves(self) -> Sequence[torch.Tensor]:
-        """Return the weights that wait for it."""
+        """Return the weights whose gradients this work computes."""
 
     def run(self) -> None:
-        """Add to their gradients, through their ``AccumulateGrad`` nodes."""
+        """Accumulate the weights' gradients through their ``AccumulateGrad`` nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _LinearCall:
-    """One linear layer's call."""
+    """One call of a linear function: its input, output gradient, weight and bias."""
 
     x: torch.Tensor
     grad: torch.Tensor
@@ -71,22 +73,22 @@ class _LinearCall:
         return [leaf for leaf in (self.weight, self.bias) if leaf is not None and leaf.requires_grad]
 
     def run(self) -> None:
-        """Take the products that autograd itself would take, or those of ``tds.linear_function``.
+        """Compute the products that autograd or ``tds.linear_function`` would compute.
 
         Shapes:
             x    [..., input_size]
             grad [..., output_size]
         """
         rows, inputs = self.grad.reshape(-1, self.grad.shape[-1]), self.x.reshape(-1, self.x.shape[-1])
-        made: dict[torch.Tensor, torch.Tensor] = {}
+        grads: dict[torch.Tensor, torch.Tensor] = {}
         for leaf in self.leaves():
             if leaf is self.bias:
-                made[leaf] = rows.sum(0)
+                grads[leaf] = rows.sum(0)
             elif (add_product := info_of(leaf).add_product) is not None:
                 add_product(rows, inputs)
             else:
-                made[leaf] = rows.t().mm(inputs)
-        torch.autograd.backward([get_gradient_edge(leaf) for leaf in made], list(made.values()))
+                grads[leaf] = rows.t().mm(inputs)
+        torch.autograd.backward([get_gradient_edge(leaf) for leaf in grads], list(grads.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,61 +102,64 @@ class _ModuleCalls:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def run(self) -> None:
-        """Add up what the calls leave in ``grad``: some modules write there only where nothing is."""
+        """Sum the gradients of all calls.
+
+        ``grad`` is set to None before each call, because some modules only write to an empty ``grad``.
+        """
         parameters = self.leaves()
-        held = [parameter.grad for parameter in parameters]
-        made: dict[torch.Tensor, torch.Tensor] = {}
+        previous_grads = [parameter.grad for parameter in parameters]
+        grads: dict[torch.Tensor, torch.Tensor] = {}
         for _ in range(self.times):
             for parameter in parameters:
                 parameter.grad = None
             self.module.backward_dw()
             for parameter in parameters:
                 if parameter.grad is not None:
-                    made[parameter] = parameter.grad if parameter not in made else made[parameter] + parameter.grad
-        for parameter, gradient in zip(parameters, held, strict=True):
+                    grads[parameter] = parameter.grad if parameter not in grads else grads[parameter] + parameter.grad
+        for parameter, gradient in zip(parameters, previous_grads, strict=True):
             parameter.grad = gradient
-        if made:
-            torch.autograd.backward([get_gradient_edge(parameter) for parameter in made], list(made.values()))
+        if grads:
+            torch.autograd.backward([get_gradient_edge(parameter) for parameter in grads], list(grads.values()))
 
 
 class DelayedModules:
-    """The outermost modules of a stage that have ``backward_dw()``, and their forwards by micro-batch and chunk.
+    """The outermost modules of a stage with ``backward_dw()``, and their forward counts per micro-batch and chunk.
 
     Args:
-        current: the (micro-batch, chunk) whose forward runs in training; None: none does, so that recompute, which is
-            in a backward, and evaluation count for nothing.
+        current: returns the (micro-batch, chunk) of the running training forward. It returns None during evaluation and
+            recompute, whose forwards are not counted.
 
     Attributes:
-        always_wait: some wait for ``backward_dw()`` behind a whole backward, too.
+        always_wait: at least one module defers its weight gradients in full backwards too.
     """
 
     def __init__(self, module: nn.Module | None, current: Callable[[], Key | None]) -> None:
-        every = [] if module is None else list(_outermost(module))
-        self._of_choice = [each for each in every if hasattr(each, "delay_wgrad")]
-        self.always_wait = len(self._of_choice) < len(every)
+        modules = [] if module is None else list(_outermost(module))
+        self._of_choice = [delayed for delayed in modules if hasattr(delayed, "delay_wgrad")]
+        self.always_wait = len(self._of_choice) < len(modules)
         self._current = current
         self._calls: dict[Key, Counter[Any]] = {}
-        for each in every:
-            each.register_forward_hook(self._called)
+        for delayed in modules:
+            delayed.register_forward_hook(self._called)
 
     @contextmanager
     def delaying(self) -> Iterator[None]:
-        """Let modules that can do either delay the gradients of their weights for forwards within."""
-        for each in self._of_choice:
-            each.delay_wgrad = True  # type: ignore[assignment]
+        """Set ``delay_wgrad`` on the modules that have it, for the forwards in the block."""
+        for module in self._of_choice:
+            module.delay_wgrad = True  # type: ignore[assignment]
         try:
             yield
         finally:
-            for each in self._of_choice:
-                each.delay_wgrad = False  # type: ignore[assignment]
+            for module in self._of_choice:
+                module.delay_wgrad = False  # type: ignore[assignment]
 
     def waiting(self, key: Key) -> list[_ModuleCalls]:
-        """Return what the backward of ``key`` has left to be done, the last module first; once."""
+        """Remove and return the deferred work of the backward of ``key``, the last module first."""
         calls = self._calls.pop(key, Counter())
         return [_ModuleCalls(module, times) for module, times in reversed(calls.items())]
 
     def clear(self) -> None:
-        """Forget all forwards."""
+        """Reset the forward counts."""
         self._calls.clear()
 
     def _called(self, module: Any, *_: Any) -> None:
@@ -172,13 +177,13 @@ def _outermost(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class WeightGradStore:
-    """Keeps what is put off, by micro-batch and chunk.
+    """Stores deferred weight-gradient work by micro-batch and chunk.
 
     Args:
-        module: the stage's layers, for those that put off by themselves; None: there are none.
-        current: as of ``DelayedModules``.
-        by_graph: also put off what autograd's graph allows; None: once it shows that linear layers and modules with
-            ``backward_dw()`` have less than half of the weights that could be.
+        module: the stage's layers, which are searched for modules with ``backward_dw()``; None: there are none.
+        current: see ``DelayedModules``.
+        by_graph: also defer what autograd's graph allows. None: decide at the first backward, by ``graph_split.pays``:
+            True if split linear layers have less than half of the weight elements that could be deferred.
     """
 
     def __init__(
@@ -198,7 +203,7 @@ class WeightGradStore:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Split linear layers in the block where possible; needed around backward passes that recompute, too."""
+        """Make linear layers in the block splittable. Backward passes need it too, since they may recompute layers."""
         self.plain, F.linear = F.linear, self.linear
         try:
             with deferring_weight_grads(self), self.modules.delaying():
@@ -207,33 +212,33 @@ class WeightGradStore:
             F.linear = self.plain
 
     def linear(self, input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002 - torch's own name for it
-        """The replacement of ``torch.nn.functional.linear`` for layers of users."""
+        """Compute ``F.linear``, split if possible; replaces ``torch.nn.functional.linear`` for users' layers."""
         if torch.is_grad_enabled() and is_plain_product(input, weight, bias):
             return self.split_linear(input, weight, bias)
         return self.plain(input, weight, bias)
 
     def split_linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return ``x W^T + b``; its backward pass keeps what the gradients of ``weight`` and ``bias`` need."""
+        """Return ``x W^T + b``. Its backward saves the tensors that the gradients of ``weight`` and ``bias`` need."""
         product: torch.Tensor = _SplitLinear.apply(x, self._anchor, (weight, bias), self)
         return product
 
     @contextmanager
     def deferring(self, key: Key) -> Iterator[None]:
-        """Let backwards within note the gradients of weights under ``key`` instead of computing them."""
+        """Store the weight-gradient work of backwards in the block under ``key`` instead of running it."""
         self._current = self._put_off[key] = []
         try:
             yield
         finally:
             self._current = None
         self._put_off[key] += self.modules.waiting(key)
-        self.split.update(leaf for each in self._put_off[key] for leaf in each.leaves())
+        self.split.update(leaf for work in self._put_off[key] for leaf in work.leaves())
 
     def backward(self, roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
-        """Run autograd from ``roots``, within ``deferring``; put off by the graph what else can be.
+        """Run the backward of ``roots`` inside ``deferring``, split by the graph if ``by_graph`` is set.
 
         Args:
             roots: a loss, or gradient edges with their ``grads``.
-            inputs: the leaves whose gradients the previous stage waits for; none on the first.
+            inputs: the leaves whose gradients the previous stage waits for; empty on the first stage.
         """
         if self.by_graph is None and inputs:
             self.by_graph = graph_split.pays(roots, inputs, self._anchor)
@@ -243,7 +248,7 @@ class WeightGradStore:
             torch.autograd.backward(roots, grads)
 
     def note(self, x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Take note of the gradients that ``weight`` and ``bias`` are owed."""
+        """Store the work for the gradients of ``weight`` and ``bias``."""
         self._waiting_now().append(_LinearCall(x, grad, weight, bias))
 
     def _waiting_now(self) -> list[PutOff]:
@@ -255,31 +260,31 @@ class WeightGradStore:
         return self._current
 
     def waiting(self, key: Key) -> set[torch.Tensor]:
-        """Return the weights and biases whose gradients are put off under ``key``."""
-        return {leaf for each in self._put_off[key] for leaf in each.leaves()}
+        """Return the weights and biases whose gradients are deferred under ``key``."""
+        return {leaf for work in self._put_off[key] for leaf in work.leaves()}
 
     def run(self, key: Key, on_done: Callable[[torch.Tensor], None] | None = None) -> None:
-        """Compute what was put off under ``key`` and add it to the gradients; ``on_done`` hears of each leaf's last."""
-        every = self._put_off.pop(key)
-        left = Counter(leaf for each in every for leaf in each.leaves())
-        with self.active() if self.by_graph else nullcontext():  # layers may be computed again
-            while every:
-                each = every.pop(0)  # and let go what it holds
-                leaves = each.leaves()
-                each.run()
-                left.subtract(leaves)
+        """Run the work deferred under ``key``; call ``on_done`` with each leaf once its gradient is complete."""
+        deferred = self._put_off.pop(key)
+        remaining = Counter(leaf for work in deferred for leaf in work.leaves())
+        with self.active() if self.by_graph else nullcontext():  # branches may recompute layers
+            while deferred:
+                work = deferred.pop(0)  # frees the work's tensors after each iteration
+                leaves = work.leaves()
+                work.run()
+                remaining.subtract(leaves)
                 for leaf in leaves:
-                    if on_done is not None and not left[leaf]:
+                    if on_done is not None and not remaining[leaf]:
                         on_done(leaf)
 
     def clear(self) -> None:
-        """Forget what a call that failed has left."""
+        """Drop the deferred work of a failed call."""
         self._put_off.clear()
         self.modules.clear()
         self._current = None
 
     def describe_split(self, parameters: Mapping[str, torch.Tensor]) -> str:
-        """Return in words which of the named ``parameters`` are split."""
+        """Return a sentence with the percentage of deferred weights and the names of the others."""
         share, others = share_of(self.split, parameters)
         if not others:
             return "the gradients of all its weights are put off"
@@ -287,10 +292,10 @@ class WeightGradStore:
 
 
 class _SplitLinear(torch.autograd.Function):
-    """``F.linear`` that tells its splitter, in the backward, what weight and bias are owed.
+    """``F.linear`` whose backward stores the work for weight and bias in a ``WeightGradStore``, the ``splitter``.
 
-    The leaves (weight, bias) come in a tuple, where autograd does not see them: it would run their hooks before there
-    is a gradient. ``anchor`` makes the output require one in their place.
+    Weight and bias are passed in a tuple to hide them from autograd, which would otherwise run their hooks before they
+    have a gradient. ``anchor`` makes the output require a gradient in their place.
     """
 
     @staticmethod
@@ -298,7 +303,7 @@ class _SplitLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, anchor: torch.Tensor, leaves: Any, splitter: WeightGradStore
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
-        ctx.leaves = leaves  # themselves: recompute hands back detached copies of what is saved
+        ctx.leaves = leaves  # not by save_for_backward: recompute would return detached copies
         ctx.splitter = splitter
         return splitter.plain(x, *leaves)
 
@@ -308,7 +313,7 @@ class _SplitLinear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         weight, bias = ctx.leaves
         ctx.splitter.note(x, grad, weight, bias)
-        of_input = None
+        input_grad = None
         if ctx.needs_input_grad[0]:
-            of_input = grad.reshape(-1, grad.shape[-1]).mm(weight).view(x.shape)
-        return of_input, None, None, None
+            input_grad = grad.reshape(-1, grad.shape[-1]).mm(weight).view(x.shape)
+        return input_grad, None, None, None

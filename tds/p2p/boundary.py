@@ -1,18 +1,19 @@
 """Boundary: the user's declaration of the tensors that cross a stage boundary.
 
-On the module, one entry for each tensor that crosses:
+The module has either three lists with one entry per tensor:
 
-    module._input_grad = [True, False]               # keeps a gradient?
+    module._input_grad = [True, False]               # is a gradient sent back?
     module._input_type = ["float", "bool"]           # float, int, bool, or a torch.dtype
-    module._input_pipe_partitioned = [True, False]   # cut over the tensor group while it travels?
+    module._input_pipe_partitioned = [True, False]   # sharded over the tensor group in transit?
 
-or as records, for all boundaries or, by the piece of the model whose output it is, for each:
+or a list of records. It applies to all boundaries, or is given per boundary in a dict whose keys are the indices of the
+sending pieces:
 
     module.boundary = [Boundary("hidden"), Boundary("mask", "bool")]
     module.boundary = {0: [Boundary("hidden")], 1: [Boundary("hidden"), Boundary("memory", torch.float32)]}
 
-The same on every rank. Without a declaration whatever comes travels, and a float needs a gradient where the sender's
-graph has one.
+The declaration must be equal on every rank. Without a declaration, any tensors may be sent, and a gradient is sent back
+for each float tensor that requires one on the sender.
 """
 
 from __future__ import annotations
@@ -28,27 +29,29 @@ LISTS = ("_input_grad", "_input_type", "_input_pipe_partitioned")
 
 
 class BoundaryError(ValueError):
-    """What crosses a stage does not match what was declared, or what was sent before."""
+    """Raised if the tensors at a boundary do not match the declaration or earlier micro-batches."""
 
 
 def kind_of(dtype: torch.dtype) -> str:
-    """Return "float", "int" or "bool"."""
+    """Return the class of ``dtype``: "float" (complex included), "int" or "bool"."""
     if dtype is torch.bool:
         return "bool"
     return "float" if dtype.is_floating_point or dtype.is_complex else "int"
 
 
 def dtype_name(dtype: torch.dtype | str | None) -> str:
-    """Return ``dtype`` as it is written: "float32", "float", "any"."""
+    """Return ``dtype`` as text for messages: "float32", "float", or "any" for None."""
     return "any" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """One declared tensor.
+    """Declaration of one tensor.
 
-    ``dtype``: a torch.dtype, a kind (float, int, bool), or None for whatever comes. ``needs_grad``: by default what is
-    no int and no bool has a gradient. ``partitioned``: cut over the tensor group while it travels.
+    Attributes:
+        dtype: a torch.dtype, "float", "int" or "bool", or None for any type.
+        needs_grad: a gradient is sent back for the tensor; None: True unless ``dtype`` is an int or bool type.
+        partitioned: the tensor is sharded over the tensor group in transit.
     """
 
     name: str = ""
@@ -62,11 +65,11 @@ class Boundary:
 
     @property
     def kind(self) -> str | None:
-        """Return the kind of ``dtype``."""
+        """Return the class of ``dtype``: "float", "int", "bool", or None for any type."""
         return kind_of(self.dtype) if isinstance(self.dtype, torch.dtype) else self.dtype
 
     def fits(self, dtype: torch.dtype) -> bool:
-        """True if a tensor of ``dtype`` is as declared."""
+        """Return True if a tensor of ``dtype`` matches the declaration."""
         return self.dtype in (None, dtype, kind_of(dtype))
 
 
@@ -75,15 +78,16 @@ Declared = Records | dict[int, Records] | None
 
 
 def declaration(module: Any) -> str:
-    """Return a text that changes with what ``module`` declares."""
+    """Return a string that changes whenever the declaration of ``module`` changes."""
     return repr([getattr(module, name, None) for name in ("boundary", *LISTS)])
 
 
 def declared_boundary(module: Any) -> Declared:
-    """Return the records that ``module`` declares, by records or by the three lists; None if it declares nothing.
+    """Return the records of ``module``'s declaration, from its records or its three lists; None without a declaration.
 
     Raises:
-        BoundaryError: lists of unequal length, unknown types, a gradient for what is no float, lists beside records.
+        BoundaryError: the lists have unequal lengths, a type is unknown, an int or bool is declared with a gradient, or
+            the module has both lists and records.
     """
     records = getattr(module, "boundary", None)
     lists = {name: list(getattr(module, name)) for name in LISTS if getattr(module, name, None) is not None}
@@ -91,7 +95,7 @@ def declared_boundary(module: Any) -> Declared:
         if lists:
             raise BoundaryError(f"what crosses a stage must be declared once, got boundary and {', '.join(lists)}")
         if isinstance(records, Mapping):
-            return {int(piece): _checked(tuple(each)) for piece, each in records.items()}
+            return {int(piece): _checked(tuple(fields)) for piece, fields in records.items()}
         return _checked(tuple(records))
     if not lists:
         return None
@@ -101,22 +105,22 @@ def declared_boundary(module: Any) -> Declared:
     size = next(iter(lengths.values()))
     types = lists.get("_input_type", [None] * size)
     grads = lists.get("_input_grad", [None] * size)
-    cuts = lists.get("_input_pipe_partitioned", [False] * size)
-    return _checked(tuple(Boundary("", *each) for each in zip(types, grads, cuts, strict=True)))
+    partitioned = lists.get("_input_pipe_partitioned", [False] * size)
+    return _checked(tuple(Boundary("", *fields) for fields in zip(types, grads, partitioned, strict=True)))
 
 
 def records_of(declared: Declared, piece: int) -> Records | None:
-    """Return what ``piece`` of the model must pass on; None if that is not declared."""
+    """Return the records of the output of ``piece``; None if it is not declared."""
     return declared.get(piece) if isinstance(declared, dict) else declared
 
 
 def set_list(module: Any, name: str, values: Sequence[Any] | None) -> None:
-    """Set one of the three lists on ``module``, from the next call on; None takes it away. The same on every rank.
+    """Set one of the three lists on ``module`` from the next call on; None removes it. Must be equal on every rank.
 
-    That the lists agree is checked at the next call, so that they can be set one after another.
+    The next call checks that the lists agree with each other, so they can be set one after another.
 
     Raises:
-        BoundaryError: entries that such a list cannot hold.
+        BoundaryError: the name is unknown, or an entry is not valid for this list.
     """
     if name not in LISTS:
         raise BoundaryError(f"the lists that say what crosses a stage are {', '.join(LISTS)}, got {name!r}")

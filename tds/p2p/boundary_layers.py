@@ -1,4 +1,4 @@
-"""Names of the layers at a stage boundary, for error messages."""
+"""Names of stages and layers at a boundary, for error messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tds.schedule import Placement
 
 @dataclass(frozen=True)
 class Place:
-    """One side of a boundary: the output of a stage's last layer, or the input of its first."""
+    """One side of a boundary: the output of a piece's last layer, or the input of its first layer."""
 
     stage: int
     side: str = "output"
@@ -19,7 +19,7 @@ class Place:
     chunk: int = 0
 
     def tensor(self, index: int, name: str = "") -> str:
-        """Return how to call one of the tensors there."""
+        """Return a description of the tensor ``index`` of this side, for messages."""
         details = ", ".join(filter(None, [f"{name!r}" if name else "", f"of {self.layer}" if self.layer else ""]))
         return f"{self._stage} {self.side} {index}" + (f" ({details})" if details else "")
 
@@ -32,27 +32,27 @@ class Place:
 
 
 def output_place(module: Any, chunk: int, stage: int, placement: Placement) -> Place:
-    """Return where the output of a piece of ``module`` leaves it."""
+    """Return the output side of the piece that ``stage`` holds as ``chunk``."""
     bounds = _bounds(module, placement.piece(stage, chunk))
     return Place(stage, "output", layer_name(module, bounds[1] - 1) if bounds else "", chunk)
 
 
 def input_place(module: Any, chunk: int, stage: int, placement: Placement) -> Place:
-    """Return where a piece of ``module`` reads its input."""
+    """Return the input side of the piece that ``stage`` holds as ``chunk``."""
     bounds = _bounds(module, placement.piece(stage, chunk))
     return Place(stage, "input", layer_name(module, bounds[0]) if bounds else "", chunk)
 
 
 def layer_name(module: Any, index: int) -> str:
-    """Return such as "layer 3 (Dense)" of a pipeline module; "layer 3" where it has no such layer."""
+    """Return "layer 3 (Dense)" for layer 3 of a pipeline module; "layer 3" if the module has no such layer."""
     specs = getattr(module, "_layer_specs", ())
     if not 0 <= index < len(specs):
         return f"layer {index}"
     layer = specs[index]
     while isinstance(layer, functools.partial):
         layer = layer.func
-    kind = getattr(layer, "typename", None) or (layer if hasattr(layer, "__name__") else type(layer))
-    return f"layer {index} ({kind.__name__})"
+    layer_class = getattr(layer, "typename", None) or (layer if hasattr(layer, "__name__") else type(layer))
+    return f"layer {index} ({layer_class.__name__})"
 
 
 def _bounds(module: Any, piece: int) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""The collective or message that this process currently waits for, named in errors of lost ranks."""
+"""The current collective of this process, for the watchdog and for the errors of lost ranks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 
 class PeerLost(RuntimeError):
-    """A rank that this one waited for is gone, or did not come in time; its cause is the backend's own error."""
+    """Raised if another rank is gone or timed out. ``__cause__`` is the backend's error."""
 
 
 class Together:
-    """What one engine does together with other ranks.
+    """The collective operations of one engine.
 
     Attributes:
-        doing: in words, or what it was when that failed; None if nothing.
-        history: gets what ends, in words.
+        doing: description of the current or failed collective; None if there is none.
+        history: receives a line for each collective that ends.
     """
 
     def __init__(self, history: deque[Any]) -> None:
@@ -26,52 +26,52 @@ class Together:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Count what the process waits for in here as this engine's: one engine may run within another's call."""
+        """Attribute the collectives in the block to this engine. Blocks nest, since one engine may call another."""
         global _present
-        before, _present = _present, self
+        outer, _present = _present, self
         try:
             yield
         finally:
-            _present = before
+            _present = outer
 
     def forget(self) -> None:
-        """Drop what an earlier error has left, here and outside of all engines."""
+        """Reset ``doing`` after an error, for this engine and for ``outside``."""
         self.doing = outside.doing = None
 
 
 outside = Together(deque(maxlen=1))
-"""Of the process while no engine is at work."""
+"""The collectives of the process while no engine is running."""
 _present = outside
 _number = 0
 
 
 @contextmanager
 def collective_scope(stage: int, doing: str) -> Iterator[None]:
-    """Let an error of a collective say which stage was ``doing`` what, and the watchdog while it lasts.
+    """Name the collectives in the block for the watchdog and for errors.
 
     Raises:
-        PeerLost: in place of a RuntimeError within.
+        PeerLost: a RuntimeError was raised in the block; the message names ``stage`` and ``doing``.
     """
     global _number
     present = _present
-    before, present.doing = present.doing, doing
+    outer, present.doing = present.doing, doing
     _number += 1
     try:
         yield
-    except RuntimeError as error:  # ``doing`` stays, for the watchdog to tell until its ``over`` ends
+    except RuntimeError as error:  # ``doing`` is not reset, so that ``EngineWatchdog.over`` can report it
         raise PeerLost(f"stage {stage} lost a rank while {doing}: {error}") from error
     except BaseException:
-        present.doing = before
+        present.doing = outer
         raise
-    present.doing = before
+    present.doing = outer
     present.history.append(f"ended {doing}")
 
 
 def current_collective() -> str | None:
-    """Return what this process is doing together with others, or was when that failed; None if nothing."""
+    """Return the description of this process's current or failed collective; None if there is none."""
     return _present.doing
 
 
 def number_together() -> int:
-    """Return how often this process began to wait together with others: two waits of one name are not one."""
+    """Return how many collective scopes this process has entered, which distinguishes scopes with equal names."""
     return _number

@@ -1,13 +1,13 @@
-"""P2PCommunicator: asynchronous messages between stages, receives posted ahead of their action.
+"""P2PCommunicator: asynchronous messages between stages, with receives posted before the action that needs them.
 
-One call of train_batch or eval_batch is one ``begin`` ... ``finish``. Messages of one kind from one neighbour go in
-the order of the schedule, so none carries a number. A header with shapes and dtypes goes ahead of the first
-activation of each boundary (with ``dynamic_shape`` of every activation); gradients have the shapes of the activations
-that they answer. The header is mostly that of the call before: then both sides go on with the form that they have.
+Each ``train_batch`` or ``eval_batch`` starts with ``begin`` and ends with ``finish``. Messages of one type from one
+neighbour are sent in the order of the schedule, so they need no sequence number. A header with shapes and dtypes
+precedes the first activation of each boundary, or every activation with ``dynamic_shape``. A gradient has the shape of
+its activation. If the header equals the previous call's, both sides reuse the cached layout.
 
-``tds.schedule.limits`` says behind which action each receive is posted. On a device it has a stream of its own: it
-does not wait for what the action has given to the computation. On a host, where nothing waits for a whole device, it
-is posted one action earlier, as far as its size is known: gloo sends nothing before.
+``tds.schedule.limits`` determines after which action each receive is posted. On an accelerator, receives run on a
+separate stream, so that they do not wait for the kernels of that action. On the CPU, a receive is posted one action
+earlier if its size is known, because gloo transfers nothing before the receive is posted.
 """
 
 from __future__ import annotations
@@ -40,9 +40,14 @@ Fingerprint = tuple[Structure, list[tuple[Any, ...]]]
 
 @dataclass
 class BoundaryTensors:
-    """The agreed form of one boundary; kept for the calls that follow, whose header is mostly the same.
+    """Description of the tensors of one boundary, equal on both sides and cached for later calls.
 
-    ``fingerprint``: of the output that was described, on the sender's side.
+    Attributes:
+        specs: type, shape and flags of each tensor.
+        structure: container of the tensors.
+        activations, gradients: layouts of the messages.
+        header: the header that announced these tensors.
+        fingerprint: structure and tensor properties of the output that ``specs`` describes; None on the receiver.
     """
 
     specs: tuple[TensorMeta, ...]
@@ -61,7 +66,7 @@ class BoundaryTensors:
         return cls(specs, structure, PackedLayout(specs, cut), PackedLayout(with_grad, cut), header, fingerprint)
 
     def with_grad(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of the message's ``tensors`` that have a gradient."""
+        """Return the ``tensors`` of a message for which a gradient is sent back."""
         return [tensor for tensor, spec in zip(tensors, self.specs, strict=True) if spec.needs_grad]
 
 
@@ -69,8 +74,13 @@ class BoundaryTensors:
 def expected_messages(
     actions: tuple[Action, ...], stage: int, placement: Placement, is_dynamic: bool
 ) -> tuple[list[Message | None], dict[tuple[Kind, int], list[Message]]]:
-    """Return (what each of a stage's ``actions`` receives, what comes in of each kind from each stage in order: a
-    header ahead of each new form). What a stage hands to itself does not come in."""
+    """Return the messages that ``stage`` receives during ``actions``.
+
+    Returns:
+        The message of each action (None: the action receives none), and the sequence of messages for each (type, peer).
+        The sequence of headers has one header per boundary, or one per activation if ``is_dynamic``. Messages from one
+        chunk to another on the same stage are not in the sequences.
+    """
     messages = [received(action, stage, placement) for action in actions]
     expected: dict[tuple[Kind, int], list[Message]] = defaultdict(list)
     announced: set[tuple[int, int]] = set()
@@ -78,25 +88,26 @@ def expected_messages(
         if message is None or message.peer == stage:
             continue
         expected[message.kind, message.peer].append(message)
-        form = message.micro_batch if is_dynamic else 0, message.chunk
-        if message.kind is Kind.ACTIVATION and form not in announced:
-            announced.add(form)
+        boundary = message.micro_batch if is_dynamic else 0, message.chunk
+        if message.kind is Kind.ACTIVATION and boundary not in announced:
+            announced.add(boundary)
             expected[Kind.HEADER, message.peer].append(message)
     return messages, expected
 
 
 class P2PCommunicator(Transport):
-    """The messages of one stage.
+    """Sends and receives the messages of one stage.
 
     Args:
-        module: declares what crosses; read anew at each call.
+        module: has the declaration of the boundaries, which is read again at each call.
+        placement: placement of the chunks on the stages; None: one chunk per stage.
         is_dynamic: shapes may change within a call.
 
     Attributes:
-        incoming, outgoing: the form of each boundary that was announced in this call, with ``dynamic_shape`` of each
-            micro-batch.
-        agreed: the last one of each boundary, by what is expected of it: only another one is described, checked
-            against the declaration and laid out anew.
+        incoming, outgoing: the tensors of each boundary that was announced in this call; per micro-batch if
+            ``is_dynamic``.
+        agreed: cache of the last tensors of each boundary, by direction, chunk and mode. Tensors are described, checked
+            against the declaration and laid out again only if they differ from the cached tensors.
     """
 
     def __init__(
@@ -108,67 +119,75 @@ class P2PCommunicator(Transport):
         self.is_dynamic = is_dynamic
         self.beside = side_stream(links.device)
         self.posts: Posts = ()
-        self._marks: list[tuple[Action, Any]] = []  # of the clock, ahead of each action of this call, on a device
+        self._marks: list[tuple[Action, Any]] = []  # clock mark before each action of this call; accelerators only
         self.incoming: dict[tuple[int, int], BoundaryTensors] = {}
         self.outgoing: dict[tuple[int, int], BoundaryTensors] = {}
         self.agreed: dict[tuple[Any, ...], BoundaryTensors] = {}
         self.declared = declared_boundary(module)
-        self._declaration = declaration(module)  # that ``agreed`` was checked against
-        self._posted: dict[tuple[Kind, int], deque[P2PHandle]] = defaultdict(deque)  # by kind and peer
-        self._own: dict[tuple[Kind, int, int], list[torch.Tensor]] = {}  # by kind, micro-batch, chunk that takes it
+        self._declaration = declaration(module)  # the declaration that ``agreed`` was checked against
+        self._posted: dict[tuple[Kind, int], deque[P2PHandle]] = defaultdict(deque)  # by type and peer
+        self._own: dict[tuple[Kind, int, int], list[torch.Tensor]] = {}  # by type, micro-batch and receiving chunk
 
     def begin(self, actions: Sequence[Action], *, is_training: bool, marks_all: bool = False) -> None:
-        """Note what will come; ``begin_action`` posts its receives. ``marks_all`` as in ``describe``.
+        """Start a call that runs ``actions``; ``begin_action`` posts the receives.
+
+        Args:
+            marks_all: see ``describe``.
 
         Raises:
-            BoundaryError: the module's declaration is wrong in itself.
+            BoundaryError: the module's declaration is inconsistent.
         """
         self.forget()
         marks, self._marks = self._marks, []
         self.clock.free(mark for _, mark in marks)
         self.action, self.is_training, self.marks_all = None, is_training, marks_all
-        if self._declaration != (now := declaration(self.module)):
-            self.declared, self._declaration = declared_boundary(self.module), now
+        if self._declaration != (current := declaration(self.module)):
+            self.declared, self._declaration = declared_boundary(self.module), current
             self.agreed.clear()
         self._actions = tuple(actions)
         self._messages, expected = expected_messages(self._actions, self.links.stage, self.placement, self.is_dynamic)
-        self._expected = {route: deque(each) for route, each in expected.items()}
+        self._expected = {route: deque(messages) for route, messages in expected.items()}
         self._num_begun = 0
 
     def set_limits(self, window: int | None, posts: Posts = ()) -> None:
-        """Let later calls keep to these of their schedule; without ``posts`` an action posts its own receive."""
+        """Set the send window and the posting times of receives; without ``posts`` each action posts its receive."""
         self.window, self.posts = window, posts
 
     def action_of_device(self) -> Action | None:
-        """Return the last action that the device has reached, which the host may be far ahead of; None if unknown. Asks
-        events and waits for nothing, so any thread may call it."""
+        """Return the last action that the device has started, which may lag far behind the host; None if unknown.
+
+        The method only queries events and never waits, so any thread may call it.
+        """
         reached = [action for action, mark in list(self._marks) if self.clock.is_reached(mark)]
         return reached[-1] if reached else None
 
     def begin_action(self, action: Action) -> None:
-        """Note that the stage begins the next of its actions; post the receives that are due."""
+        """Start the stage's next action and post the receives that are due."""
         self.action = action
-        place, self._num_begun = self._num_begun, self._num_begun + 1
+        idx, self._num_begun = self._num_begun, self._num_begun + 1
         is_on_host = is_host(self.links.device)
         if not is_on_host:
             self._marks.append((action, self.clock.mark()))
         with self.beside or nullcontext():
-            ahead = 1 if is_on_host else 0  # on a host one action earlier
-            for number in itertools.chain(*self.posts[place : place + 1 + ahead]):
-                self._post_for(number)
+            ahead = 1 if is_on_host else 0
+            for receive_idx in itertools.chain(*self.posts[idx : idx + 1 + ahead]):
+                self._post_for(receive_idx)
 
     def forget(self) -> None:
         super().forget()
-        for kept in (self.incoming, self.outgoing, self._own):
-            kept.clear()
+        for cache in (self.incoming, self.outgoing, self._own):
+            cache.clear()
         for posted in self._posted.values():
             posted.clear()
 
     def send_forward(self, message: Message, output: Any) -> list[torch.Tensor]:
-        """Send a stage's output; return its tensors whose gradients will come back, in the order in which they come.
+        """Send a stage's output.
+
+        Returns:
+            The output tensors for which gradients are sent back, in the order in which ``recv_backward`` returns them.
 
         Raises:
-            TypeError, BoundaryError: the output does not match; before the wire.
+            TypeError, BoundaryError: the output does not match the declaration. Nothing has been sent.
         """
         try:
             tensors, structure = flatten(output)
@@ -187,17 +206,17 @@ class P2PCommunicator(Transport):
         return crossing.with_grad(tensors)
 
     def _hand_on(self, message: Message, tensors: Sequence[torch.Tensor], crossing: BoundaryTensors) -> None:
-        """Let the next chunk, which lies here too, have a chunk's output: nothing is copied."""
-        number, chunk = self._key(message)
-        self.incoming[number, chunk + 1] = crossing
+        """Pass a chunk's output to the next chunk on the same stage, without a copy."""
+        micro_batch, chunk = self._key(message)
+        self.incoming[micro_batch, chunk + 1] = crossing
         self._own[Kind.ACTIVATION, message.micro_batch, chunk + 1] = [tensor.detach() for tensor in tensors]
 
     def recv_forward(self, message: Message) -> tuple[Any, list[torch.Tensor]]:
-        """Return (what the previous stage sent, the leaves whose gradients go back)."""
+        """Return (input of this stage's layers, leaves whose gradients are sent back)."""
         crossing = self.incoming.get(self._key(message)) or self._take_header(message)
         tensors = self._unpack(crossing.activations, message)
-        given, leaves = with_leaves(crossing.with_grad(tensors), is_own=message.peer == self.links.stage)
-        with_grad = iter(given)
+        layer_inputs, leaves = with_leaves(crossing.with_grad(tensors), is_own=message.peer == self.links.stage)
+        with_grad = iter(layer_inputs)
         tensors = [next(with_grad) if s.needs_grad else t for t, s in zip(tensors, crossing.specs, strict=True)]
         return crossing.structure.rebuild(tensors), leaves
 
@@ -217,11 +236,11 @@ class P2PCommunicator(Transport):
         return gradients
 
     def _key(self, message: Message) -> tuple[int, int]:
-        """Return under which key the form of a message is kept."""
+        """Return the key of a message's boundary in ``incoming`` and ``outgoing``."""
         return (message.micro_batch if self.is_dynamic else 0), message.chunk
 
     def _announce(self, message: Message, tensors: Sequence[torch.Tensor], fingerprint: Fingerprint) -> BoundaryTensors:
-        """Send the header of a boundary's first output ahead; return its form."""
+        """Send the header of a boundary's first output and return the boundary's tensors."""
         key = "sent", message.chunk, self.is_training, self.marks_all
         crossing = self.agreed.get(key)
         if crossing is None or crossing.fingerprint != fingerprint:
@@ -232,7 +251,7 @@ class P2PCommunicator(Transport):
         return crossing
 
     def _form(self, message: Message, tensors: Sequence[torch.Tensor], fingerprint: Fingerprint) -> BoundaryTensors:
-        """Return the form of an output once it matches the declaration."""
+        """Describe an output and check it against the declaration."""
         structure, _ = fingerprint
         specs = self._describe(message, tensors, structure)
         header = encode_header(specs, structure, self._output_place(message))
@@ -241,7 +260,10 @@ class P2PCommunicator(Transport):
     def _check_again(
         self, message: Message, tensors: Sequence[torch.Tensor], structure: Structure, crossing: BoundaryTensors
     ) -> None:
-        """Raise unless an output that does not look like the first one crosses in the same form all the same."""
+        """Raise BoundaryError if the description of an output differs from the first one of this call.
+
+        Called only if the fingerprints differ. The descriptions may still be equal.
+        """
         specs = self._describe(message, tensors, structure)
         structures = structure, crossing.structure
         check_same(specs, crossing.specs, structures, self._output_place(message), micro_batch=message.micro_batch)
@@ -249,19 +271,19 @@ class P2PCommunicator(Transport):
     def _describe(
         self, message: Message, tensors: Sequence[torch.Tensor], structure: Structure
     ) -> tuple[TensorMeta, ...]:
-        place = self._output_place(message)
+        side = self._output_place(message)
         for index, tensor in enumerate(tensors):
             if tensor.device.type != self.links.device.type or tensor.layout is not torch.strided:
                 raise TypeError(
-                    f"{place.tensor(index)} must be a dense tensor on {self.links.device}, got {format_tensor(tensor)} "
+                    f"{side.tensor(index)} must be a dense tensor on {self.links.device}, got {format_tensor(tensor)} "
                     f"on {tensor.device} with layout {tensor.layout}. Change it in the layer."
                 )
         records = records_of(self.declared, self.placement.piece(self.links.stage, message.chunk))
         flags = {"is_training": self.is_training, "marks_all": self.marks_all}
-        return describe(tensors, structure, records, place, **flags)
+        return describe(tensors, structure, records, side, **flags)
 
     def _take_header(self, message: Message) -> BoundaryTensors:
-        """Return the form that the header of a boundary announces; it is read where it is another than before."""
+        """Receive the header of a boundary and return its tensors; decode it only if it differs from the cached one."""
         header = self._take(Kind.HEADER, message)
         key = "received", message.chunk, self.is_training
         crossing = self.agreed.get(key)
@@ -272,9 +294,9 @@ class P2PCommunicator(Transport):
 
     def _read_header(self, header: torch.Tensor, chunk: int) -> BoundaryTensors:
         specs, structure = decode_header(header)
-        stage, before = self.links.stage, self.placement.piece(self.links.stage, chunk) - 1
-        place = input_place(self.module, chunk, stage, self.placement)
-        check_received(specs, records_of(self.declared, before), place, self.is_training)
+        stage, sending_piece = self.links.stage, self.placement.piece(self.links.stage, chunk) - 1
+        side = input_place(self.module, chunk, stage, self.placement)
+        check_received(specs, records_of(self.declared, sending_piece), side, self.is_training)
         return BoundaryTensors.of(specs, structure, self.links.cut, header)
 
     def _output_place(self, message: Message) -> Place:
@@ -291,16 +313,16 @@ class P2PCommunicator(Transport):
             return layout.unpack(received_bytes)
 
     def _take(self, kind: Kind, message: Message) -> torch.Tensor:
-        """Return the bytes of ``message``."""
-        self._post(kind, message)  # unless begin_action has: its size may have come with a header only now
+        """Wait for ``message`` and return its bytes."""
+        self._post(kind, message)  # no-op if begin_action has posted it; its size may only be known now
         posted = self._posted[kind, message.peer]
         if not posted or posted[0].message != message:
-            found = posted[0].message if posted else "nothing"
-            raise RuntimeError(f"stage {self.links.stage} wants {message}, but the next on the wire is {found}")
+            next_message = posted[0].message if posted else "nothing"
+            raise RuntimeError(f"stage {self.links.stage} wants {message}, but the next on the wire is {next_message}")
         return self.wait_for(posted.popleft())
 
     def _post_for(self, number: int) -> None:
-        """Start the receives of one action. A device, for which all are posted here, waits for its header if any."""
+        """Post the receives of one action. On an accelerator, first wait for the header, so that the size is known."""
         if (message := self._messages[number]) is not None:
             self._post(Kind.HEADER, message)
             if self._posted[Kind.HEADER, message.peer] and not is_host(self.links.device):
@@ -308,7 +330,7 @@ class P2PCommunicator(Transport):
             self._post(message.kind, message)
 
     def _post(self, kind: Kind, message: Message) -> None:
-        """Start the receive of ``message`` if it is the next of its kind, and its size is known."""
+        """Post the receive of ``message`` if it is the next message of its type and peer, and its size is known."""
         expected = self._expected.get((kind, message.peer))
         while kind is Kind.GRADIENT and expected and self._is_never_sent(expected[0]):
             expected.popleft()

@@ -1,15 +1,15 @@
-"""A backend of torch.distributed for ranks that share a device: gloo, with copies of the tensors in the host's memory.
+"""A backend of torch.distributed for ranks that share a device: gloo with copies of the tensors in host memory.
 
-NCCL refuses two ranks on one GPU, and gloo sends no tensor of a device from rank to rank. In the backend "host_copies"
-whatever a group is asked to do with such tensors is done by gloo with copies of them: what goes out is copied when the
-operation starts, what comes in is copied back when it is waited for. So several ranks on one GPU show the numbers of
-any layout. Tensors of the host go to gloo as they are.
+NCCL does not support two ranks on one GPU, and gloo does not send device tensors point to point. The backend
+"host_copies" runs every operation by gloo on copies of the device tensors. Inputs are copied to the host when the
+operation starts, and outputs are copied back in ``wait``. Several ranks on one GPU can therefore compute the results of
+any layout. CPU tensors are passed to gloo without a copy.
 
     tds.p2p.host_copies.register()
     deepspeed.init_distributed(dist_backend="host_copies")
 
-Copied is all that lies on a device, though gloo could sum and broadcast tensors of a GPU by itself: there is one way,
-the same for every operation and every kind of device.
+All device tensors are copied, although gloo could all-reduce and broadcast CUDA tensors itself. This keeps a single
+code path for every operation and every device type.
 
 | operations | copied to the host | copied back |
 |---|---|---|
@@ -47,24 +47,25 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "recv": (OUT,),
     "recv_anysource": (OUT,),
 }
-"""Methods of a process group with tensors: what its first arguments are. torch 2.11 and 2.13 differ in some names."""
+"""Roles of the first arguments of each process-group method that takes tensors. torch 2.11 and 2.13 differ in some
+names."""
 _has_announced = False
 
 
 def register() -> None:
-    """Let torch know the backend by its name.
+    """Register the backend with torch.
 
-    Not done on import: once torch knows of any backend in Python, it leaves groups of several others, such as
-    "cpu:gloo,npu:hccl", without a default one.
+    This is not done on import: once a Python backend is registered, torch sets no default backend for groups with
+    several backends, such as "cpu:gloo,npu:hccl".
     """
     dist.Backend.register_backend(NAME, HostCopies, devices=["cpu", "cuda"])
 
 
 class Copied(dist.Work):
-    """Operations on their way over gloo.
+    """Work handle for running gloo operations.
 
     Args:
-        back: pairs (tensor of a device, its copy in the host's memory) of what comes in.
+        back: pairs (device tensor, host copy) of the outputs, which ``wait`` copies back.
     """
 
     def __init__(self, works: Sequence[Any], back: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -74,17 +75,18 @@ class Copied(dist.Work):
 
     @torch.no_grad()
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for gloo, then put what came in where it belongs.
+        """Wait for gloo, then copy the outputs back to the device.
 
         Raises:
-            RuntimeError: gloo's own.
+            RuntimeError: gloo's error.
         """
-        if self._is_done:  # gloo would wait for another message
+        if self._is_done:  # a second gloo wait would wait for another message
             return True
         for work in self._works:
             work.wait(*([timeout] if timeout else []))
         for tensor, copy in self._back:
-            tensor.data.copy_(copy)  # not ``tensor``: torch's own operations count no change in place either
+            # ``.data``, because torch's collectives do not increment the version counter either.
+            tensor.data.copy_(copy)
         self._back, self._is_done = (), True
         return True
 
@@ -96,13 +98,14 @@ class Copied(dist.Work):
 
 
 class HostCopies(dist.ProcessGroup):
-    """A process group over gloo that does ``OPERATIONS`` with copies of what lies on a device."""
+    """A process group over gloo that runs ``OPERATIONS`` on host copies of device tensors."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # the only one that a class of Python may call
+        super().__init__(rank, size)  # type: ignore[call-arg]  # the only constructor a Python subclass may call
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._gloo._set_sequence_number_for_group()
-        self._plain = dist.ProcessGroup(store, rank, size)  # calls of the base class would come back to this one
+        # A second group for the base class's methods, which would call this class's methods again if run on ``self``.
+        self._plain = dist.ProcessGroup(store, rank, size)
         for group in (self, self._plain):
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             group._register_backend(HOST, dist.ProcessGroup.BackendType.GLOO, self._gloo)
@@ -112,7 +115,7 @@ class HostCopies(dist.ProcessGroup):
         return "gloo"
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Return gloo, whose time limit counts, for any device."""
+        """Return the gloo backend for any device, because its timeout applies."""
         return self._gloo
 
     def barrier(self, opts: Any = None) -> Any:
@@ -124,7 +127,7 @@ class HostCopies(dist.ProcessGroup):
         self._together = []
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        """Return all that was started since ``_start_coalescing`` as one work."""
+        """Return one work handle for all operations started since ``_start_coalescing``."""
         works, self._together = self._together, None
         return Copied(works or (), ())
 
@@ -132,17 +135,22 @@ class HostCopies(dist.ProcessGroup):
         back: list[tuple[torch.Tensor, torch.Tensor]] = []
         roles = OPERATIONS[name]
         with torch.no_grad():
-            handed = [_handed(value, role, back) for value, role in zip(args, roles, strict=False)]
-        work = Copied([getattr(self._plain, name)(*handed, *args[len(roles) :], **options)], back)
+            host_args = [_handed(value, role, back) for value, role in zip(args, roles, strict=False)]
+        work = Copied([getattr(self._plain, name)(*host_args, *args[len(roles) :], **options)], back)
         if self._together is not None:
             self._together.append(work)
         return work
 
 
 def _handed(value: Any, role: str, back: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """Return ``value``, a tensor or lists of them, with copies in place of tensors of a device; note what comes in."""
+    """Return ``value``, a tensor or nested lists of tensors, with host copies in place of device tensors.
+
+    Args:
+        role: IN, OUT or BOTH.
+        back: receives (device tensor, host copy) for each output.
+    """
     if not isinstance(value, torch.Tensor):
-        return [_handed(one, role, back) for one in value]
+        return [_handed(element, role, back) for element in value]
     if is_host(value.device):
         return value
     _announce(value.device)
@@ -155,7 +163,7 @@ def _handed(value: Any, role: str, back: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _announce(device: torch.device) -> None:
-    """Say, once in a job, what this backend is for."""
+    """Log once per job that tensors are copied through the host."""
     global _has_announced
     if not _has_announced and dist.get_rank() == 0:
         log_rank_0(f"{device.type} tensors go through the host, by gloo ({NAME}): for numbers only, not for speed")

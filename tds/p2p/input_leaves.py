@@ -1,4 +1,4 @@
-"""The tensors that a stage's layers get, received or its own, and the leaves in which their gradients will lie."""
+"""Inputs of a stage's layers, and the leaves that collect their gradients."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from tds.p2p.structure import Tensors
 
 
 def with_leaves(tensors: Sequence[torch.Tensor], is_own: bool = False) -> tuple[Tensors, list[torch.Tensor]]:
-    """Return (inputs of the layers, leaves): after the backward, ``leaf.grad`` is the gradient of the input.
+    """Return (inputs of the layers, leaves). After the backward, ``leaf.grad`` is the gradient of the input.
 
     The inputs share the memory of ``tensors``. They are not leaves themselves, because a layer may change its input in
     place, which autograd forbids for a leaf that requires a gradient. A leaf has the shape of its input, but no memory
     (all strides are 0).
 
     Args:
-        is_own: the tensors are outputs of another chunk of this stage. Then an in-place change of an input raises the
-            version counter of the output, so that the backward of that chunk reports it.
+        is_own: the tensors are outputs of another chunk on this stage. An in-place change of an input then
+            increments the version counter of the output, so that the backward of that chunk raises an error.
     """
     leaves = [t.new_empty_strided(t.shape, [0] * t.dim()).requires_grad_() for t in tensors]
     return (_FromLeaves.apply(tuple(tensors), is_own, *leaves) if leaves else ()), leaves
 
 
 class _FromLeaves(torch.autograd.Function):
-    """Maps leaves to tensors of the same shapes; in the backward the gradients of the tensors go to the leaves."""
+    """Connects leaves to tensors of the same shapes: the backward passes the tensors' gradients to the leaves."""
 
     @staticmethod
     def forward(ctx: Any, tensors: Tensors, is_own: bool, *leaves: torch.Tensor) -> Tensors:
         ctx.set_materialize_grads(False)
-        return tuple(t.detach() if is_own else t.data for t in tensors)  # of one that is returned itself: a view
+        # A new tensor per input, because autograd makes a view of an input that is returned unchanged.
+        return tuple(t.detach() if is_own else t.data for t in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:

@@ -1,9 +1,9 @@
-"""Fixed-size header of a message: dtypes, shapes, gradients and structure.
+"""Fixed-size header of a message: dtypes, shapes, gradient flags and structure.
 
 | words | content |
 |---|---|
-| 4 | mark of tds, number of tensors, form of the structure, bytes of its keys |
-| 32 x 11 | of each tensor: dtype, flags (1 needs a gradient, 2 partitioned), dimensions, shape |
+| 4 | magic number of tds, number of tensors, container type, number of bytes of the keys |
+| 32 x 11 | per tensor: dtype, flags (1 needs a gradient, 2 partitioned), number of dimensions, shape |
 | 128 | the keys of a dict, as JSON |
 """
 
@@ -35,10 +35,10 @@ HEADER_SIZE = _KEYS + MAX_KEY_BYTES // 8
 
 
 def encode_header(specs: Sequence[TensorMeta], structure: Structure, place: Place) -> torch.Tensor:
-    """Return the header, int64 on the CPU.
+    """Return the header as an int64 tensor on the CPU.
 
     Raises:
-        BoundaryError: more tensors, dimensions or names than a header holds, or a dtype that cannot travel.
+        BoundaryError: too many tensors, dimensions or key bytes for a header, or an unsupported dtype.
     """
     if len(specs) > MAX_TENSORS:
         raise BoundaryError(f"at most {MAX_TENSORS} tensors can cross a stage, got {len(specs)} from {place}")
@@ -65,12 +65,13 @@ def encode_header(specs: Sequence[TensorMeta], structure: Structure, place: Plac
 
 
 def decode_header(header: torch.Tensor) -> tuple[tuple[TensorMeta, ...], Structure]:
-    """Return (what each tensor is, how they hang together)."""
-    magic, number, form, num_key_bytes, *values = header.tolist()  # all at once: a device is waited for
+    """Return (description of each tensor, structure)."""
+    # One call, because each read of a device tensor waits for the device.
+    magic, num_tensors, form, num_key_bytes, *values = header.tolist()
     if magic != MAGIC:
         raise RuntimeError(f"expected a header of tds, got {magic:#x}: the stages run different schedules")
     specs = []
-    for start in range(0, number * _FIELDS, _FIELDS):
+    for start in range(0, num_tensors * _FIELDS, _FIELDS):
         dtype, flags, dims, *shape = values[start : start + _FIELDS]
         specs.append(TensorMeta(DTYPES[dtype], tuple(shape[:dims]), bool(flags & 1), bool(flags & 2)))
     text = b"".join(word.to_bytes(8, sys.byteorder, signed=True) for word in values[_KEYS - _FRONT :])

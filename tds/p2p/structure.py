@@ -1,7 +1,7 @@
-"""Structure of the tensors that cross a stage boundary: one tensor, a tuple, list or dict.
+"""Structure of the tensors that cross a stage boundary: one tensor, or a tuple, list or dict of tensors.
 
-The receiving stage's layer gets what the sending one returned, in the same form and order, and may work on it in
-place.
+The layer of the receiving stage gets the tensors in the same container and order as the sending layer returned them,
+and may change them in place.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 import torch
 
 CONTAINERS: tuple[type, ...] = (torch.Tensor, tuple, list, dict)
-"""Their places in this list travel in headers."""
+"""Container types; headers contain the index into this tuple."""
 
 
 @dataclass(frozen=True)
 class Structure:
-    """The form of a stage's output without its tensors; ``keys`` are a dict's, in its order."""
+    """The container of a stage's output without its tensors; ``keys`` are the keys of a dict in order."""
 
     form: type = torch.Tensor
     keys: tuple[str, ...] = ()
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return ``tensors`` in this form."""
+        """Return ``tensors`` in this container."""
         if self.form is torch.Tensor:
             return tensors[0]
         if self.form is dict:
@@ -41,10 +41,11 @@ LIST = Structure(list)
 
 
 def flatten(output: Any) -> tuple[tuple[torch.Tensor, ...], Structure]:
-    """Return (the tensors, their structure).
+    """Return (tensors, structure) of a stage's output.
 
     Raises:
-        TypeError: no tensor, nor a plain tuple, list or dict of tensors; dict keys that are no strings.
+        TypeError: the output is neither a tensor nor a plain tuple, list or dict of tensors, or a dict key is not a
+            string.
     """
     return ((output,), SINGLE) if isinstance(output, torch.Tensor) else _flatten_container(output)
 
@@ -59,10 +60,10 @@ def _flatten_container(output: Any) -> tuple[tuple[torch.Tensor, ...], Structure
     for key in structure.keys:
         if type(key) is not str:
             raise TypeError(f"must return a dict whose keys are strings, got the key {key!r}")
-    for place, tensor in zip(structure.keys or range(len(tensors)), tensors, strict=True):
+    for key_or_idx, tensor in zip(structure.keys or range(len(tensors)), tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
-                f"must return tensors, got {type(tensor).__name__} at [{place!r}] of the {type(output).__name__}. "
+                f"must return tensors, got {type(tensor).__name__} at [{key_or_idx!r}] of the {type(output).__name__}. "
                 "Leave it out, or make a tensor of it."
             )
     return tensors, structure

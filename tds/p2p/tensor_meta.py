@@ -1,4 +1,4 @@
-"""TensorMeta: dtype, shape and gradient flag of each tensor of a message, checked against the declaration."""
+"""TensorMeta: dtype, shape and flags of each tensor of a message, and checks against the declaration."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _warned: set[str] = set()
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """What one tensor of a message is; the same on both sides of the wire."""
+    """Description of one tensor of a message, equal on both sides."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class TensorMeta:
 
 
 def format_tensor(tensor: torch.Tensor) -> str:
-    """Return dtype and shape as a user writes them."""
+    """Return dtype and shape as text, such as "float32[4, 128]"."""
     return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
 
 
@@ -43,14 +43,17 @@ def describe(
     is_training: bool,
     marks_all: bool = False,
 ) -> tuple[TensorMeta, ...]:
-    """Return what a stage's output is on the wire, once it matches the declaration.
+    """Check a stage's output against the declaration and return the description of each tensor.
 
     Args:
-        marks_all: reentrant recompute is on, which lets every float of its output require a gradient; those that are
-            declared without one then go without.
+        records: the declaration of this boundary; None: it is not declared.
+        place: name of the output for error messages.
+        marks_all: reentrant recompute is on, which makes every float output require a gradient. Floats declared without
+            a gradient are then sent without one instead of raising an error.
 
     Raises:
-        BoundaryError: naming the stage, the layer, the tensor, what was declared and what was got.
+        BoundaryError: the output does not match. The message names the stage, the layer, the tensor, the declaration
+            and the actual value.
     """
     if records is None:
         return tuple(
@@ -102,17 +105,19 @@ def check_same(
     micro_batch: int,
     names: Sequence[str] = (),
 ) -> None:
-    """Raise unless a later micro-batch's output is like the first one's of the call.
+    """Raise BoundaryError if the outputs of two micro-batches of a call have different descriptions.
 
     Args:
-        structures: of this micro-batch and of the first one.
+        now: description of the output of ``micro_batch``.
+        first: description of the first output of the call.
+        structures: the structures of both outputs, in this order.
     """
-    for index, (spec, before) in enumerate(zip(now, first, strict=False)):
-        if spec != before:
-            grad = "" if spec.needs_grad == before.needs_grad else f" with gradient={spec.needs_grad}"
+    for index, (spec, expected) in enumerate(zip(now, first, strict=False)):
+        if spec != expected:
+            grad = "" if spec.needs_grad == expected.needs_grad else f" with gradient={spec.needs_grad}"
             raise BoundaryError(
                 "shapes and dtypes must stay the same within one train_batch or eval_batch: "
-                f"{place.tensor(index, names[index] if names else '')} was {before}, got {spec}{grad} at micro-batch "
+                f"{place.tensor(index, names[index] if names else '')} was {expected}, got {spec}{grad} at micro-batch "
                 f"{micro_batch}. Pad the micro-batches of one call to one shape, or build the PipelineModule with "
                 "dynamic_shape=True."
             )
@@ -125,7 +130,7 @@ def check_same(
 
 
 def check_received(specs: tuple[TensorMeta, ...], records: Records | None, place: Place, is_training: bool) -> None:
-    """Raise unless what a header announces matches this rank's own declaration."""
+    """Raise BoundaryError if the tensors of a header do not match this rank's declaration."""
     if records is None:
         return
     if len(specs) != len(records):
@@ -149,7 +154,7 @@ def _declared(record: Boundary) -> str:
 
 
 def _is_float_declared_int(record: Boundary, dtype: torch.dtype) -> bool:
-    """True for the habit of calling a float without gradient an int, which does no harm."""
+    """Return True for a float declared as "int" without a gradient, a common and harmless practice."""
     return record.dtype == "int" and not record.needs_grad and dtype.is_floating_point
 
 

@@ -1,4 +1,4 @@
-"""Messages between neighbouring stages: start, wait, and errors of a lost neighbour."""
+"""Transport: starts messages between stages, waits for them, and raises errors for lost peers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ from tds.schedule import Action, Kind, Message
 
 HISTORY = 20
 Route = tuple[Kind, int, int]
-"""What travels, the stage that sends it, the stage that it goes to."""
+"""(message type, sending stage, receiving stage)."""
 
 
 @dataclass
 class StageLinks:
-    """How this stage reaches the others.
+    """Ranks and process groups through which this stage reaches the others.
 
-    ``ranks`` are the global ranks of the pipeline, by stage; ``groups`` the process group of each route from and to
-    this stage. ``timeout`` bounds a wait over gloo, which forgets its group's; NCCL has its own watchdog. ``are_own``:
-    the groups of messages between devices are for them alone, and may be aborted.
+    Attributes:
+        ranks: global ranks of the pipeline, by stage.
+        groups: process group of each route from and to this stage.
+        cut: the tensor group over which partitioned tensors are sharded.
+        timeout: time limit of waits over gloo, which ignore the group's timeout. NCCL has its own watchdog.
+        are_own: the groups between devices are only used for messages, so they may be aborted.
     """
 
     stage: int
@@ -47,13 +50,13 @@ class StageLinks:
 
 
 GLOO_GRACE = timedelta(seconds=1)
-"""A wait over gloo fails this long after the limit. The error cuts this rank's connections, and the others leave with
-errors of their own: by then the watchdog has raised the alarm, and all have said what they wait for."""
+"""Added to the timeout of waits over gloo. The error closes this rank's connections, which makes the other ranks fail
+too. The grace period lets the watchdog raise the alarm, and all ranks report their waits, before that."""
 
 
 @dataclass
 class P2PHandle:
-    """A message on its way in or out; ``buffer`` must live until it is there."""
+    """A running send or receive; ``buffer`` must stay alive until it has completed."""
 
     kind: Kind
     message: Message
@@ -65,11 +68,13 @@ class P2PHandle:
 class Transport:
     """Starts transfers and waits for them.
 
-    A sender waits once more than ``window`` of its messages of one kind to one stage have not left; None: never.
-
-    For those who watch: ``waits`` holds a pair of the ``clock``'s marks for each message that was waited for in this
-    call, ``action`` is what the stage is at, ``history`` the last messages that were sent or came in, and ``waiting``
-    what is being waited for, or was when waiting failed. ``beside``: the stream on which a device receives.
+    Attributes:
+        waits: for each awaited message of this call, the ``clock``'s marks before and after the wait.
+        action: the stage's current action.
+        window: maximum number of pending sends per message type and peer; further sends wait. None: no limit.
+        history: the last messages that were sent or received, and the collectives that ended.
+        waiting: the message that is being waited for, or whose wait failed.
+        beside: the stream on which an accelerator receives.
     """
 
     links: StageLinks
@@ -83,12 +88,12 @@ class Transport:
     _sending: dict[tuple[Kind, int], deque[P2PHandle]] = field(default_factory=lambda: defaultdict(deque))  # by peer
 
     def send(self, kind: Kind, message: Message, buffer: torch.Tensor) -> None:
-        """Start sending; the bytes must not change until they have left."""
+        """Start sending ``buffer``, which must not change until the send has completed."""
         sends = self._sending[kind, message.peer]
         sends.append(self._start(dist.isend, kind, message, buffer))
         self.history.append(("sent", kind, message))
         if not is_host(self.links.device) and kind is not Kind.HEADER:
-            while sends and sends[0].work.is_completed():  # asks an event; gloo would not know before it is waited for
+            while sends and sends[0].work.is_completed():  # a query of an event; gloo only completes in wait
                 sends.popleft()
         while self.window is not None and len(sends) > self.window:
             self._wait(sends.popleft(), "sending")
@@ -98,47 +103,55 @@ class Transport:
         return self._start(dist.irecv, kind, message, buffer)
 
     def wait_for(self, transfer: P2PHandle) -> torch.Tensor:
-        """Return the bytes of a message that was started to be received, once they are there."""
-        before = self.clock.mark()
+        """Wait for a receive and return its bytes."""
+        start = self.clock.mark()
         self._wait(transfer, "receiving")
         if self.beside is not None and transfer.kind is not Kind.HEADER:
             keep_for_current_stream(transfer.buffer)
-        self.waits.append((before, self.clock.mark()))
+        self.waits.append((start, self.clock.mark()))
         self.history.append(("received", transfer.kind, transfer.message))
         return transfer.buffer
 
     def let_go(self, answer: Message) -> None:
-        """Free what was sent up to the activation that a gradient answers: its sender has shown that it has it."""
-        sends, place = self._sending[Kind.ACTIVATION, answer.peer], (answer.micro_batch, answer.chunk)
-        sent = [(each.message.micro_batch, each.message.chunk) for each in sends]
-        for _ in range(sent.index(place) + 1 if place in sent else 0):
+        """Free the buffers of sent activations, up to and including the activation whose gradient is ``answer``.
+
+        The peer has received that activation before it sent the gradient, so these sends have completed.
+        """
+        sends, answered = self._sending[Kind.ACTIVATION, answer.peer], (answer.micro_batch, answer.chunk)
+        sent_keys = [(handle.message.micro_batch, handle.message.chunk) for handle in sends]
+        for _ in range(sent_keys.index(answered) + 1 if answered in sent_keys else 0):
             self._wait(sends.popleft(), "sending")
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all sends have completed."""
         for sends in self._sending.values():
             while sends:
                 self._wait(sends.popleft(), "sending")
 
     def forget(self) -> None:
-        """Drop what is left of a call that was broken off."""
+        """Drop the state of a failed call."""
         for sends in self._sending.values():
             sends.clear()
         self.waits.clear()
 
     def abort(self) -> bool:
-        """End the messages that wait on a device, behind an error: nobody will send them, and the device would wait for
-        ever. Their groups are of no use afterwards. Return whether there is such a device."""
+        """Abort the message groups of an accelerator after an error; return True if they were aborted.
+
+        Without this, posted receives would block the device forever, since no rank sends to them any more. The groups
+        are unusable afterwards.
+        """
         if is_host(self.links.device) or not self.links.are_own:
             return False
-        groups = {id(group): group for (kind, *_), group in self.links.groups.items() if kind is not Kind.HEADER}
+        groups = {
+            id(group): group for (msg_type, *_), group in self.links.groups.items() if msg_type is not Kind.HEADER
+        }
         for group in groups.values():
             torch_api.abort(group, self.links.device)
         return True
 
     def _start(self, operation: Any, kind: Kind, message: Message, buffer: torch.Tensor) -> P2PHandle:
-        own, peer = self.links.stage, message.peer
-        route = (kind, own, peer) if operation is dist.isend else (kind, peer, own)
+        stage, peer = self.links.stage, message.peer
+        route = (kind, stage, peer) if operation is dist.isend else (kind, peer, stage)
         try:
             work = operation(buffer, self.links.ranks[peer], group=self.links.groups[route], tag=int(kind))
         except RuntimeError as error:

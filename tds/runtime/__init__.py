@@ -1,4 +1,4 @@
-"""``deepspeed.runtime`` with our ``pipe``; every other name is DeepSpeed's."""
+"""``deepspeed.runtime`` with tds's ``pipe``; all other names are DeepSpeed's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules as data: pure functions that say what each stage does, in order."""
+"""Pipeline schedules: pure functions that return the ordered actions of each stage."""
 
 from tds.schedule.actions import (
     LOOP,

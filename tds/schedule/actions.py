@@ -1,6 +1,4 @@
-"""Actions (Forward, Backward, BackwardInput, BackwardWeight), where the pieces of the model lie, and the messages of
-actions.
-"""
+"""Actions of a schedule, the placement of the model's pieces on the stages, and the messages of actions."""
 
 from __future__ import annotations
 
@@ -8,49 +6,50 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 
-# What a stage can do. A schedule is a list of these for each stage.
+# Actions. A schedule is a list of actions for each stage.
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One piece of work on one micro-batch, for one chunk of layers of the stage."""
+    """One unit of work on one micro-batch, for one chunk of a stage's layers."""
 
     micro_batch: int
     chunk: int = 0
 
 
 class Forward(Action):
-    """Run the layers; the output goes to the next piece of the model, or into the loss in the last."""
+    """Run the layers and send the output to the next piece; the last piece computes the loss."""
 
     __slots__ = ()
 
 
 class Backward(Action):
-    """Run the whole backward: gradients of the weights, and of the input for the piece before."""
+    """Run the full backward: compute the weight gradients, and the input gradient for the previous piece."""
 
     __slots__ = ()
 
 
 class BackwardInput(Action):
-    """Run the part of the backward that the piece before waits for; linear layers put their weights' off."""
+    """Compute the input gradient, which the previous piece waits for, and defer weight gradients."""
 
     __slots__ = ()
 
 
 class BackwardWeight(Action):
-    """Compute the gradients of weights that the ``BackwardInput`` of this micro-batch and chunk put off."""
+    """Compute the weight gradients that the ``BackwardInput`` of this micro-batch and chunk deferred."""
 
     __slots__ = ()
 
 
-# Where the pieces of the model lie. With c chunks per stage the model is cut into p c pieces, and a stage holds c.
+# Placement of the pieces. With c chunks per stage, the model is split into p c pieces, and each stage has c of them.
 #
-# | placement | piece k of p = 3, c = 2 lies on stage | stage of chunk c and stage s |
+# | placement | stages of pieces 0, 1, ... for p = 3, c = 2 | piece of chunk c on stage s |
 # |---|---|---|
-# | loop | 0 1 2 0 1 2 | piece c p + s |
-# | v | 0 1 2 2 1 0 | piece c p + s in even chunks, c p + p - 1 - s in odd ones |
+# | loop | 0 1 2 0 1 2 | c p + s |
+# | v | 0 1 2 2 1 0 | c p + s for even c, c p + p - 1 - s for odd c |
 #
-# In a V the first and the last piece lie on stage 0, and what turns at an end stays on its stage.
+# With two chunks in a "v", the first and the last piece are on stage 0. Consecutive pieces at a turn are on the same
+# stage, so their message needs no communication.
 
 LOOP, V = "loop", "v"
 PLACEMENTS = (LOOP, V)
@@ -58,10 +57,10 @@ PLACEMENTS = (LOOP, V)
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which piece of the model lies on which stage.
+    """Assignment of the model's pieces to stages.
 
     Raises:
-        ValueError: no such kind, or a V of one chunk.
+        ValueError: the kind is unknown, or "v" with a single chunk.
     """
 
     num_stages: int
@@ -80,34 +79,34 @@ class Placement:
         return self.num_stages * self.num_chunks
 
     def piece(self, stage: int, chunk: int) -> int:
-        """Return the number in the model of a stage's chunk."""
+        """Return the index of the piece that ``stage`` has as ``chunk``."""
         return chunk * self.num_stages + self._mirrored(stage, chunk)
 
     def stage_of(self, piece: int) -> int:
-        """Return the stage that holds a piece; beyond both ends as if the model went on."""
-        chunk, place = divmod(piece, self.num_stages)
-        return self._mirrored(place, chunk)
+        """Return the stage of a piece. Indices before the first or after the last piece continue the pattern."""
+        chunk, position = divmod(piece, self.num_stages)
+        return self._mirrored(position, chunk)
 
     def own_pieces(self, stage: int) -> list[int]:
-        """Return the pieces of a stage, by chunk."""
+        """Return the pieces of a stage in the order of its chunks."""
         return [self.piece(stage, chunk) for chunk in range(self.num_chunks)]
 
     @property
     def last_stage(self) -> int:
-        """The stage that has the loss."""
+        """The stage that computes the loss."""
         return self.stage_of(self.num_pieces - 1)
 
     def _mirrored(self, place: int, chunk: int) -> int:
         return self.num_stages - 1 - place if self.kind == V and chunk % 2 else place
 
 
-# Which messages an action receives and sends. Communication is derived from the actions, never written by hand.
+# Messages. The communication of a stage is derived from its actions.
 
 SENDS_GRADIENTS = (Backward, BackwardInput)
 
 
 class Kind(IntEnum):
-    """What a message holds; also its tag on the wire."""
+    """Type of a message; also its communication tag."""
 
     ACTIVATION = 0
     GRADIENT = 1
@@ -116,10 +115,13 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Tensors of one micro-batch that go from one piece to the next, or their gradients back.
+    """Activations of one micro-batch for the next piece, or their gradients for the previous one.
 
-    ``chunk`` is the chunk of the stage that looks at it: the receiver's in ``received``, the sender's in ``sent``.
-    ``peer`` is the other stage; where it is the own one, nothing travels.
+    ``received`` and ``sent`` describe a message from the point of view of one stage.
+
+    Attributes:
+        chunk: the chunk of that stage: the receiving chunk in ``received``, the sending chunk in ``sent``.
+        peer: the other stage. If it is the same stage, nothing is transferred.
     """
 
     kind: Kind
@@ -129,7 +131,7 @@ class Message:
 
 
 def received(action: Action, stage: int, placement: Placement) -> Message | None:
-    """Return the message that ``action`` on ``stage`` waits for, if any."""
+    """Return the message that ``action`` on ``stage`` waits for, or None."""
     piece = placement.piece(stage, action.chunk)
     if isinstance(action, Forward) and piece > 0:
         return Message(Kind.ACTIVATION, action.micro_batch, action.chunk, placement.stage_of(piece - 1))
@@ -139,7 +141,7 @@ def received(action: Action, stage: int, placement: Placement) -> Message | None
 
 
 def sent(action: Action, stage: int, placement: Placement) -> Message | None:
-    """Return the message that ``action`` on ``stage`` sends when done, if any."""
+    """Return the message that ``action`` on ``stage`` sends at its end, or None."""
     piece = placement.piece(stage, action.chunk)
     if isinstance(action, Forward) and piece < placement.num_pieces - 1:
         return Message(Kind.ACTIVATION, action.micro_batch, action.chunk, placement.stage_of(piece + 1))
@@ -148,14 +150,14 @@ def sent(action: Action, stage: int, placement: Placement) -> Message | None:
     return None
 
 
-# What every order of work asks of its arguments.
+# Functions that return the actions of a stage, and the check of their arguments.
 
 Order = Callable[[int, int, int], list[Action]]
-"""A function of (number of stages, number of micro-batches, stage) to what the stage does."""
+"""Maps (number of stages, number of micro-batches, stage) to the list of actions of that stage."""
 
 
 def check_sizes(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 1) -> None:
-    """Raise ValueError unless there is such a stage with work to do."""
+    """Raise ValueError if a size is not positive, ``stage`` does not exist, or a single stage has several chunks."""
     if num_stages < 1 or num_micro_batches < 1 or not 0 <= stage < num_stages:
         raise ValueError(
             f"a schedule needs num_stages >= 1, num_micro_batches >= 1 and 0 <= stage < num_stages, got "

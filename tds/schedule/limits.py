@@ -1,4 +1,4 @@
-"""Limits on the messages of a schedule: the send window, and when each receive is posted."""
+"""Limits on the messages of a schedule: the send window and the posting times of receives."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 from tds.schedule.actions import LOOP, Action, Backward
 from tds.schedule.validate import Event, ScheduleError, run, validate
 
-# The send window: how many messages to a neighbour may be in flight before a stage waits for the oldest.
+# The send window is the number of messages to a neighbour that may be in flight before a stage waits for the oldest
+# one.
 #
-# Without a limit a stage that runs ahead, as the first one in an evaluation, would keep everything it has sent. With
-# too small a limit the schedule deadlocks: every stage waits to send, and none reaches the action that takes a
-# message. This happens with chunks, whose messages form a ring. Which limits are safe depends on the whole schedule,
-# so each is tried on it. The trial is stricter than a real run: it counts a message until it is taken, while a real
-# send completes when the receive is posted, and it delays the action itself, while a real stage runs the action and
-# waits afterwards.
+# Without a limit, a stage that runs faster than its neighbour, such as the first stage in an evaluation, would retain
+# all outputs it has sent. If the limit is too small, the schedule deadlocks: every stage waits to send, and none
+# reaches the action that receives a message. This can happen with chunks, whose messages form a ring. Whether a limit
+# is safe depends on the whole schedule, so each limit is tested by a dry run of the schedule, which is stricter than a
+# real run in two ways. It counts a message until an action receives it, while a real send completes when the receive is
+# posted. And it delays the sending action, while a real stage runs the action and waits afterwards.
 
 
 @functools.lru_cache(maxsize=32)
@@ -30,49 +31,48 @@ def send_window(
     is_training: bool = True,
     placement: str = LOOP,
 ) -> int:
-    """Return a send window with which the schedule completes: p + 1, doubled as often as necessary.
+    """Return a send window with which the schedule ``order`` completes: p + 1, doubled as often as necessary.
 
     Raises:
-        ScheduleError: it does not run whatever the limit.
+        ScheduleError: the schedule does not complete with any window.
     """
     stages = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
     prove = functools.partial(
         validate, stages, num_micro_batches, num_chunks=num_chunks, is_training=is_training, placement=placement
     )
-    window, all_of_them = num_stages + 1, num_micro_batches * num_chunks
-    while window < all_of_them:
+    window, num_messages = num_stages + 1, num_micro_batches * num_chunks
+    while window < num_messages:
         try:
             prove(window=window)
             return window
         except ScheduleError:
             window *= 2
     prove()
-    return all_of_them
+    return num_messages
 
 
-# When each receive is posted. On NCCL a posted receive is a kernel that waits for the sender, and a send is a kernel
-# that waits for the receive. Anything that waits for the whole device then (a synchronize in a layer, the allocator,
-# the first use of a kernel) waits for the other stage too. If that stage needs a later result of this one, or waits
-# for its own device in the same way, both wait for ever.
+# Posting times of receives. With NCCL, a posted receive is a kernel that waits for the sender, and a send is a kernel
+# that waits for the receive. An operation that waits for the whole device (a synchronize in a layer, the allocator, the
+# first use of a kernel) then waits for the other stage too. If that stage needs a later result of this stage, or waits
+# for its device in the same way, both stages wait forever.
 #
-# Therefore one run of the schedule is written down, action by action, and a receive is posted only after the last
-# action of its stage that precedes the send in that run. Walking through the actions in this order, every message has
-# arrived at every action, even if each host waits for its device before each action. A run that waits less often ends
-# as well. Subject to this, no receive is posted more than ``ahead`` actions before it is needed, with the smallest
-# ``ahead`` for which the schedule completes: 1 for 1F1B, GPipe and ZB-H1, mostly 1 to 3 for chunks, whose messages
-# form a ring.
+# To avoid this, one run of the schedule is recorded action by action. A receive is posted only after all actions of its
+# stage that precede the send in the recorded run. If the actions run in the recorded order, every message arrives
+# in time, even if each host waits for its device before each action. A run with fewer waits completes as well. In
+# addition, a receive is posted at most ``ahead`` actions before it is needed, with the smallest ``ahead`` for which the
+# schedule completes: 1 for 1F1B, GPipe and ZB-H1, mostly 1 to 3 with chunks, whose messages form a ring.
 
 Posts = tuple[tuple[int, ...], ...]
-"""For each action of a stage: the actions whose receives are posted before it."""
+"""For each action of a stage, the indices of the actions whose receives are posted before it."""
 
 
 class _Message(NamedTuple):
-    """A message between two stages. Actions are numbered on each stage from 0.
+    """A message between two stages. Actions are given by their index on their stage.
 
     Args:
-        sent_by: action of ``sender`` that sends it.
-        taken_by: action of ``receiver`` that needs it.
-        earliest: first action of ``receiver`` before which the receive may be posted.
+        sent_by: the action of ``sender`` that sends the message.
+        taken_by: the action of ``receiver`` that needs the message.
+        earliest: the first action of ``receiver`` before which the receive may be posted.
     """
 
     sender: int
@@ -83,7 +83,7 @@ class _Message(NamedTuple):
 
 
 class _Condition(NamedTuple):
-    """The condition that ``stage`` has completed the wait before its action ``number``."""
+    """The condition that ``stage`` has completed the wait before its action with index ``number``."""
 
     stage: int
     number: int
@@ -97,7 +97,7 @@ def receive_posts(
     num_chunks: int = 1,
     placement: str = LOOP,
 ) -> tuple[Posts, ...]:
-    """Return, for each stage, before which action it posts each receive.
+    """Return the ``Posts`` of each stage in the schedule ``order``.
 
     Raises:
         ScheduleError: the schedule cannot run.
@@ -109,54 +109,54 @@ def receive_posts(
         if _completes(messages, posted_before, [len(actions) for actions in stages]):
             break
     posts: list[list[list[int]]] = [[[] for _ in actions] for actions in stages]
-    for message, number in zip(messages, posted_before, strict=True):
-        posts[message.receiver][number].append(message.taken_by)
-    return tuple(tuple(map(tuple, of_stage)) for of_stage in posts)
+    for message, idx in zip(messages, posted_before, strict=True):
+        posts[message.receiver][idx].append(message.taken_by)
+    return tuple(tuple(map(tuple, stage_posts)) for stage_posts in posts)
 
 
 def _messages_between(stages: Sequence[Sequence[Action]], num_chunks: int, placement: str) -> list[_Message]:
-    """Return the messages of one run in the order in which they are taken.
+    """Return the messages of one run in the order in which they are received.
 
-    In this run a whole backward takes two units of time, and every other action one.
+    In this run a full backward takes two units of time, and every other action one.
     """
-    begun: list[tuple[int, Event]] = []
+    started: list[tuple[int, Event]] = []
     free_at = [0] * len(stages)
     arrives_at: dict[Any, int] = {}
     for event in run(stages, num_chunks, placement=placement):
         stage, action, source, takes, target, sends = event
         start = free_at[stage] if source is None else max(free_at[stage], arrives_at.pop((source, takes)))
         free_at[stage] = arrives_at[target, sends] = start + (2 if isinstance(action, Backward) else 1)
-        begun.append((start, event))
-    num_done = [0] * len(stages)
+        started.append((start, event))
+    num_started = [0] * len(stages)
     sent: dict[Any, tuple[int, int, int]] = {}
     messages = []
-    for _, (stage, _, source, takes, target, sends) in sorted(begun, key=itemgetter(0)):
+    for _, (stage, _, source, takes, target, sends) in sorted(started, key=itemgetter(0)):
         if source is not None:
-            sender, number, earliest = sent.pop((source, takes))
+            sender, send_idx, earliest = sent.pop((source, takes))
             if sender != stage:
-                messages.append(_Message(sender, number, stage, num_done[stage], earliest))
+                messages.append(_Message(sender, send_idx, stage, num_started[stage], earliest))
         if target is not None:
-            sent[target, sends] = stage, num_done[stage], num_done[target.receiver]
-        num_done[stage] += 1
+            sent[target, sends] = stage, num_started[stage], num_started[target.receiver]
+        num_started[stage] += 1
     return messages
 
 
 def _completes(messages: Sequence[_Message], posted_before: Sequence[int], num_actions: Sequence[int]) -> bool:
-    """Return True if every stage reaches its end though it waits, before each action, for all messages it has started.
+    """Return True if every stage completes, even if it waits for all its started messages before each action.
 
-    For example stage 0 sends with its action 0, and stage 1 posts the receive before its action 2. Then stage 1 cannot
-    begin action 2 until stage 0 is past the wait before action 0, and stage 0 cannot begin action 1 until stage 1 is
-    past the wait before action 1.
+    Example: stage 0 sends in its action 0, and stage 1 posts the receive before its action 2. Then stage 1 cannot start
+    action 2 until stage 0 has completed the wait before action 0, and stage 0 cannot start action 1 until stage 1 has
+    completed the wait before action 1.
 
     Args:
         posted_before: for each message, the action of its receiver before which the receive is posted.
     """
     conditions: list[list[list[_Condition]]] = [[[] for _ in range(count + 1)] for count in num_actions]
-    for message, number in zip(messages, posted_before, strict=True):
-        conditions[message.receiver][number].append(_Condition(message.sender, message.sent_by))
-        conditions[message.sender][message.sent_by + 1].append(_Condition(message.receiver, number - 1))
+    for message, idx in zip(messages, posted_before, strict=True):
+        conditions[message.receiver][idx].append(_Condition(message.sender, message.sent_by))
+        conditions[message.sender][message.sent_by + 1].append(_Condition(message.receiver, idx - 1))
 
-    passed = [-1] * len(num_actions)  # by stage: the last action whose wait is over; the end counts as an action
+    passed = [-1] * len(num_actions)  # by stage: the last action whose wait has completed; the end counts as an action
     blocked: list[list[tuple[int, int]]] = [[] for _ in num_actions]  # by stage: (action it must pass, waiting stage)
     to_try = list(range(len(num_actions)))
     while to_try:
@@ -167,6 +167,6 @@ def _completes(messages: Sequence[_Message], posted_before: Sequence[int], num_a
                 blocked[unmet.stage].append((unmet.number, stage))
                 break
             passed[stage] += 1
-        to_try += [other for number, other in blocked[stage] if number <= passed[stage]]
-        blocked[stage] = [(number, other) for number, other in blocked[stage] if number > passed[stage]]
+        to_try += [waiter for idx, waiter in blocked[stage] if idx <= passed[stage]]
+        blocked[stage] = [(idx, waiter) for idx, waiter in blocked[stage] if idx > passed[stage]]
     return passed == list(num_actions)

@@ -1,4 +1,4 @@
-"""The orders of actions: GPipe, 1F1B, interleaved 1F1B, ZB-H1; the names of all schedules."""
+"""Schedules GPipe, 1F1B, interleaved 1F1B and ZB-H1, and the names of all schedules."""
 
 from __future__ import annotations
 
@@ -19,18 +19,22 @@ from tds.schedule.actions import (
 )
 from tds.schedule.v_schedules import dual_pipe_v, zero_bubble_v
 
-# Interleaved 1F1B: each stage has several chunks of layers, so the pipeline fills and drains in smaller pieces.
+# Interleaved 1F1B: each stage has several chunks of layers, so the pipeline fills and drains in smaller steps.
 #
-# Micro-batches go in rounds of g, p unless it is said (Megatron's group size), the last one short if g does not divide
-# m. With a larger g messages have longer to arrive, and more is in flight. All stages take forwards in one sequence
-# (round, chunk, micro-batch) and backwards in one (round, chunk from the last, micro-batch), so messages never cross.
-# How the two are woven together is found by running the pipeline in ticks. A stage may hold 2 (p-i-1) + (c-1) g + 1
-# forwards, as in Megatron: with fewer it takes the next forward, else a backward. With whole rounds it waits for that
-# forward, which gives Megatron's order. With a short round such waiting can stop all stages for good, each waiting for
-# what another has not started, so there a stage takes a backward meanwhile. This never stops: if no backward can start,
-# all stages have done the same k, and the last has yet to do the last chunk's forward of that micro-batch; so it holds
-# at most (c-1) g, takes its next forward as soon as the stage before has done it, and so do all the others, up to the
-# first.
+# Micro-batches are processed in rounds of g (Megatron's group size, by default p); the last round is short if g does
+# not divide m. A larger g gives messages more time to arrive and increases the number of forwards in flight. All stages
+# run forwards in the same sequence (round, chunk, micro-batch), and backwards in the same sequence (round, chunk from
+# the last, micro-batch), so messages never overtake each other.
+#
+# The interleaving of both sequences is found by simulating the pipeline in ticks. Stage i may have
+# 2 (p-i-1) + (c-1) g + 1 forwards in flight, as in Megatron. Below this limit it runs the next forward, otherwise the
+# next backward. If all rounds are complete, a stage below the limit waits for its next forward, which results in
+# Megatron's order. With a short round, such waits can deadlock, so a stage runs a backward instead of waiting.
+#
+# This variant cannot deadlock. If no backward can start, all stages have completed the same number k of backwards, and
+# the last stage has not run the last chunk's forward for backward k. The last stage then has at most (c-1) g forwards
+# in flight, so it is below its limit and runs its next forward as soon as the previous stage has completed it. The same
+# holds for all other stages, up to the first.
 #
 # Source: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 2.2.
 
@@ -42,13 +46,14 @@ Place = tuple[int, int]
 def interleaved(
     num_stages: int, num_micro_batches: int, stage: int, num_chunks: int, group_size: int = 0
 ) -> list[Action]:
-    """Return the order of ``stage`` with ``num_chunks`` chunks of layers; any number of micro-batches.
+    """Return the actions of ``stage`` in interleaved 1F1B, for any number of micro-batches.
 
     Args:
-        group_size: micro-batches that go through one chunk before the next one's turn; 0: as many as stages.
+        group_size: number of micro-batches that run through a chunk before the next chunk starts; 0: the number of
+            stages.
 
     Raises:
-        ValueError: a group smaller than the stages, which would wait for each other.
+        ValueError: the group is smaller than the number of stages, which would deadlock.
     """
     check_sizes(num_stages, num_micro_batches, stage, num_chunks)
     if group_size and group_size < num_stages:
@@ -76,10 +81,11 @@ def _all_stages(
 
 
 class _Weaver:
-    """Runs the pipeline in ticks and notes what each stage does.
+    """Simulates the pipeline in ticks and records the actions of each stage.
 
-    All stages share the two sequences, so what is done is a pair of numbers for each stage, and what a step needs is
-    the same step on the neighbour, or an earlier one at the other end of the pipeline.
+    All stages run the same sequence of forwards and the same sequence of backwards, so the progress of a stage is a
+    pair of counts. Each action waits for the action with the same index on the neighbouring stage. At the ends of the
+    pipeline, it waits for an action with a lower index at the other end.
     """
 
     def __init__(self, num_stages: int, num_micro_batches: int, num_chunks: int, group_size: int) -> None:
@@ -87,11 +93,12 @@ class _Weaver:
         self.rounds_are_whole = num_micro_batches % group_size == 0
         self.forwards = in_rounds(group_size, num_micro_batches, num_chunks)
         self.backwards = [(micro_batch, num_chunks - 1 - chunk) for micro_batch, chunk in self.forwards]
-        forward_at = {place: i for i, place in enumerate(self.forwards)}
-        backward_at = {place: i for i, place in enumerate(self.backwards)}
-        # How many forwards the last stage must have done ahead of each forward of stage 0 ...
+        forward_at = {key: i for i, key in enumerate(self.forwards)}
+        backward_at = {key: i for i, key in enumerate(self.backwards)}
+        # For each forward of stage 0: the number of forwards that the last stage must have completed before it.
         self.entry = [forward_at[i, chunk - 1] + 1 if chunk else 0 for i, chunk in self.forwards]
-        # ... and how many (forwards of its own, backwards of stage 0) the last stage needs ahead of each backward.
+        # For each backward of the last stage: the number of forwards that this stage must have completed before it, and
+        # the number of backwards that stage 0 must have completed before it.
         top = num_chunks - 1
         self.turn = [
             (forward_at[i, top] + 1, backward_at[i, chunk + 1] + 1 if chunk < top else 0) for i, chunk in self.backwards
@@ -110,21 +117,21 @@ class _Weaver:
             self._end_what_is_due(tick)
             if self.backwards_done[0] == len(self.backwards):
                 return tuple(map(tuple, self.actions))
-            for stage, kind in enumerate(self.running):
-                if kind is None:
-                    self.running[stage] = kind = self._start(stage)
-                    self.free_at[stage] = tick + (FORWARD_TICKS if kind is Forward else BACKWARD_TICKS)
+            for stage, action_type in enumerate(self.running):
+                if action_type is None:
+                    self.running[stage] = action_type = self._start(stage)
+                    self.free_at[stage] = tick + (FORWARD_TICKS if action_type is Forward else BACKWARD_TICKS)
             tick += 1
 
     def _end_what_is_due(self, tick: int) -> None:
-        for stage, kind in enumerate(self.running):
-            if kind is not None and self.free_at[stage] == tick:
-                done = self.forwards_done if kind is Forward else self.backwards_done
+        for stage, action_type in enumerate(self.running):
+            if action_type is not None and self.free_at[stage] == tick:
+                done = self.forwards_done if action_type is Forward else self.backwards_done
                 done[stage] += 1
                 self.running[stage] = None
 
     def _start(self, stage: int) -> type[Action] | None:
-        """Begin what ``stage`` can do now; return which kind it is."""
+        """Start the next action of ``stage`` if possible; return its type, or None."""
         forwards, backwards = self.forwards_done[stage], self.backwards_done[stage]
         takes_forward = forwards - backwards < self.limits[stage] and forwards < len(self.forwards)
         if takes_forward and self._has_forward(stage):
@@ -151,19 +158,19 @@ class _Weaver:
         return self.forwards_done[stage] >= forwards and self.backwards_done[0] >= backwards
 
 
-# The orders of work for one chunk of layers on each stage whose backwards stay whole: GPipe and 1F1B.
+# GPipe and 1F1B: one chunk per stage, full backwards.
 #
 # Sources: Huang et al. 2019, "GPipe"; Narayanan et al. 2019, "PipeDream", section 3.2.
 
 
 def gpipe(num_stages: int, num_micro_batches: int, stage: int) -> list[Action]:
-    """Return all forwards, then all backwards."""
+    """Return the actions of GPipe: all forwards, then all backwards."""
     check_sizes(num_stages, num_micro_batches, stage)
     return [*map(Forward, range(num_micro_batches)), *map(Backward, range(num_micro_batches))]
 
 
 def one_forward_one_backward(num_stages: int, num_micro_batches: int, stage: int) -> list[Action]:
-    """Return a warm-up of forwards, then forward and backward in turn, then the backwards that are left."""
+    """Return the actions of 1F1B: warm-up forwards, alternating forwards and backwards, then the last backwards."""
     check_sizes(num_stages, num_micro_batches, stage)
     warm_up = min(num_stages - stage - 1, num_micro_batches)
     actions: list[Action] = [Forward(i) for i in range(warm_up)]
@@ -173,21 +180,22 @@ def one_forward_one_backward(num_stages: int, num_micro_batches: int, stage: int
     return actions
 
 
-# ZB-H1: 1F1B whose weights' half of the backward fills what would be idle, with no more in flight.
+# ZB-H1: 1F1B whose weight halves of backwards fill idle time, with the same peak number of forwards in flight.
 #
-# The previous stage waits for the gradient of its output only, so that half (``BackwardInput``) runs first. The other
-# (``BackwardWeight``) may wait: on stage i it trails by i micro-batches, which is as far as it can without holding more
-# than the first stage of 1F1B does. On stage 0 it would follow at once, and nobody waits for the first half: there the
-# backward stays whole, which costs less.
+# The previous stage only waits for the gradient of its output, so the input half (``BackwardInput``) runs first. The
+# weight half (``BackwardWeight``) is deferred: on stage i it trails by i micro-batches. This is the maximum that does
+# not exceed the forwards in flight on the first stage of 1F1B. On stage 0, the weight half would follow immediately,
+# and no stage waits for the input half. Backwards on stage 0 are therefore not split, which is cheaper.
 #
-# With several chunks of layers on each stage the same is done to interleaved 1F1B: on stage i the weights' half trails
-# by i backwards of a chunk, and no stage holds more than the first of interleaved 1F1B. Stage 1 splits the backwards of
-# the last round of micro-batches alone (with a short one, of the one before it too): ahead of that, with even stages,
-# the first half would reach stage 0 no sooner than it is wanted there, and a backward that is split costs more than a
-# whole one. Where stages are far from even, interleaved 1F1B may be faster; "auto" tells.
+# With several chunks per stage, the same is applied to interleaved 1F1B: on stage i, the weight half trails by i
+# backwards of a chunk, and no stage exceeds the forwards in flight on the first stage of interleaved 1F1B. Stage 1
+# splits only the backwards of the last round of micro-batches (of the last two rounds if the last one is short). With
+# even stages, splitting earlier backwards would send their gradients to stage 0 no sooner than it needs them, and a
+# split backward costs more than a full one. If the stages are very uneven, interleaved 1F1B may be faster; "auto"
+# measures it.
 #
-# With even stages each is idle for (p-1)(F+B) - (min(p, m)-1) min(F, B, W), which is (p-1)(F+B-W) for p micro-batches
-# or more and a W that is no longer than F and B; with c chunks for (p-1)(F+B-W)/c if p divides m.
+# With even stages, each stage idles for (p-1)(F+B) - (min(p, m)-1) min(F, B, W). This is (p-1)(F+B-W) if m >= p and W
+# is not longer than F and B. With c chunks, it is (p-1)(F+B-W)/c if p divides m.
 #
 # Source: Qi et al. 2023, "Zero bubble pipeline parallelism", section 2; the order with chunks is ours.
 
@@ -195,39 +203,39 @@ def one_forward_one_backward(num_stages: int, num_micro_batches: int, stage: int
 def zero_bubble_h1(
     num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 1, group_size: int = 0
 ) -> list[Action]:
-    """Return 1F1B, or interleaved 1F1B, of ``stage`` with the weights' half of each backward put off."""
+    """Return the actions of ``stage`` in ZB-H1: 1F1B (with chunks interleaved 1F1B) with split backwards."""
     if num_chunks == 1:
-        whole = one_forward_one_backward(num_stages, num_micro_batches, stage)
+        unsplit = one_forward_one_backward(num_stages, num_micro_batches, stage)
     else:
-        whole = interleaved(num_stages, num_micro_batches, stage, num_chunks, group_size)
+        unsplit = interleaved(num_stages, num_micro_batches, stage, num_chunks, group_size)
     if stage == 0:
-        return whole
+        return unsplit
     group = group_size or num_stages
     last_rounds = group + num_micro_batches % group
     stay_whole = max(num_micro_batches - last_rounds, 0) * num_chunks if stage == 1 and num_chunks > 1 else 0
-    return _put_off(whole, trail=stage, stay_whole=stay_whole)
+    return _put_off(unsplit, trail=stage, stay_whole=stay_whole)
 
 
 def _put_off(whole: Sequence[Action], trail: int, stay_whole: int) -> list[Action]:
-    """Return ``whole`` with backwards split, the second half of each behind the first halves of ``trail`` later ones.
+    """Split the backwards of the actions ``whole``, except the first ``stay_whole`` backwards.
 
-    The first ``stay_whole`` backwards stay as they are.
+    Each weight half runs after the input halves of ``trail`` later backwards.
     """
     actions: list[Action] = []
-    waiting: deque[Action] = deque()
+    deferred: deque[Action] = deque()
     for action in whole:
         if not isinstance(action, Backward) or stay_whole > 0:
             stay_whole -= isinstance(action, Backward)
             actions.append(action)
             continue
         actions.append(BackwardInput(action.micro_batch, action.chunk))
-        waiting.append(BackwardWeight(action.micro_batch, action.chunk))
-        if len(waiting) > trail:
-            actions.append(waiting.popleft())
-    return [*actions, *waiting]
+        deferred.append(BackwardWeight(action.micro_batch, action.chunk))
+        if len(deferred) > trail:
+            actions.append(deferred.popleft())
+    return [*actions, *deferred]
 
 
-# The orders of work, each a function of (stages, micro-batches, stage) to a list of actions.
+# All schedules by name.
 #
 # | name | in flight on stage i of p | idle time of a stage |
 # |---|---|---|
@@ -239,35 +247,36 @@ def _put_off(whole: Sequence[Action], trail: int, stay_whole: int) -> list[Actio
 # | zb-v, 2 chunks in a V | min(2p, i + 1 + m, 2m) chunks of 1/2 | (p-1)F/2 at F = B = W if m >= 2p-1 |
 # | dualpipev, 2 chunks in a V | 1 more | (p - 1) F/2 at F = B = W if m >= 2p |
 #
-# F, B and W are the times of a forward, a backward for the input and one for the weights. All add up the gradients of
-# each weight by rising micro-batch: the results are the same to the bit. Sources are in the files of the orders.
+# F, B and W are the times of a forward, a backward for the input and a backward for the weights. All schedules
+# accumulate the gradients of each weight in the order of the micro-batches, so the results are bitwise equal. Sources
+# are given next to each schedule.
 
 
 def forward_only(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 1) -> list[Action]:
-    """Return the order of an evaluation: every forward, with chunks in rounds of ``num_stages`` micro-batches."""
+    """Return the actions of an evaluation: all forwards; with chunks, in rounds of ``num_stages`` micro-batches."""
     check_sizes(num_stages, num_micro_batches, stage, num_chunks)
     if num_chunks == 1:
         return [Forward(i) for i in range(num_micro_batches)]
-    return [Forward(*place) for place in in_rounds(num_stages, num_micro_batches, num_chunks)]
+    return [Forward(*step) for step in in_rounds(num_stages, num_micro_batches, num_chunks)]
 
 
 ONE_CHUNK: dict[str, Order] = {"1f1b": one_forward_one_backward, "gpipe": gpipe, "zb-h1": zero_bubble_h1}
 MANY_CHUNKS: dict[str, Callable[..., list[Action]]] = {"interleaved": interleaved, "zb-h1": zero_bubble_h1}
-"""Orders for several chunks of layers on each stage; they take the number of chunks as a last argument."""
+"""Schedules for several chunks per stage; they also take ``num_chunks`` and ``group_size``."""
 IN_A_V: dict[str, Callable[..., list[Action]]] = {"zb-v": zero_bubble_v, "dualpipev": dual_pipe_v}
-"""Orders for two chunks whose pieces lie in a V."""
+"""Schedules for two chunks per stage with the placement "v"."""
 
 SCHEDULE_NAMES = tuple(dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS, *IN_A_V)))
 
 
 def schedule_named(name: object, num_chunks: int = 1, placement: str = LOOP, group_size: int = 0) -> Order:
-    """Return the training order that the JSON's ``"pipeline": {"schedule": name}`` asks for.
+    """Return the training schedule with the name given in the JSON, ``"pipeline": {"schedule": name}``.
 
     Args:
-        group_size: of ``interleaved``; others have none.
+        group_size: see ``interleaved``; other schedules ignore it.
 
     Raises:
-        ValueError: no such order, or none for so many chunks of layers on each stage, placed so.
+        ValueError: the name is unknown, or the schedule does not support this number of chunks or placement.
     """
     key = name.lower() if isinstance(name, str) else name
     if key not in SCHEDULE_NAMES:
@@ -298,5 +307,5 @@ def schedule_named(name: object, num_chunks: int = 1, placement: str = LOOP, gro
 
 @functools.cache
 def _of_chunks(name: str, num_chunks: int, group_size: int) -> Order:
-    """Return the very same function each time, so that what is known of it can be kept by it."""
+    """Return a schedule for chunks. The function is cached, so that it can be a key of other caches."""
     return functools.partial(MANY_CHUNKS[name], num_chunks=num_chunks, group_size=group_size)

@@ -1,4 +1,4 @@
-"""How long a schedule takes: closed forms, timeline with costs, choice between schedules; names and defaults."""
+"""Step times of schedules: closed forms, simulation with costs, and the choice of the fastest; names and defaults."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tds.schedule.schedules import schedule_named
 from tds.schedule.v_schedules import dual_pipe_v, zero_bubble_v
 from tds.schedule.validate import Channel, Content, ScheduleError, run, validate
 
-# How layers lie on pipeline stages, how long stages idle and what they keep: arithmetic alone.
+# Closed forms of the step time, the idle time and the number of forwards in flight.
 #
-# A stage holds one piece of the model, or with ``c`` chunks several; ``tds.schedule.actions.Placement`` says which.
-# F, B and W are the times of a forward, a backward for the input and one for the weights; T = F + B + W of a stage.
+# A stage has one piece of the model, or ``c`` pieces with ``c`` chunks (``tds.schedule.actions.Placement``). F, B and W
+# are the times of a forward, a backward for the input and a backward for the weights; T = F + B + W of a stage.
 #
-# | schedule | c | in flight on stage i | a step of m micro-batches lasts | at equal T it idles |
+# | schedule | c | in flight on stage i | step time for m micro-batches | idle fraction at equal T |
 # |---|---|---|---|---|
 # | 1f1b | 1 | min(p - i, m) | m max(T) + sum(T) - max(T) | (p - 1) / (m + p - 1) |
 # | gpipe | 1 | m | the same | the same |
@@ -28,11 +28,15 @@ from tds.schedule.validate import Channel, Content, ScheduleError, run, validate
 # | zb-v | 2 | min(2 p, i + 1 + m) chunks | m max(T) + (p - 1) mean(T) / 6 at F = B = W | (p - 1) / (6 m + p - 1) |
 # | dualpipev | 2 | min(2 p + 1, i + 1 + m) chunks | m max(T) + (p - 1) mean(T) / 6 at F = B = W | (p - 1) / (6 m + p - 1) |  # noqa: E501
 #
-# Those below gpipe are for enough micro-batches. For each that m lacks to p, zb-h1 loses max(T) / 3 more and
-# interleaved (c - 1) max(T) / c; above p, for each that lacks to a multiple, about two thirds of that, and zb-h1 with
-# chunks about a third. The two of a V are for m of 2 p and more: each that m lacks to that costs about mean(T) / 6,
-# below p mean(T) / 3. Messages cost nothing here. ``tds.schedule.simulate`` runs the actions themselves, with costs of
-# one's own.
+# The formulas in the rows below gpipe assume enough micro-batches:
+#
+# * zb-h1 and interleaved assume m >= p. Each micro-batch fewer adds max(T) / 3 to the step time in zb-h1, and
+#   (c - 1) max(T) / c in interleaved.
+# * With chunks, m should be a multiple of p. If m > p, each micro-batch that is missing to the next multiple of p adds
+#   about two thirds of (c - 1) max(T) / c in interleaved, and about one third of it in zb-h1.
+# * zb-v and dualpipev assume m >= 2 p. Each micro-batch fewer adds about mean(T) / 6, or mean(T) / 3 if m < p.
+#
+# All formulas assume that messages take no time. ``simulate`` computes step times with measured or given costs instead.
 #
 # Sources: Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters", section 2.2; Qi et
 # al. 2023, "Zero bubble pipeline parallelism", section 2.
@@ -40,69 +44,69 @@ from tds.schedule.validate import Channel, Content, ScheduleError, run, validate
 ONE_CHUNK = ("1f1b", "gpipe", "zb-h1")
 MANY_CHUNKS = ("interleaved", "zb-h1")
 IN_A_V = ("zb-v", "dualpipev")
-"""Schedules of two chunks on each stage that lie in a V; the others are for a loop."""
+"""Schedules for two chunks per stage and the placement "v"; the others are for "loop"."""
 SPLITTING = ("zb-h1", *IN_A_V)
-"""Schedules that put the gradients of weights off."""
+"""Schedules that defer weight gradients."""
 AUTO = "auto"
-"""Stands for the schedule that proves fastest in the first steps, among those for the chunks as they lie; with names
-behind it, "auto:1f1b,gpipe", among these alone."""
+"""Name that selects the fastest of the schedules for the placement of the chunks, by measuring the first steps. "auto:"
+and a list of names, such as "auto:1f1b,gpipe", restricts the choice to these schedules."""
 SPLIT_PRICE = 0.10
-"""What a backward on a CPU takes longer whose weights' gradients are put off (docs/experiments.md, row of 5a29946 and
-after: of a stage with the head); on other devices we have not measured it."""
+"""Relative extra time of a backward with deferred weight gradients on a CPU, measured on a stage with the head
+(docs/experiments.md, row "5a29946 and after"). Not measured on other devices."""
 SCHEDULES = (*dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS, *IN_A_V)), AUTO)
 
 
 IN_FILE = "file:"
-"""In place of a schedule's name stands this and the path of a file (``tds.schedule.schedule_file``)."""
+"""Prefix of a path that is given in place of a schedule's name (``tds.schedule.schedule_file``)."""
 
 
 def file_of(schedule: str | None) -> str | None:
-    """Return the path of a schedule that is a file."""
+    """Return the path of a schedule "file:PATH"; None for any other schedule."""
     return schedule.removeprefix(IN_FILE) if schedule is not None and schedule.startswith(IN_FILE) else None
 
 
 def is_auto(schedule: str | None) -> bool:
-    """Return whether the schedule is to be chosen in the first steps."""
+    """Return True if ``schedule`` is "auto" or "auto:NAME,..."."""
     return schedule is not None and schedule.partition(":")[0] == AUTO
 
 
 def auto_among(names: Sequence[str]) -> str:
-    """Return "auto" that chooses among ``names`` alone."""
+    """Return the "auto" schedule that only chooses among ``names``."""
     return f"{AUTO}:{','.join(names)}"
 
 
 def placement_for(schedule: str | None) -> str:
-    """Return how the pieces lie for a schedule; for none, and for "auto", in a loop."""
+    """Return the placement of a schedule: "v" or "loop"; "loop" for "auto" and None."""
     if (path := file_of(schedule)) is not None:
         return read_schedule(path).placement.kind
     return V if schedule in IN_A_V else LOOP
 
 
 def splits(schedule: str) -> bool:
-    """Return whether a schedule puts gradients of weights off."""
+    """Return True if a schedule defers weight gradients."""
     if (path := file_of(schedule)) is not None:
         return read_schedule(path).splits
     return schedule in SPLITTING
 
 
 def order_named(schedule: str, num_chunks: int, placement: str = LOOP, group_size: int = 0) -> Order:
-    """Return the order of a schedule by its name, or the one of its file."""
+    """Return the function of a schedule, given by name or as "file:PATH"."""
     path = file_of(schedule)
     return schedule_named(schedule, num_chunks, placement, group_size) if path is None else read_schedule(path)
 
 
 def by_default(num_chunks: int, placement: str = LOOP) -> str:
-    """Return the schedule of a pipeline for which none is named."""
+    """Return the name of the default schedule."""
     return candidates(AUTO, num_chunks, placement)[0]
 
 
 def candidates(schedule: str, num_chunks: int, placement: str = LOOP) -> tuple[str, ...]:
-    """Return the schedules that a run named ``schedule`` may train by; of "auto" none that chunks lie wrong for."""
+    """Return the schedules that ``schedule`` may select: itself, or for "auto" those that fit the placement."""
     if not is_auto(schedule):
         return (schedule,)
-    known = IN_A_V if placement == V else MANY_CHUNKS if num_chunks > 1 else ONE_CHUNK
-    only = schedule.partition(":")[2]
-    return tuple(name for name in known if not only or name in only.split(","))
+    fitting = IN_A_V if placement == V else MANY_CHUNKS if num_chunks > 1 else ONE_CHUNK
+    requested = schedule.partition(":")[2]
+    return tuple(name for name in fitting if not requested or name in requested.split(","))
 
 
 def bubble(
@@ -112,20 +116,21 @@ def bubble(
     num_chunks: int = 1,
     piece_costs: Sequence[float] | None = None,
 ) -> float:
-    """Return the share of a step in which a stage idles on average, by the table above.
+    """Return the mean fraction of a step in which a stage idles, by the table above.
 
-    Interleaved chunks of unequal cost make stages wait for each other: the pace lies between that of the slowest stage
-    and that of the slowest piece of each chunk in turn; the mean of both is taken, which is off by some percent.
+    With interleaved chunks of unequal cost, stages wait for each other. The time per micro-batch is then between the
+    time of the slowest stage and the sum over the chunks of their slowest pieces. The function uses the mean of both,
+    which is wrong by a few percent.
 
     Args:
-        piece_costs: T of each piece, in any unit; None: all the same.
+        piece_costs: T of each piece, in any unit; None: all equal.
     """
     p, m = num_stages, num_micro_batches
     pieces = [1.0] * (p * num_chunks) if piece_costs is None else list(piece_costs)
     if (path := file_of(schedule)) is not None:
         read, times = read_schedule(path), tuple(pieces)
-        every = [read(p, m, stage) for stage in range(p)]
-        return simulate(every, Costs(times, times, times), num_chunks, read.placement.kind).bubble
+        stages = [read(p, m, stage) for stage in range(p)]
+        return simulate(stages, Costs(times, times, times), num_chunks, read.placement.kind).bubble
     placement = Placement(p, num_chunks, placement_for(schedule))
     costs = [sum(pieces[piece] for piece in placement.own_pieces(stage)) for stage in range(p)]
     if schedule in IN_A_V:
@@ -133,17 +138,17 @@ def bubble(
         return 1 - m * sum(costs) / (p * step)
     by_chunk = sum(max(pieces[first : first + p]) for first in range(0, len(pieces), p))
     slowest = (max(costs) + by_chunk) / 2
-    parts = num_chunks * (3 if schedule == "zb-h1" else 1)
-    short = 1.0 if m < p else 1 / 3 if schedule == "zb-h1" else 2 / 3
-    missing = (num_chunks - 1) * (-m % p) * short / num_chunks
+    divisor = num_chunks * (3 if schedule == "zb-h1" else 1)
+    loss_factor = 1.0 if m < p else 1 / 3 if schedule == "zb-h1" else 2 / 3
+    missing = (num_chunks - 1) * (-m % p) * loss_factor / num_chunks
     if schedule == "zb-h1" and num_chunks == 1:
         missing = max(p - m, 0) / 3
-    step = m * slowest + (sum(costs) - max(costs)) / parts + missing * max(costs)
+    step = m * slowest + (sum(costs) - max(costs)) / divisor + missing * max(costs)
     return 1 - m * sum(costs) / (p * step)
 
 
 def _idle_in_a_v(p: int, m: int, schedule: str) -> float:
-    """Return how long a stage idles at F = B = W on even stages, as a share of a stage's time."""
+    """Return the idle time of a stage at F = B = W on even stages, as a fraction of a stage's T."""
     short = 2 * max(p - m, 0)
     if schedule == "zb-v":
         return (p - 1 + max(2 * p - 1 - max(m, p), 0) + short) / 6
@@ -159,20 +164,22 @@ def in_flight(
     placement: str = LOOP,
     group_size: int = 0,
 ) -> int:
-    """Return how many forwards of a chunk wait for their backward on ``stage`` at most; "auto" as its worst."""
+    """Return the peak number of chunk forwards in flight on ``stage``; for "auto", the maximum over its candidates."""
     if (path := file_of(schedule)) is not None:
         return read_schedule(path).peaks[stage]
-    p, most = num_stages, num_chunks * num_micro_batches
-    whole = p - stage if num_chunks == 1 else 2 * (p - stage - 1) + (num_chunks - 1) * (group_size or p) + 1
-    in_a_v = min(2 * p, stage + 1 + num_micro_batches)
-    held = {"1f1b": whole, "interleaved": whole, "gpipe": most, "zb-h1": whole + stage}
-    held |= {"zb-v": in_a_v, "dualpipev": min(2 * p + 1, stage + 1 + num_micro_batches)}
-    return min(most, max(held[name] for name in candidates(schedule, num_chunks, placement)))
+    p, total = num_stages, num_chunks * num_micro_batches
+    peak_1f1b = p - stage if num_chunks == 1 else 2 * (p - stage - 1) + (num_chunks - 1) * (group_size or p) + 1
+    peak_v = min(2 * p, stage + 1 + num_micro_batches)
+    peaks = {"1f1b": peak_1f1b, "interleaved": peak_1f1b, "gpipe": total, "zb-h1": peak_1f1b + stage}
+    peaks |= {"zb-v": peak_v, "dualpipev": min(2 * p + 1, stage + 1 + num_micro_batches)}
+    return min(total, max(peaks[name] for name in candidates(schedule, num_chunks, placement)))
 
 
 def share_split(num_stages: int, num_micro_batches: int, schedule: str, stage: int, num_chunks: int) -> float:
-    """Return the share of a stage's backwards that a schedule splits: of ``zb-h1`` with chunks stage 1 splits its last
-    rounds; of a V they are counted."""
+    """Return the fraction of a stage's backwards that a schedule splits.
+
+    In ``zb-h1`` with chunks, stage 1 splits only the last rounds. For zb-v and dualpipev, the actions are counted.
+    """
     if schedule in IN_A_V:
         order = (zero_bubble_v if schedule == "zb-v" else dual_pipe_v)(num_stages, num_micro_batches, stage)
         return sum(isinstance(action, BackwardInput) for action in order) / (2 * num_micro_batches)
@@ -183,18 +190,19 @@ def share_split(num_stages: int, num_micro_batches: int, schedule: str, stage: i
     return 1.0 if stage else 0.0
 
 
-# How long each piece of the model takes, given or measured.
+# Costs of the pieces, given or measured.
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds (or any unit) for one micro-batch in each piece of the model, in their order.
+    """Time per micro-batch of each piece of the model, in seconds or any other unit.
 
-    A whole backward costs both of its halves, or what ``backward`` says: splitting has a price. ``transfer`` is from
-    the end of an action to its message's arrival.
+    Attributes:
+        transfer: time from the end of an action to the arrival of its message.
+        backward: time of a full backward of each piece; empty: the sum of its halves. Splitting costs extra time.
 
     Raises:
-        ValueError: not one value for each piece, or one that is negative or not finite.
+        ValueError: there is not one value per piece, or a value is negative or not finite.
     """
 
     forward: tuple[float, ...]
@@ -221,7 +229,7 @@ class Costs:
 
     @classmethod
     def even(cls, num_pieces: int, F: float = 1, B: float = 1, W: float = 1, transfer: float = 0) -> Costs:
-        """Return the same times for every piece: forward, backward for the input, backward for the weights."""
+        """Return equal costs for all pieces: forward ``F``, backward for the input ``B`` and for the weights ``W``."""
         return cls((F,) * num_pieces, (B,) * num_pieces, (W,) * num_pieces, transfer)
 
     @property
@@ -240,7 +248,7 @@ class Costs:
 
     @property
     def whole_backward(self) -> tuple[float, ...]:
-        """The times of a backward that is not split."""
+        """Time of a full backward of each piece."""
         return self.backward or tuple(map(sum, zip(self.backward_input, self.backward_weight, strict=True)))
 
 
@@ -249,12 +257,12 @@ def _check_time(name: str, value: float) -> None:
         raise ValueError(f"costs must be finite and not negative, got {value} for {name}")
 
 
-# A schedule run with the times of its actions: the time line of each stage and its bubble.
+# Simulation of a schedule with the times of its actions.
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When one action ran, in the unit of the costs since the step began."""
+    """Start and end of one action since the start of the step, in the unit of the costs."""
 
     action: Action
     start_s: float
@@ -263,7 +271,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What each stage did when, planned or measured; what is no span is idle."""
+    """Spans of the actions of each stage, simulated or measured. A stage idles between its spans."""
 
     spans: tuple[tuple[Span, ...], ...]
 
@@ -273,33 +281,33 @@ class Timeline:
 
     @cached_property
     def step_s(self) -> float:
-        """The time from the step's begin to the end of the last action."""
+        """Time from the start of the step to the end of the last action."""
         return max((span.end_s for stage in self.spans for span in stage), default=0.0)
 
     @cached_property
     def busy_s(self) -> tuple[float, ...]:
-        """The time of its actions, for each stage."""
+        """Total time of the actions of each stage."""
         return tuple(sum(span.end_s - span.start_s for span in stage) for stage in self.spans)
 
     @property
     def idle_s(self) -> tuple[float, ...]:
-        """The time without an action, for each stage."""
+        """Idle time of each stage."""
         return tuple(self.step_s - busy for busy in self.busy_s)
 
     @property
     def bubble(self) -> float:
-        """The share of idle time in the step over all stages."""
+        """Fraction of idle time in the step over all stages."""
         return 1 - sum(self.busy_s) / (self.num_stages * self.step_s) if self.step_s else 0.0
 
 
 def simulate(stages: Sequence[Sequence[Action]], costs: Costs, num_chunks: int = 1, placement: str = LOOP) -> Timeline:
-    """Return the time line of a schedule in which each action begins as soon as its stage and its message allow.
+    """Return the timeline of a schedule. Each action starts as soon as its stage is free and its message has arrived.
 
-    Messages travel beside the work of both sides, each ``costs.transfer`` long; to the own stage they take no time.
+    Messages overlap with the work of both stages and take ``costs.transfer`` each, or no time within one stage.
 
     Raises:
         ScheduleError: the schedule cannot run.
-        ValueError: ``costs`` are not those of ``len(stages) * num_chunks`` pieces.
+        ValueError: ``costs`` does not have ``len(stages) * num_chunks`` pieces.
     """
     num_stages, pieces = len(stages), Placement(len(stages), num_chunks, placement)
     if costs.num_pieces != num_stages * num_chunks:
@@ -316,24 +324,27 @@ def simulate(stages: Sequence[Sequence[Action]], costs: Costs, num_chunks: int =
             start = max(start, arrives_at.pop((event.source, event.takes)))
         end = start + costs.of(event.action, pieces.piece(event.stage, event.action.chunk))
         if event.target is not None and event.sends is not None:
-            is_own = event.target.receiver == event.stage
-            arrives_at[event.target, event.sends] = end + (0.0 if is_own else costs.transfer)
+            is_local = event.target.receiver == event.stage
+            arrives_at[event.target, event.sends] = end + (0.0 if is_local else costs.transfer)
         free_at[event.stage] = end
         spans[event.stage].append(Span(event.action, start, end))
     return Timeline(tuple(map(tuple, spans)))
 
 
-# The choice between schedules by the step time that their simulation predicts.
+# Choice of a schedule by its simulated step time.
 
 SAME = 1e-6
-"""Step times that differ by a smaller part than this are equal."""
+"""Step times that differ by a smaller relative amount count as equal."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The schedule to run, and why.
+    """The chosen schedule and the reason.
 
-    ``peaks`` has for each candidate the most forwards that one stage has in flight.
+    Attributes:
+        timelines: simulated timeline of each candidate.
+        peaks: maximum number of forwards in flight on one stage, for each candidate.
+        reason: explanation for the log.
     """
 
     name: str
@@ -350,11 +361,11 @@ def choose(
     num_chunks: int = 1,
     placement: str = LOOP,
 ) -> Choice:
-    """Return the candidate with the shortest predicted step; among equals the one with the least in flight.
+    """Choose the candidate with the shortest simulated step; among equals, the fewest forwards in flight decide.
 
     Raises:
-        ScheduleError: a candidate cannot run; its name is told.
-        ValueError: there are no candidates, or ``costs`` are not those of all pieces.
+        ScheduleError: a candidate cannot run; the message names it.
+        ValueError: there are no candidates, or ``costs`` has another number of pieces.
     """
     if not candidates:
         raise ValueError("choose needs at least one schedule, got none")
@@ -374,7 +385,7 @@ def choose(
 
 
 def _reason(chosen: str, fastest: list[str], timelines: Mapping[str, Timeline], peaks: Mapping[str, int]) -> str:
-    """Tell the step time of the choice, and those of the others or what else decided."""
+    """Return a text with the step times of the choice and of the other candidates, and the tie-breaker if needed."""
     longest = max(timeline.step_s for timeline in timelines.values())
     unit, factor = ("s", 1.0) if longest >= 1 else ("ms", 1e3)
     times = {name: f"{timeline.step_s * factor:.3g}" for name, timeline in timelines.items()}
@@ -384,6 +395,6 @@ def _reason(chosen: str, fastest: list[str], timelines: Mapping[str, Timeline], 
         reason += " against " + ", ".join(f"{times[name]} ({name})" for name in others)
     tied = [name for name in fastest if name != chosen]
     if tied:
-        held = ", ".join(f"{peaks[name]} ({name})" for name in tied)
-        reason += f"; it holds {peaks[chosen]} micro-batches in flight, against {held}"
+        tied_peaks = ", ".join(f"{peaks[name]} ({name})" for name in tied)
+        reason += f"; it holds {peaks[chosen]} micro-batches in flight, against {tied_peaks}"
     return reason

@@ -1,4 +1,4 @@
-"""The orders of a V, in which each stage holds two chunks and the loss comes back to the first: ZB-V, DualPipeV."""
+"""Schedules for the placement "v" with two chunks per stage and the loss on stage 0: ZB-V and DualPipeV."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tds.schedule.actions import (
     sent,
 )
 
-# A micro-batch goes down the stages in chunk 0 and up again in chunk 1; its gradient goes the same way back. So what
-# stage i sends down comes back 2(p-i-1) chunks later, and forwards of chunk 0 fill that time.
+# A micro-batch goes down the stages in chunk 0 and up again in chunk 1; its gradient takes the same path back. An
+# output that stage i sends down returns after 2(p-i-1) chunks, and forwards of chunk 0 fill that time.
 #
-# An order is written for micro-batches enough, 2p - 1 or 2p, and those that are not there are left out: what is left
-# waits for none of them.
+# Each order is generated for at least 2p - 1 (ZB-V) or 2p (DualPipeV) micro-batches. The actions of surplus
+# micro-batches are then removed, which is valid because no other action depends on them.
 
 DOWN, UP = 0, 1
-"""The chunks of a stage."""
+"""Chunks 0 and 1 of a stage."""
 
 
 class _Writer:
-    """Writes one stage's order: of each kind and chunk the next micro-batch."""
+    """Builds the order of one stage; each action gets the next micro-batch for its type and chunk."""
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
@@ -39,65 +39,66 @@ class _Writer:
         self.done[kind, chunk] += 1
 
     def add_halves(self, chunk: int) -> None:
-        """Add a backward whose weights' half follows the other at once."""
+        """Add a split backward whose weight half follows immediately."""
         self.add(BackwardInput, chunk)
         self.add(BackwardWeight, chunk)
 
     def add_whole(self, chunk: int) -> None:
-        """Add a whole backward."""
+        """Add a full backward."""
         self.actions.append(Backward(self.done[BackwardInput, chunk], chunk))
         self.done.update({(BackwardInput, chunk): 1, (BackwardWeight, chunk): 1})
 
     def add_weights_left(self) -> None:
-        """Add the weights' halves that are put off, of the chunk that was backward first ahead of the other."""
+        """Add all deferred weight halves: first chunk ``UP``, whose backwards run first, then chunk ``DOWN``."""
         for chunk in (UP, DOWN):
             while self.done[BackwardWeight, chunk] < self.done[BackwardInput, chunk]:
                 self.add(BackwardWeight, chunk)
 
     def written(self, num_micro_batches: int, num_stages: int, stage: int) -> list[Action]:
-        """Return the order for so many micro-batches; backwards are whole where no other stage waits for a half."""
-        there = [action for action in self.actions if action.micro_batch < num_micro_batches]
-        return _joined(there, stage, Placement(num_stages, 2, V))
+        """Return the order for ``num_micro_batches``. A backward is not split if no other stage waits for it."""
+        kept = [action for action in self.actions if action.micro_batch < num_micro_batches]
+        return _joined(kept, stage, Placement(num_stages, 2, V))
 
 
 def _joined(actions: Sequence[Action], stage: int, placement: Placement) -> list[Action]:
-    found: list[Action] = []
+    joined: list[Action] = []
     for action in actions:
-        place = action.micro_batch, action.chunk
-        if isinstance(action, BackwardWeight) and found and found[-1] == BackwardInput(*place):
-            message = sent(found[-1], stage, placement)
+        key = action.micro_batch, action.chunk
+        if isinstance(action, BackwardWeight) and joined and joined[-1] == BackwardInput(*key):
+            message = sent(joined[-1], stage, placement)
             if message is None or message.peer == stage:
-                found[-1] = Backward(*place)
+                joined[-1] = Backward(*key)
                 continue
-        found.append(action)
-    return found
+        joined.append(action)
+    return joined
 
 
-# ZB-V: the memory of 1F1B, and idle for hardly more than it takes to fill the pipeline.
+# ZB-V: the memory of 1F1B, with an idle time that is hardly longer than the time to fill the pipeline.
 #
-# Stage i begins with 2(p-i) - 1 forwards of chunk 0, by when the first micro-batch is back from the last stage. Then
-# forwards of both chunks in turn, until 2p are in flight, as in 1F1B, of half a stage each. From then on backward and
-# forward alternate. At the end no stage adds up gradients of weights while another waits for one of an input.
+# Stage i starts with 2(p-i) - 1 forwards of chunk 0, until the first micro-batch returns from the last stage. Forwards
+# of both chunks then alternate until 2p forwards are in flight, each of half a stage; this is as much memory as in
+# 1F1B. After that, backwards and forwards alternate. At the end, no stage computes weight gradients while another stage
+# waits for an input gradient.
 #
 # Source: Qi et al. 2024, "Pipeline parallelism with controllable memory", section 4; Qi et al. 2023, "Zero bubble
 # pipeline parallelism".
 
 
 def zero_bubble_v(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 2) -> list[Action]:
-    """Return the order of ``stage`` in ZB-V; any number of micro-batches."""
+    """Return the actions of ``stage`` in ZB-V, for any number of micro-batches."""
     check_v(num_stages, num_micro_batches, stage, num_chunks)
-    number, behind = max(num_micro_batches, 2 * num_stages - 1), num_stages - stage
+    num_written, num_below = max(num_micro_batches, 2 * num_stages - 1), num_stages - stage
     order = _Writer()
-    for _ in range(2 * behind - 1):
+    for _ in range(2 * num_below - 1):
         order.add(Forward, DOWN)
     for _ in range(stage):
         order.add(Forward, UP)
         order.add(Forward, DOWN)
-    for _ in range(behind):
+    for _ in range(num_below):
         order.add(Forward, UP)
         order.add_halves(UP)
-    while order.done[Forward, UP] < number:
-        if order.done[Forward, DOWN] < number:
+    while order.done[Forward, UP] < num_written:
+        if order.done[Forward, DOWN] < num_written:
             order.add(Forward, DOWN)
         order.add_halves(DOWN)
         order.add(Forward, UP)
@@ -105,50 +106,51 @@ def zero_bubble_v(num_stages: int, num_micro_batches: int, stage: int, num_chunk
     for _ in range(stage):
         order.add(BackwardInput, DOWN)
         order.add(BackwardInput, UP)
-    for _ in range(behind):
+    for _ in range(num_below):
         order.add_halves(DOWN)
     order.add_weights_left()
     return order.written(num_micro_batches, num_stages, stage)
 
 
-# DualPipeV: half of DualPipe, whose two directions become the two chunks.
+# DualPipeV: one half of DualPipe, with the two directions as the two chunks.
 #
-# In the middle a forward of one chunk stands beside a backward of the other, which DeepSeek's kernels run at the same
-# time; here they follow each other. A stage holds one chunk more than in ZB-V.
+# In the middle, a forward of one chunk is next to a backward of the other. DeepSeek's kernels run them at the same
+# time; tds runs them one after the other. A stage has one more chunk in flight than in ZB-V.
 #
 # Source: DeepSeek-AI 2024, "DeepSeek-V3 technical report", section 3.2.1; Qi 2025, "DualPipe could be better without
 # the dual".
 
 
 def dual_pipe_v(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int = 2) -> list[Action]:
-    """Return the order of ``stage`` in DualPipeV; any number of micro-batches."""
+    """Return the actions of ``stage`` in DualPipeV, for any number of micro-batches."""
     check_v(num_stages, num_micro_batches, stage, num_chunks)
-    number, behind = max(num_micro_batches, 2 * num_stages), num_stages - stage - 1
+    num_written, num_below = max(num_micro_batches, 2 * num_stages), num_stages - stage - 1
     order = _Writer()
-    for _ in range(2 * behind):
+    for _ in range(2 * num_below):
         order.add(Forward, DOWN)
     for _ in range(stage + 1):
         order.add(Forward, DOWN)
         order.add(Forward, UP)
-    for _ in range(behind):
+    for _ in range(num_below):
         order.add_halves(UP)
         order.add(Forward, UP)
-    for _ in range(number - 2 * num_stages + stage + 1):
+    for _ in range(num_written - 2 * num_stages + stage + 1):
         order.add(Forward, DOWN)
         order.add_whole(UP)
         order.add(Forward, UP)
         order.add_whole(DOWN)
-    for _ in range(behind):
+    for _ in range(num_below):
         order.add_whole(UP)
         order.add(Forward, UP)
         order.add_whole(DOWN)
-    for turn in range(stage + 1):  # from the middle on backwards are split; on an even stage that is between the chunks
+    # The last ``stage + 1`` of these ``2 (stage + 1)`` backwards are split.
+    for turn in range(stage + 1):
         for chunk in (UP, DOWN):
             if 2 * turn + (chunk == DOWN) > stage:
                 order.add(BackwardInput, chunk)
             else:
                 order.add_whole(chunk)
-    for _ in range(behind):
+    for _ in range(num_below):
         _add_oldest_weights(order)
         order.add(BackwardInput, DOWN)
     order.add_weights_left()
@@ -156,7 +158,7 @@ def dual_pipe_v(num_stages: int, num_micro_batches: int, stage: int, num_chunks:
 
 
 def _add_oldest_weights(order: _Writer) -> None:
-    """Add one of the weights' halves that are put off, if any."""
+    """Add the oldest deferred weight half, if there is one."""
     for chunk in (UP, DOWN):
         if order.done[BackwardWeight, chunk] < order.done[BackwardInput, chunk]:
             order.add(BackwardWeight, chunk)
@@ -164,7 +166,7 @@ def _add_oldest_weights(order: _Writer) -> None:
 
 
 def check_v(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int) -> None:
-    """Raise ValueError unless there is such a stage with work to do, and two chunks on it."""
+    """Raise ValueError if ``check_sizes`` does, or if the number of chunks is not 2."""
     check_sizes(num_stages, num_micro_batches, stage, num_chunks)
     if num_chunks != 2:
         raise ValueError(

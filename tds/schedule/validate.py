@@ -1,4 +1,4 @@
-"""Proof that a schedule is complete, in order and free of deadlock (ScheduleError)."""
+"""Validation of schedules: completeness, order of actions and freedom from deadlock."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tds.schedule.actions import (
     sent,
 )
 
-# A schedule run without time: which actions can follow which, with the messages between stages.
+# Dry run of a schedule: the order of actions and messages, without times.
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run or would give wrong gradients."""
+    """Raised for a schedule that cannot run or would compute wrong gradients."""
 
 
 class Channel(NamedTuple):
-    """One direction between two stages; its messages arrive in the order in which they were sent."""
+    """Messages of one type from one stage to another; they arrive in the order in which they are sent."""
 
     sender: int
     receiver: int
@@ -35,14 +35,14 @@ class Channel(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a message holds: the output, or the output's gradient, of a piece of the model."""
+    """Content of a message: the output of a piece for one micro-batch, or the gradient of that output."""
 
     micro_batch: int
     piece: int
 
 
 class Event(NamedTuple):
-    """One action on its stage, with the message that it takes and the one that it sends, if any."""
+    """One action of a stage with the messages that it receives and sends, or None."""
 
     stage: int
     action: Action
@@ -53,7 +53,7 @@ class Event(NamedTuple):
 
 
 Route = tuple[Channel | None, int, Channel | None, int]
-"""What an action takes and from where, what it sends and to where: (channel, piece, channel, piece)."""
+"""(channel and piece of the received message, channel and piece of the sent message)."""
 
 
 def run(
@@ -62,10 +62,10 @@ def run(
     """Yield every action of every stage in an order in which they can run.
 
     Args:
-        window: a sender waits while this many of its messages on one channel are not taken yet (None: never).
+        window: a sender waits while this many of its messages on a channel have not been received (None: never).
 
     Raises:
-        ScheduleError: a message would be taken for another, stages wait in a circle, or a message is not taken.
+        ScheduleError: messages are received in the wrong order, the stages deadlock, or a message is never received.
     """
     return _Run(stages, Placement(len(stages), num_chunks, placement), window).events()
 
@@ -80,7 +80,7 @@ class _Run:
         self.next = [self._event(stage) for stage in range(len(stages))]
 
     def events(self) -> Iterator[Event]:
-        """Let each stage go on as far as it can, and wake those that wait for what it did."""
+        """Run each stage as far as possible, then the stages that its messages have unblocked."""
         todo = deque(range(len(self.next)))
         queued = set(todo)
         while todo:
@@ -100,7 +100,7 @@ class _Run:
         self._check_end()
 
     def _event(self, stage: int) -> Event | None:
-        """Return what ``stage`` does next; None at its end."""
+        """Return the next event of ``stage``; None at its end."""
         action = next(self.rest[stage], None)
         if action is None:
             return None
@@ -108,24 +108,24 @@ class _Run:
         route = self.routes.get(key)
         if route is None:
             route = self.routes[key] = self._route(stage, action)
-        source, taken, target, made = route
-        takes = None if source is None else Content(action.micro_batch, taken)
-        sends = None if target is None else Content(action.micro_batch, made)
+        source, received_piece, target, sent_piece = route
+        takes = None if source is None else Content(action.micro_batch, received_piece)
+        sends = None if target is None else Content(action.micro_batch, sent_piece)
         return Event(stage, action, source, takes, target, sends)
 
     def _route(self, stage: int, action: Action) -> Route:
-        """Return the way of its messages, which is the same for all micro-batches."""
-        needed, made = received(action, stage, self.placement), sent(action, stage, self.placement)
-        own = self.placement.piece(stage, action.chunk)
+        """Return the route of an action's messages, which does not depend on the micro-batch."""
+        incoming, outgoing = received(action, stage, self.placement), sent(action, stage, self.placement)
+        piece = self.placement.piece(stage, action.chunk)
         return (
-            None if needed is None else Channel(needed.peer, stage, needed.kind),
-            own - 1 if isinstance(action, Forward) else own,
-            None if made is None else Channel(stage, made.peer, made.kind),
-            own if isinstance(action, Forward) else own - 1,
+            None if incoming is None else Channel(incoming.peer, stage, incoming.kind),
+            piece - 1 if isinstance(action, Forward) else piece,
+            None if outgoing is None else Channel(stage, outgoing.peer, outgoing.kind),
+            piece if isinstance(action, Forward) else piece - 1,
         )
 
     def _waits_for(self, event: Event) -> int | None:
-        """Return the stage for which ``event`` must wait, if any."""
+        """Return the stage that ``event`` must wait for, or None."""
         if event.source is not None and not self.wires.get(event.source):
             return event.source.sender
         if self.window is not None and event.target is not None and event.target.receiver != event.stage:
@@ -135,13 +135,13 @@ class _Run:
         return None
 
     def _do(self, event: Event) -> None:
-        """Take and send the messages of ``event``."""
+        """Receive and send the messages of ``event``."""
         if event.source is not None and event.takes is not None:
-            found = self.wires[event.source].popleft()
-            if found != event.takes:
+            content = self.wires[event.source].popleft()
+            if content != event.takes:
                 raise ScheduleError(
                     f"messages must be taken in the order in which they are sent: stage {event.stage} at "
-                    f"{event.action} would take the {_format_content(event.source, found)} for the "
+                    f"{event.action} would take the {_format_content(event.source, content)} for the "
                     f"{_format_content(event.source, event.takes)}"
                 )
         if event.target is not None and event.sends is not None:
@@ -159,7 +159,7 @@ class _Run:
                 raise ScheduleError(f"stage {channel.receiver} never takes the {_format_content(channel, wire[0])}")
 
     def _format_cycle(self, waiting: dict[int, Event]) -> str:
-        """Tell who waits for whom, from the first stage that waits on, until the chain closes or ends."""
+        """Return the chain of waits as text, starting at the first waiting stage, until it closes or ends."""
         stage: int | None = min(waiting)
         chain: list[int] = []
         while stage is not None and stage in waiting and stage not in chain:
@@ -174,10 +174,10 @@ def _format_content(channel: Channel, content: Content) -> str:
     return f"{name} of micro-batch {content.micro_batch}, piece {content.piece}, from stage {channel.sender}"
 
 
-# Proof that a schedule can run: complete, in order, free from deadlock; and what it holds in memory.
+# Validation, and the peak number of forwards in flight.
 
 NOTHING, FORWARD_DONE, INPUT_DONE, DONE = range(4)
-"""How far a micro-batch is in one chunk."""
+"""Progress of a micro-batch in one chunk."""
 
 STEPS: dict[type[Action], tuple[int, int]] = {
     Forward: (NOTHING, FORWARD_DONE),
@@ -185,7 +185,7 @@ STEPS: dict[type[Action], tuple[int, int]] = {
     BackwardInput: (FORWARD_DONE, INPUT_DONE),
     BackwardWeight: (INPUT_DONE, DONE),
 }
-"""What an action needs to have been done, and what is done after it."""
+"""Progress that each action requires, and progress after it."""
 
 WHEN: dict[type[Action], str] = {
     Forward: "first of all",
@@ -220,18 +220,18 @@ def validate(
     window: int | None = None,
     placement: str = LOOP,
 ) -> list[int]:
-    """Return the peak number of forwards in flight on each stage, once the schedule is shown to run.
+    """Validate a schedule and return the peak number of forwards in flight on each stage.
 
-    A forward is in flight until all of its backward is done, the weights' half too. With chunks each counts.
+    A forward is in flight until its backward is complete, including the weight half. All chunks are counted.
 
     Args:
         stages: the actions of each stage.
         placement: "loop" or "v"; see ``tds.schedule.actions.Placement``.
-        window: a sender waits while this many of its messages on one channel are not taken yet (None: never).
+        window: a sender waits while this many of its messages on a channel have not been received (None: never).
 
     Raises:
-        ScheduleError: an action is missing, twice, too early or no action at all; messages would cross; stages wait in
-            a circle; or a chunk does not go by rising micro-batch.
+        ScheduleError: an action is missing, duplicate, too early or not an action; messages are received in the wrong
+            order; the stages deadlock; or a chunk does not process its micro-batches in rising order.
     """
     peaks = [_check_stage(i, actions, num_micro_batches, num_chunks, is_training) for i, actions in enumerate(stages)]
     for _ in run(stages, num_chunks, window, placement):
@@ -244,31 +244,31 @@ def validate(
 def _check_stage(
     stage: int, actions: Sequence[Action], num_micro_batches: int, num_chunks: int, is_training: bool
 ) -> int:
-    """Return the most forwards in flight. Each micro-batch and chunk has one forward and, in training, one backward."""
+    """Check that each micro-batch and chunk has one forward and, in training, one backward; return the peak."""
     if not isinstance(actions, (list, tuple)):
         raise ScheduleError(
             f"the order of stage {stage} must be a list of Forward, Backward, BackwardInput and BackwardWeight, "
             f"got {_shortened(actions)}"
         )
     reached = [NOTHING] * (num_micro_batches * num_chunks)
-    now = peak = 0
+    num_in_flight = peak = 0
     for action in actions:
         _check_action(stage, action, num_micro_batches, num_chunks)
         if not is_training and type(action) is not Forward:
             raise ScheduleError(f"stage {stage}: an evaluation must have forwards only, got {action}")
-        place = action.micro_batch * num_chunks + action.chunk
-        needed, done = STEPS[type(action)]
-        if reached[place] != needed:
+        idx = action.micro_batch * num_chunks + action.chunk
+        required, done = STEPS[type(action)]
+        if reached[idx] != required:
             raise ScheduleError(
                 f"stage {stage}: {action} must come once, {WHEN[type(action)]}, got it when "
-                f"{STATE_NAMES[reached[place]]} was done"
+                f"{STATE_NAMES[reached[idx]]} was done"
             )
-        reached[place] = done
+        reached[idx] = done
         if done == FORWARD_DONE:
-            now += 1
-            peak = max(peak, now)
+            num_in_flight += 1
+            peak = max(peak, num_in_flight)
         elif done == DONE:
-            now -= 1
+            num_in_flight -= 1
     _check_complete(stage, reached, num_chunks, is_training)
     return peak
 
@@ -290,22 +290,22 @@ def _check_action(stage: int, action: object, num_micro_batches: int, num_chunks
 
 
 def _check_complete(stage: int, reached: list[int], num_chunks: int, is_training: bool) -> None:
-    wanted = DONE if is_training else FORWARD_DONE
-    for place, found in enumerate(reached):
-        if found != wanted:
-            micro_batch, chunk = divmod(place, num_chunks)
+    expected = DONE if is_training else FORWARD_DONE
+    for idx, progress in enumerate(reached):
+        if progress != expected:
+            micro_batch, chunk = divmod(idx, num_chunks)
             raise ScheduleError(
-                f"stage {stage} must have one {MISSING[found]} of each micro-batch in each chunk, got none of "
+                f"stage {stage} must have one {MISSING[progress]} of each micro-batch in each chunk, got none of "
                 f"{micro_batch=}, {chunk=}"
             )
 
 
 def _check_rising(stage: int, actions: Sequence[Action], num_chunks: int) -> None:
-    """Within each chunk, forwards, backwards and the adding up of gradients go by rising micro-batch."""
-    for kinds, name, reason in RISING:
+    """Check that forwards, backwards and weight gradients of each chunk are in the order of the micro-batches."""
+    for action_types, name, reason in RISING:
         last = [-1] * num_chunks
         for action in actions:
-            if type(action) in kinds:
+            if type(action) in action_types:
                 if action.micro_batch < last[action.chunk]:
                     raise ScheduleError(
                         f"stage {stage}: the {name} of a chunk must go by rising micro-batch ({reason}), got {action} "

@@ -1,1 +1,1 @@
-"""Finding the rank that did not come."""
+"""Watchdog: detects hanging ranks and identifies the cause."""

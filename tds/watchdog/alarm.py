@@ -1,12 +1,15 @@
-"""Alarms of ranks that have waited too long, over a store: each rank says what it is at, one judges, all read it.
+"""Alarms of ranks that have waited too long, exchanged over a store.
 
-| key | written by | holds |
+After an alarm, each rank reports its current operation. The rank that raised the alarm first determines the verdict,
+which all ranks read.
+
+| key | written by | content |
 |---|---|---|
-| ``N/alarm`` | the rank that raises alarm number N, or those that do so at once | how many |
-| ``N/report/R`` | rank R | what it is at |
-| ``N/verdict``, ``N/number`` | the first that raised it | who did not come; how many have answered |
-| ``N/read`` | every rank | how many have read the verdict |
-| ``at/R`` | rank R, now and then | where it was last heard of |
+| ``N/alarm`` | the ranks that raise alarm number N | number of these ranks |
+| ``N/report/R`` | rank R | its current operation |
+| ``N/verdict``, ``N/number`` | the rank that raised the alarm first | the missing rank; number of reports |
+| ``N/read`` | every rank | number of ranks that have read the verdict |
+| ``at/R`` | rank R, periodically | its last known location |
 """
 
 from __future__ import annotations
@@ -27,24 +30,25 @@ POLL_S = 0.2
 GATHER_S = 2.0
 LINGER_S = 0.8
 PATIENCE_S = 3.2
-"""After the alarm: for the answers; for the others to read the verdict; for the verdict itself.
+"""Maximum waits after an alarm: GATHER_S for the reports, LINGER_S for other ranks to read the verdict, PATIENCE_S for
+the verdict.
 
-All end as soon as they have what they wait for. They are this long because a rank of a machine that has more to do than
-it can looks late, and one that lives is not to be called dead.
+Each wait ends as soon as its condition is met. The limits are long enough that slow ranks on an overloaded machine are
+not reported as dead.
 """
 LOOKS_PER_S = 10_000
-"""How often all ranks together look into the store, whose one thread answered 28,000 to 49,000 looks on two cores."""
+"""Maximum polls per second of all ranks. The store's single thread answered 28,000 to 49,000 polls/s on two cores."""
 ANSWERS_PER_S = 2_000
-"""How many ranks the one that judges can hear in a second, beside all who look."""
+"""Number of reports per second that the rank which determines the verdict can read while all ranks poll."""
 PAUSE_S = 0.02
 
 
 class Alarms:
-    """One rank's view of the table above.
+    """One rank's access to the table above.
 
     Args:
-        store: for these ranks and this run alone.
-        names: of every rank, for the verdict.
+        store: a store used only by these ranks and this run.
+        names: the name of every rank, for the verdict.
     """
 
     def __init__(self, store: Any, rank: int, names: Sequence[str]) -> None:
@@ -57,25 +61,32 @@ class Alarms:
 
     @property
     def pause_s(self) -> float:
-        """How long a rank pauses between two looks, so that those of all ranks are not more than the store takes."""
+        """Pause between two polls of a rank, so that the polls of all ranks do not exceed the store's capacity."""
         return max(PAUSE_S, self.num_ranks / LOOKS_PER_S)
 
     @property
     def more_s(self) -> float:
-        """How much longer than among few ranks the answers of all may take: to notice the alarm, and to be read."""
+        """Extra time for many ranks: for all to notice the alarm, and for all reports to be read."""
         return self.num_ranks / LOOKS_PER_S + self.num_ranks / ANSWERS_PER_S
 
     def is_raised(self) -> bool:
-        """Return whether another rank has raised the next alarm."""
+        """Return True if a rank has raised the next alarm."""
         return bool(self._store.check([f"{self.number}/alarm"]))
 
     def note(self, place: str) -> None:
-        """Leave word of where this rank is, in case that it cannot answer later."""
+        """Store the location of this rank, in case it cannot report later."""
         self._store.set(f"at/{self._rank}", place)
 
     def answer(self, own: Report) -> str | None:
-        """Raise the next alarm, or answer it if it is raised; return its verdict, or None if there came none."""
-        store, found = dist.PrefixStore(str(self.number), self._store), None
+        """Raise the next alarm, or answer it if another rank has raised it.
+
+        Args:
+            own: the report of this rank.
+
+        Returns:
+            The verdict; None on timeout.
+        """
+        store, result = dist.PrefixStore(str(self.number), self._store), None
         is_first = not store.check(["alarm"]) and store.add("alarm", 1) == 1
         store.set(f"report/{self._rank}", own.encode())
         if is_first:
@@ -83,14 +94,15 @@ class Alarms:
             store.set("number", str(len(reports)))
             store.set("verdict", verdict(reports, self._names, self._rank, self._last_places(reports)))
         if until(lambda: store.check(["verdict"]), PATIENCE_S - POLL_S + self.more_s, self.pause_s):
-            found = store.get("verdict").decode()
+            result = store.get("verdict").decode()
         self.number += 1
-        return found
+        return result
 
     def linger(self) -> None:
-        """Wait until the others have read the last verdict, too: this rank may be the store's host and leave after it.
+        """Wait until the other ranks have read the last verdict.
 
-        Each does so once it has made use of the verdict, for those who leave cut the connections of the rest.
+        Must be called before this rank exits, because it may host the store, and its exit breaks the connections of the
+        other ranks.
         """
         store = dist.PrefixStore(str(self.number - 1), self._store)
         if store.check(["verdict"]):
@@ -99,7 +111,7 @@ class Alarms:
             until(lambda: store.add("read", 0) >= readers, LINGER_S + self.pause_s, self.pause_s)
 
     def _gather(self, store: Any) -> dict[int, Report]:
-        """Return what the ranks say of themselves within ``GATHER_S``."""
+        """Return the reports that arrive within ``GATHER_S`` (more for many ranks), by rank."""
         reports: dict[int, Report] = {}
         missing = set(range(len(self._names)))
 
@@ -114,15 +126,15 @@ class Alarms:
         return reports
 
     def _last_places(self, reports: dict[int, Report]) -> dict[int, str]:
-        """Return where those who do not answer were last heard of, as far as they have left word."""
+        """Return the last known locations of up to eight ranks without a report, by rank."""
         silent = [rank for rank in range(len(self._names)) if rank not in reports][:8]
         return {rank: self._store.get(f"at/{rank}").decode() for rank in silent if self._store.check([f"at/{rank}"])}
 
 
 def write_report(line: str, own: Report) -> None:
-    """Write ``line`` to standard error, and the stack of the main thread if it waits for nobody.
+    """Write ``line`` to standard error, with the stack of the main thread if it does not wait for other ranks.
 
-    It is one call, so that lines of several ranks do not mix.
+    The text is written in one call, so that the lines of several ranks do not mix.
     """
     stack = "" if own.is_waiting else thread_stack.format_stack(thread_stack.main_frame())
     sys.stderr.write(f"{line}\n{stack}")
@@ -130,7 +142,7 @@ def write_report(line: str, own: Report) -> None:
 
 
 def own_store(run: str, prefix: str = "tds/watchdog") -> Any:
-    """Return a connection to the store of the default process group, for ``run`` alone; None if it has none."""
+    """Return a store for ``run`` on a new connection to the default process group's store; None if there is none."""
     try:
         store: Any = default_store()
     except (RuntimeError, ValueError):
@@ -141,7 +153,7 @@ def own_store(run: str, prefix: str = "tds/watchdog") -> Any:
 
 
 def until(condition: Callable[[], bool], limit_s: float, pause_s: float = PAUSE_S) -> bool:
-    """Wait until ``condition`` holds, for ``limit_s`` at most; return whether it does."""
+    """Wait at most ``limit_s`` for ``condition``; return True if it is met."""
     end = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""Which rank is missing: each rank's report, and the verdict."""
+"""Reports of ranks, and the verdict that names the missing rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ VERBS = {"Forward": "forward", "Backward": "backward", "BackwardInput": "backwar
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank is doing, in words, and whom it waits for.
+    """Report of one rank's current operation.
 
-    ``is_waiting`` tells one that waits for others from one that works or sleeps; ``waits_for`` is a rank, or None where
-    it waits for a whole group.
+    Attributes:
+        is_waiting: the rank waits for other ranks, instead of working or sleeping.
+        waits_for: the rank that this rank waits for; None if it waits for a group, or does not wait.
+        since_s: duration of the current operation in seconds.
+        words: description of the operation, which follows the rank's name in messages.
     """
 
     is_waiting: bool
@@ -34,7 +37,7 @@ class Report:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """What a rank is at. ``count`` grows with each wait, so that many short ones do not look like a long one."""
+    """State of a rank. ``count`` changes with each wait, so that many short waits do not look like a long one."""
 
     phase: str
     action: Action | None
@@ -43,11 +46,11 @@ class State:
     count: tuple[int, ...]
 
     def __eq__(self, other: object) -> bool:
-        """True for the same wait: the exchange makes a new tuple for each."""
+        """Return True for equal states with the identical wait; the communicator creates a new tuple for each wait."""
         if not isinstance(other, State) or self.waiting is not other.waiting:
             return False
-        own = self.phase, self.action, self.together, self.count
-        return own == (other.phase, other.action, other.together, other.count)
+        fields = self.phase, self.action, self.together, self.count
+        return fields == (other.phase, other.action, other.together, other.count)
 
 
 def report(
@@ -58,23 +61,26 @@ def report(
     since_s: float,
     ranks: Sequence[int],
 ) -> Report:
-    """Return what a rank says of itself.
+    """Return the report of a rank.
 
     Args:
-        phase: "train_batch", "eval_batch", or what it does outside of them.
-        waiting: the message that it waits for; ``together``: the collective that it is in.
-        ranks: the global ranks of its pipeline, by stage.
+        phase: "in train_batch", "in eval_batch", or the activity of the rank outside of these calls.
+        action: the current action of the schedule.
+        waiting: the message that the rank waits for.
+        together: the collective that the rank is in.
+        since_s: duration of this state in seconds.
+        ranks: the global ranks of the rank's pipeline, by stage.
     """
     since = f"for {since_s:.1f} s"
     ahead = f" ahead of its {_name(action)}" if action is not None else ""
     if together is not None:
         return Report(True, None, since_s, f"has been {together}{ahead} {since}")
     if waiting is not None:
-        doing, kind, message = waiting
+        doing, message_type, message = waiting
         peer = f"stage {message.peer} (rank {ranks[message.peer]})"
         verb, to = ("waited", "from") if doing == "receiving" else ("tried to send", "to")
-        what = f"the {_what(kind, message)} {to} {peer}"
-        words = f"has {verb} {'for ' if doing == 'receiving' else ''}{what}{ahead} {since}"
+        described = f"the {_what(message_type, message)} {to} {peer}"
+        words = f"has {verb} {'for ' if doing == 'receiving' else ''}{described}{ahead} {since}"
         return Report(True, ranks[message.peer], since_s, words)
     if action is not None:
         return Report(False, None, since_s, f"has been in its {_name(action)} {since}")
@@ -82,50 +88,57 @@ def report(
 
 
 def on_device(own: Report, action: Action | None) -> Report:
-    """Return ``own`` with the action that the rank's device is at, where the host only queues its work."""
+    """Return the report ``own`` with the device's current action added.
+
+    Args:
+        action: the action that the device runs; None: unknown, or the host does not queue work on a device.
+    """
     return own if action is None else replace(own, words=f"{own.words}, its device is at its {_name(action)}")
 
 
 def format_history(history: Iterable[tuple[str, Kind, Message] | str]) -> str:
-    """Return the last messages, and the collectives between them, in words, the newest last."""
+    """Return a line with the last messages and collectives, the newest last."""
     return f"last messages: {', '.join(map(_format_message, list(history))) or 'none'}"
 
 
 def _format_message(past: tuple[str, Kind, Message] | str) -> str:
     if isinstance(past, str):
         return past
-    done, kind, message = past
-    return f"{done} {_what(kind, message)} {'to' if done == 'sent' else 'from'} stage {message.peer}"
+    done, message_type, message = past
+    return f"{done} {_what(message_type, message)} {'to' if done == 'sent' else 'from'} stage {message.peer}"
 
 
 def verdict(
     reports: Mapping[int, Report], names: Sequence[str], asking: int, last_places: Mapping[int, str] | None = None
 ) -> str:
-    """Return in words who did not come.
+    """Return a sentence that names the missing rank.
 
-    Those who do not answer are stopped or gone. If all answer, it is the one at the end of the chain of waits that
-    starts at ``asking``; where that ends in a collective or a circle, the one that has been at work for longest.
+    Ranks without a report are stopped or gone. If all ranks have reported, the missing rank is the last rank in the
+    chain of waits that starts at ``asking``. If the chain ends in a collective or a cycle, the missing rank is the rank
+    that has been working for the longest time.
 
     Args:
-        names: of every rank.
-        last_places: where those who do not answer were last heard of, if they have left word.
+        reports: the reports, by rank.
+        names: the name of every rank.
+        asking: the rank that raised the alarm.
+        last_places: last known locations of ranks without a report.
     """
     silent = [rank for rank in range(len(names)) if rank not in reports]
     if silent:
         listed = ", ".join(names[rank] for rank in silent[:8]) + (f" and {len(silent) - 8} more" if silent[8:] else "")
         text = f"{listed} did not come and does not answer: stopped, dead or cut off"
         return text + "".join(
-            f"; the last word of rank {rank} was: {place}" for rank, place in (last_places or {}).items()
+            f"; the last word of rank {rank} was: {location}" for rank, location in (last_places or {}).items()
         )
     rank, seen = asking, {asking}
-    while (following := reports[rank].waits_for) is not None and following not in seen:
-        rank = following
+    while (next_rank := reports[rank].waits_for) is not None and next_rank not in seen:
+        rank = next_rank
         seen.add(rank)
     if reports[rank].is_waiting:
-        at_work = [each for each in reports if not reports[each].is_waiting]
-        if not at_work:
+        working = [each for each in reports if not reports[each].is_waiting]
+        if not working:
             return f"no rank is at work, they wait for each other; {names[rank]} {reports[rank].words}"
-        rank = max(at_work, key=lambda each: reports[each].since_s)
+        rank = max(working, key=lambda each: reports[each].since_s)
     return f"{names[rank]} did not come: it {reports[rank].words}"
 
 

@@ -1,4 +1,4 @@
-"""Stack of the main thread, read from another thread, for ranks that hang."""
+"""Stack of the main thread, read from another thread, for the reports of hanging ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEEPEST = 12
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 _INSTALLED = {"site-packages", "dist-packages"}
 _OWN_FOLDERS = tuple(os.path.join(folder, "") for folder in (sysconfig.get_paths()["stdlib"], *torch.__path__))
-"""Of what may lie elsewhere: Python's own modules, and torch, which is often built in a checkout."""
+"""Library folders that may be outside of site-packages: the standard library, and torch if built in a checkout."""
 
 
 def main_frame() -> FrameType | None:
@@ -25,31 +25,32 @@ def main_frame() -> FrameType | None:
 
 
 def format_stack(frame: FrameType | None) -> str:
-    """Return the innermost ``DEEPEST`` calls in the form of a traceback, the last call last."""
+    """Return the innermost ``DEEPEST`` calls formatted as a traceback, most recent call last."""
     if frame is None:
         return ""
     return "".join(traceback.format_list(traceback.extract_stack(frame, DEEPEST)))
 
 
 def format_place(frame: FrameType | None) -> str:
-    """Return the innermost call that is neither Python's nor an installed library's, such as "read (loader.py:12)"."""
-    each = frame
-    while each is not None and _is_library(each.f_code.co_filename):
-        each = each.f_back
-    each = each or frame
-    return f"{each.f_code.co_name} ({os.path.basename(each.f_code.co_filename)}:{each.f_lineno})" if each else "?"
+    """Return the innermost call outside of libraries, such as "read (loader.py:12)"."""
+    inner = frame
+    while inner is not None and _is_library(inner.f_code.co_filename):
+        inner = inner.f_back
+    inner = inner or frame
+    return f"{inner.f_code.co_name} ({os.path.basename(inner.f_code.co_filename)}:{inner.f_lineno})" if inner else "?"
 
 
 def communication(frame: FrameType | None) -> str | None:
-    """Return the operation between ranks that a thread waits in, such as "all_reduce"; None if it is in none.
+    """Return the communication that a thread is in, such as "all_reduce"; None if there is none.
 
-    An operation that was started earlier is waited for by ``work.wait()``, which leaves no frame of its own.
+    The wait for an operation that was started earlier is detected by ``.wait(`` in the source line, because
+    ``work.wait()`` has no Python frame.
     """
-    name, each = None, frame
-    while each is not None:
-        if each.f_code.co_filename.endswith(_COLLECTIVES):
-            name = each.f_code.co_name
-        each = each.f_back
+    name, current = None, frame
+    while current is not None:
+        if current.f_code.co_filename.endswith(_COLLECTIVES):
+            name = current.f_code.co_name
+        current = current.f_back
     if name is None and frame is not None and ".wait(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
         name = "an operation that it has started"
     return name

@@ -1,9 +1,9 @@
-"""Watchdog: one mechanism for engine and run (timer + listener threads, per-phase limit), hooks for what to do.
+"""Watchdogs of an engine and of a run: timer and listener threads, time limits, and hooks for the reaction.
 
-| policy | late is | once the verdict is there |
+| class | raises an alarm if | reaction to the verdict |
 |---|---|---|
-| ``EngineWatchdog`` | a wait for others that takes too long | the error of the wait says who did not come |
-| ``RunWatchdog`` | anything that takes longer than its phase may | the process leaves, with code 4 |
+| ``EngineWatchdog`` | a wait for other ranks exceeds the limit | the error of the wait names the missing rank |
+| ``RunWatchdog`` | any phase exceeds its limit | the process exits with code 4 |
 """
 
 from __future__ import annotations
@@ -23,47 +23,49 @@ from tds.watchdog.diagnosis import Report, State, format_history, on_device, rep
 
 LOOK_S = 0.3
 STOPPED_S = 1.0
-"""A thread that slept so much longer than it asked was stopped or starved, its process too: that is not late."""
+"""If a thread sleeps this much longer than requested, its process was stopped or starved; this time is not counted."""
 NOTES_PER_S = 500
-"""How often all ranks together leave word of where they are: the store has one thread for all of them."""
+"""Maximum location updates per second of all ranks, because the store has a single thread."""
 REARM_S = 1.0
 OUTSIDE = "outside of train_batch and eval_batch"
 STORE_LOST = "the process group's store does not answer: its host, rank 0 or the launcher, is stopped or gone"
 
 
 class NoPipeline:
-    """What is seen of the messages of a rank that sends none from stage to stage."""
+    """Replaces the communicator for a rank without a pipeline."""
 
     action = waiting = None
     waits = history = ()
     links = None
 
     def action_of_device(self) -> None:
-        """Return None: no stage, no action."""
+        """Return None, because there are no actions."""
 
 
 class Watchdog:
-    """Sees when its rank, or another, gets no further; a subclass decides what to do then.
+    """Detects that this rank or another rank makes no progress. Subclasses implement the reaction.
 
-    The main thread may be stuck, so two daemon threads look three times a second. The timer looks at what the main
-    thread is at and needs nobody for it: once that has not changed for longer than the limit, it has the alarm raised.
-    The listener speaks with the process group's store, which may not answer: it hears the alarms of others, answers
-    them, and learns who did not come. Each rank writes one line on what it is at, with its stack if it waits for
-    nobody. So a rank that is stuck in a user's code answers, and one that was stopped does not.
+    The main thread may hang, so two daemon threads check three times per second. The timer thread checks the state of
+    the main thread, which needs no communication. If the state has not changed for longer than the limit, it requests
+    an alarm. The listener thread communicates with the process group's store, which may not answer. It raises requested
+    alarms, detects and answers alarms of other ranks, and reads the verdict. Each rank writes one line with its current
+    operation, and its stack if it does not wait for other ranks. A rank that hangs in user code thus answers, and a
+    stopped rank does not.
 
-    Alarms are numbered: a program that goes on is watched on, and the next alarm finds a verdict of its own. A rank
-    that dies closes its connections, so its neighbours fail at once, and theirs after them: no alarm is raised.
+    Alarms are numbered, so a program that continues after an alarm is still watched, and each alarm has its own
+    verdict. If a rank dies, its connections are closed; its neighbours fail immediately, then their neighbours. No
+    alarm is raised in this case.
 
     Args:
-        alarms: over a store for this run or engine alone; None: nothing is watched.
-        name: of this rank, for messages.
-        limit_s: for how long the main thread may get no further; may change at any time.
-        exchange: of a pipeline's stage: ``action``, ``waiting``, ``waits``, ``history`` and ``links``.
-        thread_name: of both threads, which hold no reference to the watchdog and end once it is gone.
+        alarms: alarms over a store that only this run or engine uses; None: the watchdog is disabled.
+        name: the name of this rank, for messages.
+        limit_s: maximum time without progress of the main thread; may be changed at any time.
+        exchange: the communicator of a pipeline's stage: ``action``, ``waiting``, ``waits``, ``history`` and ``links``.
+        thread_name: name of both threads. They hold no reference to the watchdog and end when it is deleted.
 
     Attributes:
-        progress: counts what the main thread has got done; it adds to it.
-        start_of_line: of what this rank says of itself.
+        progress: counter that the main thread increments when it makes progress.
+        start_of_line: prefix of this rank's report line.
     """
 
     start_of_line = ""
@@ -80,82 +82,82 @@ class Watchdog:
         self._heard, self._finished = threading.Event(), threading.Event()
         self._verdict: str | None = None
         self._closed, self._wake = threading.Event(), threading.Event()
-        own = weakref.ref(self)
-        self._timer = threading.Thread(target=_time, args=(own, self._closed), name=thread_name, daemon=True)
+        self_ref = weakref.ref(self)
+        self._timer = threading.Thread(target=_time, args=(self_ref, self._closed), name=thread_name, daemon=True)
         pause_s = LOOK_S if alarms is None else max(LOOK_S, alarms.pause_s)
-        listened = own, self._wake, pause_s
-        self._listener = threading.Thread(target=_listen, args=listened, name=thread_name, daemon=True)
+        listener_args = self_ref, self._wake, pause_s
+        self._listener = threading.Thread(target=_listen, args=listener_args, name=thread_name, daemon=True)
         if alarms is not None:
             self._timer.start()
             self._listener.start()
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._closed.set()
         self._wake.set()
 
-    # Hooks: what is a policy's own.
+    # Hooks for subclasses.
 
     def _phase(self) -> str:
-        """Return in words what the main thread is in."""
+        """Return the description of the main thread's current phase."""
         raise NotImplementedError
 
     def _together(self) -> str | None:
-        """Return the collective that the main thread is in, in words."""
+        """Return the description of the main thread's current collective, or None."""
         return collective_scope.current_collective()
 
     def _may_last(self, state: State) -> float:
-        """Return for how many seconds this rank may be at ``state``."""
+        """Return the time limit of ``state`` in seconds."""
         return self.limit_s
 
     def _describe(self, own: Report, state: State) -> Report:
-        """Return what this rank says of itself, from what its messages and collectives tell."""
+        """Return ``own``, the report based on messages and collectives, with information of the subclass added."""
         return own
 
     def _past(self) -> list[str]:
-        """Return what its one line says of the time before."""
+        """Return the parts of the report line about earlier operations."""
         return [format_history(self.exchange.history)]
 
     def _note(self, alarms: Alarms) -> None:
-        """Leave word in the store, now and then."""
+        """Write the location of this rank to the store periodically."""
 
     def _lose_store(self, error: RuntimeError) -> None:
-        """The store is gone: the timer goes on alone."""
+        """React to the loss of the store. The listener ends after this; the timer continues."""
 
     def _conclude(self, number: int, found: str | None, own: Report, linger: Callable[[], None] | None) -> None:
-        """Do what is to be done once the verdict is there, and ``_finish`` it.
+        """React to the verdict, and pass it to ``_finish``.
 
         Args:
-            number: of what the alarm was about, for ``_finish``.
-            found: who did not come; None: the rank that raised the alarm left before it could say so.
-            own: what this rank is at.
-            linger: what to wait for ahead of leaving (the others may still read the verdict from a store of this
-                rank), if anything.
+            number: the number of the watched call that the alarm belongs to, for ``_finish``.
+            found: the verdict; None: the rank that raised the alarm exited before it could write the verdict.
+            own: the report of this rank.
+            linger: function to call before exiting, because the other ranks may still read the verdict from a store
+                that this rank hosts; None: no such wait is needed.
         """
         raise NotImplementedError
 
     # The timer.
 
     def _look(self) -> None:
-        """Raise the alarm if this rank is late; without an answer of the store, conclude without it."""
-        number = self._number
+        """Request an alarm if this rank is late; if the store does not answer, conclude without it."""
+        call_number = self._number
         if not self._is_late():
             return
         with self._lock:
-            if number != self._number:
+            if call_number != self._number:
                 return
             self._finished.clear()
             self._asked = True
         self._wake.set()
         patience_s = PATIENCE_S + LINGER_S + (self._alarms.more_s if self._alarms else 0.0)
-        if not self._finished.wait(patience_s) and number == self._number and not self._closed.is_set():
-            own = self._report()
-            self._write_report(own)
+        if not self._finished.wait(patience_s) and call_number == self._number and not self._closed.is_set():
+            own_report = self._report()
+            self._write_report(own_report)
             self._answered = self._seen
-            self._conclude(number, STORE_LOST, own, None)
+            self._conclude(call_number, STORE_LOST, own_report, None)
 
     def _is_late(self) -> bool:
-        """Return whether this rank has got no further for longer than it may; once for each state."""
+        """Return True if this rank has exceeded the time limit of its state, and no alarm has been answered for it."""
         now = time.monotonic()
         stopped_s, self._looked = now - self._looked - LOOK_S, now
         state = self._update(now)
@@ -170,7 +172,7 @@ class Watchdog:
     # The listener.
 
     def _hear(self) -> bool:
-        """Raise the alarm if it was asked for, or answer another's; return whether to listen on."""
+        """Raise a requested alarm or answer another rank's alarm; return True to continue listening."""
         if self._closed.is_set() or self._alarms is None:
             return False
         try:
@@ -183,22 +185,22 @@ class Watchdog:
         return True
 
     def _answer(self, alarms: Alarms) -> None:
-        """Say what this rank is at, and find or fetch the verdict of this alarm."""
-        number = self._number
+        """Report the state of this rank, and determine or read the verdict of the alarm."""
+        call_number = self._number
         self._heard.set()
-        own = self._report()
+        own_report = self._report()
         self._answered = self._seen
-        self._write_report(own)
-        self._conclude(number, alarms.answer(own), own, alarms.linger)
+        self._write_report(own_report)
+        self._conclude(call_number, alarms.answer(own_report), own_report, alarms.linger)
 
     def _finish(self, number: int, found: str | None) -> None:
-        """Keep the verdict, unless what it was about is over."""
+        """Store the verdict, unless the watched call has ended."""
         with self._lock:
             if number == self._number:
                 self._verdict, self._asked = found, False
                 self._finished.set()
 
-    # What this rank is at.
+    # State and report of this rank.
 
     def _update(self, now: float) -> State:
         exchange = self.exchange
@@ -209,16 +211,16 @@ class Watchdog:
         return state
 
     def _report(self) -> Report:
-        """Return what this rank is at: whether it waits, for whom, for how long."""
+        """Return the report of this rank: its operation, the rank it waits for, and the duration."""
         state = self._update(time.monotonic())
         since_s = time.monotonic() - self._since
         ranks = self.exchange.links.ranks if self.exchange.links else ()
-        own = report(state.phase, state.action, state.waiting, state.together, since_s, ranks)
-        own = on_device(own, self.exchange.action_of_device())
-        return self._describe(own, state)
+        base_report = report(state.phase, state.action, state.waiting, state.together, since_s, ranks)
+        base_report = on_device(base_report, self.exchange.action_of_device())
+        return self._describe(base_report, state)
 
     def _write_report(self, own: Report) -> None:
-        """Write this rank's one line."""
+        """Write this rank's report line, at most once per watched call."""
         if not self._has_reported:
             self._has_reported = True
             write_report("; ".join([f"{self.start_of_line}{self._name} {own.words}", *self._past()]), own)
@@ -227,7 +229,7 @@ class Watchdog:
 def _time(own: weakref.ref[Watchdog], closed: threading.Event) -> None:
     while not closed.wait(LOOK_S) and (watchdog := own()) is not None:
         watchdog._look()
-        del watchdog  # else this thread would keep it alive
+        del watchdog  # otherwise this thread would keep it alive
 
 
 def _listen(own: weakref.ref[Watchdog], wake: threading.Event, pause_s: float) -> None:
@@ -241,13 +243,13 @@ def _listen(own: weakref.ref[Watchdog], wake: threading.Event, pause_s: float) -
 
 
 class EngineWatchdog(Watchdog):
-    """Watches one rank of an engine: the error of a wait that timed out says who did not come.
+    """Watches one rank of an engine, so that the error of a timed-out wait names the missing rank.
 
     Args:
-        exchange: of the engine's stage.
-        store: for this engine alone; None: say what this rank knows, without asking others.
-        names: of every rank, for messages.
-        limit_s: longer waits raise the alarm.
+        exchange: the communicator of the engine's stage.
+        store: a store that only this engine uses; None: only report this rank's state, without the other ranks.
+        names: the name of every rank, for messages.
+        limit_s: waits longer than this raise the alarm.
     """
 
     start_of_line = "tds watchdog: "
@@ -261,7 +263,7 @@ class EngineWatchdog(Watchdog):
 
     @contextmanager
     def over(self, phase: str) -> Iterator[None]:
-        """Watch what is done within; let an error of a peer that is lost name the one who did not come."""
+        """Watch the block. If it fails because a peer is lost, raise an error that names the missing rank instead."""
         self._now = phase
         try:
             with self._own_collectives.at_work():
@@ -276,7 +278,7 @@ class EngineWatchdog(Watchdog):
             self._forget()
 
     def _forget(self) -> None:
-        """Begin anew: what comes has nothing to do with what an error has left, or with an alarm heard until here."""
+        """Reset the state, so that errors and alarms of the watched call do not affect later calls."""
         self._own_collectives.forget()
         self.exchange.waiting = None
         with self._lock:
@@ -287,7 +289,7 @@ class EngineWatchdog(Watchdog):
             self._finished.clear()
 
     def _explain(self, error: RuntimeError) -> str | None:
-        """Return who did not come, if ``error`` is a wait that timed out or comes of another's."""
+        """Return the verdict if ``error`` is caused by a timed-out wait of this or another rank; otherwise None."""
         lost = peer_lost(error)
         if lost is None or not (is_timeout(lost) or self._heard.is_set()):
             return None
@@ -311,7 +313,7 @@ class EngineWatchdog(Watchdog):
         return self.limit_s if is_waiting else float("inf")
 
     def _past(self) -> list[str]:
-        """On a device, whose operations the host only starts, with those that torch's flight recorder has."""
+        """On an accelerator, add the operations of torch's flight recorder, because the host only queues them."""
         if self.exchange.action_of_device() is None:
             return super()._past()
         return [flight_recorder.format_operations({}), *super()._past()]
@@ -327,20 +329,21 @@ class EngineWatchdog(Watchdog):
 
 
 class RunWatchdog(Watchdog):
-    """Watches one rank of a run, whose main thread names its phase and counts its steps.
+    """Watches one rank of a run, whose main thread sets its phase and counts its steps.
 
-    A rank that is late has its stacks shown too, and nothing but an operation between ranks, a step or another phase
-    counts as getting further.
+    Only communication with other ranks, a completed step or a new phase counts as progress. If the watchdog's own
+    threads do not run for ``limit_s``, ``faulthandler`` writes the stacks of all threads.
 
     Args:
-        alarms: over a store for this run alone.
-        where: tells what the main thread is in, such as "saving"; called by the threads.
-        groups: the name of a process group -> what to call it.
-        is_busy: tells whether the device still has work.
-        on_stuck: called once with who did not come, what this rank is at, and what to wait for ahead of leaving.
-        warn: called with what is to be said in a line of the log.
+        alarms: alarms over a store that only this run uses.
+        where: returns the phase of the main thread, such as "saving"; called by the watchdog's threads.
+        groups: maps the names of process groups to descriptions.
+        is_busy: returns True if the device still has work.
+        on_stuck: called once with the verdict, the report of this rank, and a function to call before exiting (or
+            None).
+        warn: called with a warning for the log.
 
-    ``exchange`` is to be set once there is an engine with a pipeline.
+    ``exchange`` must be set after an engine with a pipeline has been built.
     """
 
     def __init__(
@@ -365,17 +368,17 @@ class RunWatchdog(Watchdog):
         super().close()
         faulthandler.cancel_dump_traceback_later()
         for thread in (self._timer, self._listener):
-            thread.join(LOOK_S)  # one that waits for a store that is gone ends with the process
+            thread.join(LOOK_S)  # a thread that waits for a lost store ends with the process
 
     def _look(self) -> None:
         self._arm()
         super()._look()
 
     def _arm(self) -> None:
-        """Have the stacks shown, without Python's help, where this thread is not called for so long as the limit.
+        """Schedule a dump of all stacks by ``faulthandler`` in case this thread does not run for ``limit_s``.
 
-        That is so while code holds Python's lock, and where the whole process was stopped; which of them it was shows
-        only once this thread is called again.
+        This happens while code holds the GIL, or if the process is stopped. The dump itself does not need the GIL. The
+        warning is written when this thread runs again.
         """
         now, limit_s = time.monotonic(), self.limit_s
         if now - self._armed[0] > self._armed[1] > 0:
@@ -396,7 +399,7 @@ class RunWatchdog(Watchdog):
             alarms.note(self._where())
 
     def _describe(self, own: Report, state: State) -> Report:
-        """Add the phase, the operation that it waits in, and the line of the program."""
+        """Add the phase, the operation that the rank waits in, and the current line of the program."""
         frame = thread_stack.main_frame()
         operation = thread_stack.communication(frame)
         words = own.words
@@ -416,14 +419,14 @@ class RunWatchdog(Watchdog):
 
 
 def peer_lost(error: BaseException | None) -> collective_scope.PeerLost | None:
-    """Return the first error in the chain of causes that says that a peer is lost; None if none does."""
+    """Return the first ``PeerLost`` in the chain of causes of ``error``, or None."""
     while error is not None and not isinstance(error, collective_scope.PeerLost):
         error = error.__cause__
     return error
 
 
 def is_timeout(lost: collective_scope.PeerLost) -> bool:
-    """True if the backend's error behind ``lost`` is a wait that took too long; it has no class of its own for it."""
+    """Return True if ``lost`` was caused by a timeout of the backend, which is recognised by the error's text."""
     cause = lost.__cause__
     while cause is not None:
         text = str(cause).lower()

@@ -1,7 +1,7 @@
-"""``deepspeed.runtime.pipe`` with our ``PipelineModule`` and ``engine``; every other name is DeepSpeed's.
+"""``deepspeed.runtime.pipe`` with tds's ``PipelineModule`` and ``engine``; all other names are DeepSpeed's.
 
-``tds.runtime.pipe.module`` is DeepSpeed's own module: its ``PipelineModule`` is the class that ours builds on, and our
-engine trains it too.
+``tds.runtime.pipe.module`` is DeepSpeed's module. Its ``PipelineModule`` is the base class of tds's, and the engine of
+tds trains it too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.pipe.engine`` with our ``PipelineEngine`` and ``PipelineModule``; all else is DeepSpeed's."""
+"""``deepspeed.runtime.pipe.engine`` with tds's ``PipelineEngine`` and ``PipelineModule``."""
 
 from __future__ import annotations
 
