@@ -1,4 +1,4 @@
-"""Norms: LayerNorm, RMSNorm, that over the heads of all tensor ranks; which of them a model has."""
+"""LayerNorm, RMSNorm and the norms of queries and keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.mpu.shard import Shard, set_partial, set_shard
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Return ``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension; 16-bit numbers are summed in fp32.
+    """Return ``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension, computed in fp32 for 16-bit inputs.
 
     Shapes:
         x, output [..., h]
@@ -35,7 +35,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Forward keeps its input and a number for each row. torch has a fused kernel on GPUs only."""
+    """RMSNorm that saves its input and one value per row for backward. PyTorch has a fused kernel only on GPUs."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -51,17 +51,18 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, factor = ctx.saved_tensors
         wide, wide_weight, grad = (y.to(factor.dtype) for y in (x, weight, grads[0]))
         products = (grad * wide).flatten(0, -2)  # [rows, h]
-        to_weight = products.t() @ factor.flatten()
-        along = (products @ wide_weight).view_as(factor).mul_(factor.pow(3)).div_(-x.shape[-1])  # what only scales x
-        to_x = (grad * wide_weight).mul_(factor).addcmul_(wide, along)
-        return to_x.to(x.dtype), to_weight.to(weight.dtype), None
+        grad_weight = products.t() @ factor.flatten()
+        # gradient through the factor
+        scale_grad = (products @ wide_weight).view_as(factor).mul_(factor.pow(3)).div_(-x.shape[-1])
+        grad_x = (grad * wide_weight).mul_(factor).addcmul_(wide, scale_grad)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
-# Normalisation of hidden states.
+# LayerNorm and the modules.
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float) -> torch.Tensor:
-    """Return ``x`` normalised over its last dimension, times ``weight``, plus ``bias`` where there is one.
+    """Return ``x`` normalised over its last dimension, times ``weight``, plus ``bias`` unless it is None.
 
     The gradients of ``weight`` and ``bias`` are accumulated in fp32 for 16-bit inputs.
 
@@ -77,9 +78,9 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 
 class _HalfPrecisionLayerNorm(torch.autograd.Function):
-    """LayerNorm of 16-bit tensors on a CPU, where torch accumulates the gradients of weight and bias in 16 bits.
+    """LayerNorm of 16-bit tensors on a CPU, where PyTorch accumulates the gradients of weight and bias in 16 bits.
 
-    The output has the same bits as ``F.layer_norm``. The mean and the inverse standard deviation are saved in fp32.
+    The output is bitwise equal to ``F.layer_norm``. The mean and the inverse standard deviation are saved in fp32.
     """
 
     @staticmethod
@@ -97,25 +98,25 @@ class _HalfPrecisionLayerNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, weight, bias, mean, rstd = ctx.saved_tensors
         wide_bias = None if bias is None else bias.float()
-        needed = (*ctx.needs_input_grad[:2], bias is not None and ctx.needs_input_grad[2])
+        output_mask = (*ctx.needs_input_grad[:2], bias is not None and ctx.needs_input_grad[2])
         wide_grads = torch.ops.aten.native_layer_norm_backward(
-            grads[0].float(), x.float(), (x.shape[-1],), mean, rstd, weight.float(), wide_bias, needed
+            grads[0].float(), x.float(), (x.shape[-1],), mean, rstd, weight.float(), wide_bias, output_mask
         )
         return (*(None if grad is None else grad.to(x.dtype) for grad in wide_grads), None)
 
 
 class LayerNorm(nn.Module):
-    """Normalise the last dimension to mean 0 and variance 1, then scale and shift. Every rank holds all of it.
+    """Layer normalization over the last dimension, with scale and optional shift. Every rank holds the full weights.
 
     Shapes:
         input, output [..., h]
 
     Args:
-        bias: shift; False: scale alone.
-        is_offset: the weight is the difference of the scale from 1, which starts at 0.
+        bias: add a learned shift.
+        is_offset: the weight is the scale minus 1, initialised to 0.
 
     Attributes:
-        kernel: what computes it, ``layer_norm`` or a function that is given and returns the same.
+        kernel: the function that computes the norm: ``layer_norm`` or one with the same signature.
 
     Source: Ba et al. 2016, "Layer normalization".
     """
@@ -137,16 +138,16 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Bring the last dimension to a mean square of 1, then scale. Every rank holds all of it.
+    """Root-mean-square normalization over the last dimension, with scale. Every rank holds the full weights.
 
     Shapes:
         input, output [..., h]
 
     Args:
-        is_offset: the weight is the difference of the scale from 1, which starts at 0.
+        is_offset: the weight is the scale minus 1, initialised to 0.
 
     Attributes:
-        kernel: what computes it, ``rms_norm`` or a function that is given and returns the same.
+        kernel: the function that computes the norm: ``rms_norm`` or one with the same signature.
 
     Source: Zhang and Sennrich 2019, "Root mean square layer normalization".
     """
@@ -165,7 +166,7 @@ class RMSNorm(nn.Module):
 
 
 def widened(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x`` and ``1 + weight`` in fp32, or the type of ``x`` where that is wider: 16 bits would round the sum.
+    """Return ``x`` and ``1 + weight`` in fp32 or the wider dtype of ``x``: 16 bits would round the sum.
 
     Source: Gemma Team 2024, "Gemma", and its code.
     """
@@ -173,38 +174,38 @@ def widened(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.
     return x.to(wide), 1.0 + weight.to(wide)
 
 
-# The norms of one model, by its settings.
+# Construction of a model's norms.
 
 
 def norm_class(sizes: ModelArgs) -> type[LayerNorm] | type[RMSNorm]:
-    """Return the kind of all norms of a model."""
+    """Return the class of all norms of a model."""
     return RMSNorm if sizes.normalization == "RMSNorm" else LayerNorm
 
 
 def norm_settings(sizes: ModelArgs) -> dict[str, Any]:
-    """Return with what they are built, beside their size."""
-    found: dict[str, Any] = {"epsilon": sizes.layernorm_epsilon, "is_offset": sizes.layernorm_1p}
-    return found if sizes.normalization == "RMSNorm" else {**found, "bias": sizes.norm_bias}
+    """Return the keyword arguments of a model's norms, without the size."""
+    settings: dict[str, Any] = {"epsilon": sizes.layernorm_epsilon, "is_offset": sizes.layernorm_1p}
+    return settings if sizes.normalization == "RMSNorm" else {**settings, "bias": sizes.norm_bias}
 
 
 def make_norm(sizes: ModelArgs, place: ParallelContext | None = None) -> LayerNorm | RMSNorm:
-    """Return a norm of hidden states; with ``place`` of those that a rank there has."""
+    """Build a norm of hidden states; with ``place``, for this rank's shard of the sequence."""
     norm = norm_class(sizes)(sizes.hidden_size, **norm_settings(sizes))
     return norm if place is None else place.on_part(norm)
 
 
-# Norms of queries and keys, ahead of their positions.
+# Norms of queries and keys, applied before the positions.
 #
-# | ``qk_norm`` | over | weight | its gradient on a tensor rank |
+# | ``qk_norm`` | normalised over | weight | gradient on a tensor rank |
 # |---|---|---|---|
-# | head | the d numbers of a head | [d], whole on every rank | a summand, of its heads (``set_partial``) |
-# | all | all heads together, over the tensor ranks | [a d] or [g d], cut by heads | its own |
+# | head | the d elements of a head | [d], full on every rank | sum over the rank's heads (``set_partial``) |
+# | all | all heads, over the tensor ranks | [a d] or [g d], sharded by heads | complete, for its shard |
 #
-# Source: Dehghani et al. 2023, "Scaling vision transformers to 22 billion parameters"; of all heads OLMo 2, 2024.
+# Source: Dehghani et al. 2023, "Scaling vision transformers to 22 billion parameters"; over all heads: OLMo 2, 2024.
 
 
 def make_head_norm(sizes: ModelArgs, place: ParallelContext, num_heads: int) -> nn.Module | None:
-    """Return the norm of queries or keys with ``num_heads`` heads over all ranks, or None where there is none."""
+    """Build the norm of queries or keys with ``num_heads`` heads over all ranks; None if the model has none."""
     if sizes.qk_norm == "none":
         return None
     if sizes.qk_norm == "all":
@@ -217,7 +218,7 @@ def make_head_norm(sizes: ModelArgs, place: ParallelContext, num_heads: int) -> 
 
 
 class AllHeadsNorm(nn.Module):
-    """Normalise all heads of a token together, over the tensor ranks; each has weights for its own heads. Collective.
+    """Norm over all heads of a token, across the tensor ranks. Each rank has the weights of its heads. Collective.
 
     Shapes:
         input, output [b, n/t, s, d]
@@ -246,9 +247,9 @@ class AllHeadsNorm(nn.Module):
         return (scaled if self.bias is None else scaled + self._by_head(self.bias, x)).to(x.dtype)
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the mean over all heads of all ranks: forward and backward are a sum over the ranks each."""
-        own = x.sum(dim=(1, 3), keepdim=True)
-        return copy_to_tensor_region(reduce_from_tensor_region(own, self.group), self.group) / self.size
+        """Return the mean over all heads of all ranks, with one all-reduce in forward and one in backward."""
+        local_sum = x.sum(dim=(1, 3), keepdim=True)
+        return copy_to_tensor_region(reduce_from_tensor_region(local_sum, self.group), self.group) / self.size
 
     def _by_head(self, vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         wide = vector.to(torch.promote_types(x.dtype, torch.float32))
