@@ -139,7 +139,7 @@ def _heights(recipe: WeightMapping, shapes: Mapping[str, list[int]]) -> list[int
 
 
 def _spans(start: int, stop: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Split our rows ``start`` to ``stop`` into a span of complete blocks of ``rows`` rows, and spans within one block."""
+    """Split our rows ``start`` to ``stop`` into a span of complete blocks (``rows`` rows each) and parts of blocks."""
     edges = {edge for edge in (-(-start // rows) * rows, stop // rows * rows) if start < edge < stop}
     return itertools.pairwise(sorted({start, stop} | edges))
 
