@@ -263,17 +263,17 @@ class TextGenerator:
         rows = self.encoded(texts)
         keys = keys_of(rows)
         by_length = sorted(range(len(rows)), key=lambda place: len(rows[place]))
-        local_places = by_length[self.data.rank :: self.data.size]
-        tokens_by_place: dict[int, list[int]] = {}
-        for first in range(0, len(local_places), self.batch_size):
-            batch = local_places[first : first + self.batch_size]
+        local_indices = by_length[self.data.rank :: self.data.size]
+        tokens_by_idx: dict[int, list[int]] = {}
+        for first in range(0, len(local_indices), self.batch_size):
+            batch = local_indices[first : first + self.batch_size]
             on_token = streaming(self.prompts, rows[batch[0]], on_text) if on_text is not None else None
             options = {"keys": [keys[place] for place in batch], "on_token": on_token}
-            tokens_by_place.update(zip(batch, self._generate([rows[place] for place in batch], **options), strict=True))
-        answers = self.data.gather_objects(tokens_by_place)
-        tokens_by_place = {place: tokens for answers_of_rank in answers for place, tokens in answers_of_rank.items()}
+            tokens_by_idx.update(zip(batch, self._generate([rows[place] for place in batch], **options), strict=True))
+        answers = self.data.gather_objects(tokens_by_idx)
+        tokens_by_idx = {place: tokens for answers_of_rank in answers for place, tokens in answers_of_rank.items()}
         return [
-            self._answer(text, row, tokens_by_place[place])
+            self._answer(text, row, tokens_by_idx[place])
             for place, (text, row) in enumerate(zip(texts, rows, strict=True))
         ]
 
@@ -303,7 +303,10 @@ class TextGenerator:
 
 
 def streaming(prompts: Prompts, row: list[int], on_text: OnText) -> Callable[[int, int], None]:
-    """Return a callback for (row, token) that passes the text after the prompt ``row`` on in complete characters."""
+    """Return a callback for (row, token) that passes the text after the prompt ``row`` to ``on_text``.
+
+    Only complete characters are passed on.
+    """
     tokens: list[int] = []
     shown = ""
 
