@@ -110,7 +110,7 @@ class DecoderLM(LM):  # type: ignore[misc]
         return self.chat.render(previous, add_generation_prompt=True) + last["content"]
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of ``text``; in a rendered conversation, control tokens are recognised by their spelling."""
+        """Return the tokens of ``text``; in a rendered conversation, spelled-out control tokens are recognised."""
         if self.chat is None:
             return self.tokenizer.encode(text)
         return self.chat.tokenizer.encode_rendered(text)[0]

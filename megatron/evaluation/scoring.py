@@ -94,7 +94,7 @@ OnRows = Callable[[int], None]
 
 
 def longest_row(part: ModelStage, wanted: int) -> int:
-    """Return the maximum number of input tokens: ``wanted``, limited by learned positions and rounded down to shards."""
+    """Return the maximum number of input tokens: ``wanted``, limited by learned positions and divisible into shards."""
     sizes, place = part.sizes, part.place
     length = min(wanted, sizes.max_position_embeddings) if sizes.has_position_ids else wanted
     return length // place.group.size * place.group.size if place.sequence_parallel else length

@@ -100,7 +100,7 @@ class LoadedTasks:
         """Names of the tasks that let the model write."""
 
     def _opened(self) -> Any:
-        """Return the task index; only of the user's folder if it has all tasks, because indexing lm_eval's takes long."""
+        """Return the task index; only of the user's folder if that has all tasks, because lm_eval's takes long to build."""
         from lm_eval.tasks import TaskManager
 
         if self.suite.include_path is None:
