@@ -136,7 +136,7 @@ def score_rows(
 
 
 def batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Yield the indices of rows in each batch, longest rows first, so that running out of memory happens at once."""
+    """Yield the indices of rows in each batch, longest rows first, so that a batch that is too large fails early."""
     order = sorted(range(len(lengths)), key=lambda place: (-lengths[place], place))
     batch: list[int] = []
     for place in order:
@@ -161,7 +161,7 @@ def _check(part: ModelStage, rows: Sequence[Row]) -> None:
 
 def _scores(part: ModelStage, rows: Sequence[Row]) -> list[Score]:
     """Return the scores of a batch. Collective over the replica."""
-    inputs: dict[tuple[int, ...], int] = {}  # answers of one token share their context
+    inputs: dict[tuple[int, ...], int] = {}  # choices of one token share their context
     columns = [inputs.setdefault(row.tokens[:-1], len(inputs)) for row in rows]
     tokens = _filled_up(part, list(inputs))
     reader = DecoderReader(part, tokens.shape[1])

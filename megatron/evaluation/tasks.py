@@ -31,7 +31,7 @@ class Suite:
         tasks: names of tasks, groups and tags.
         include_path: a folder with the user's task files, in addition to those of lm_eval.
         num_fewshot: solved examples before each question; None: the task's default.
-        limit: maximum number of examples per task; None: all.
+        limit: number of examples per task, taken from the start; None: all.
         apply_chat_template: render questions as a user's turns.
         system_instruction: with a chat template, the system message.
         fewshot_as_multiturn: with a chat template, solved examples are turns.
@@ -97,10 +97,10 @@ class LoadedTasks:
                     "examples come from the hub, unless the task file names files of your own"
                 ) from error
         self.that_write = [name for name, task in loaded.items() if task.OUTPUT_TYPE == "generate_until"]
-        """Names of the tasks that let the model write."""
+        """Names of the tasks that generate text."""
 
     def _opened(self) -> Any:
-        """Return the task index; only of the user's folder if that has all tasks, because lm_eval's takes long to build."""
+        """Return the task index; only of the user's folder if it has all tasks, because indexing lm_eval's is slow."""
         from lm_eval.tasks import TaskManager
 
         if self.suite.include_path is None:

@@ -91,7 +91,7 @@ def score_domains(
 
     Args:
         field: key of the text in JSON lines.
-        limit: maximum number of documents per domain.
+        limit: number of documents per domain, taken from the start; None: all.
 
     Raises:
         DataError: a file cannot be read; names file and line.

@@ -179,7 +179,7 @@ def world_size() -> int:
 
 
 def _is_without_input() -> bool:
-    """Return True if file descriptor 0 is the null device, as for the launcher's ranks (always, except for rank 0)."""
+    """Return True if standard input is the null device, as on the launcher's ranks (on rank 0 only without --stdin)."""
     return os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
 
 

@@ -73,7 +73,7 @@ def bert_loss(
     sizes: BertModelArgs,
     place: ParallelContext,
 ) -> Pair | dict[str, Pair]:
-    """Return (sum, count) over the masked tokens; with two heads a dictionary of both losses and their sum, "loss".
+    """Return (sum, count) over the masked tokens; with two heads a dictionary of both losses and the total, "loss".
 
     Shapes:
         logits    [s, b, v/t] or ``LazyLogits``; with two heads a pair of these and [b, 2]

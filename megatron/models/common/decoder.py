@@ -23,8 +23,8 @@ class DecoderModel(nn.Module):
 
     Shapes:
         tokens [b, s]
-        position_ids [b, s], or None for 0 ... s-1; used only by learned and rotary positions. Each must be below
-            ``max_position_embeddings``; rotary positions may also be below s
+        position_ids [b, s], or None for 0 ... s-1; used only by learned and rotary positions. Learned positions must be
+            below ``max_position_embeddings``, rotary positions below the larger one of it and s
         segment_ids [b, s] or None; if given, attention stays within documents
         output logits [s, b, v/t]; with ``labels`` and ``loss_mask`` [b, s] the pair (loss sum, token count)
 

@@ -268,7 +268,7 @@ def other_settings(model: ModelConfig, fixed: Mapping[str, Any], *, free: Collec
 
     Args:
         fixed: setting -> the only value that the format can express.
-        free: settings of which the format can express every value.
+        free: settings for which the format can express every value.
     """
     flags = {option.name: option.flag or option.name for option in options_of(ModelConfig)}
     for name, required in {**_PLAIN, **fixed}.items():

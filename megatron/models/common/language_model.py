@@ -27,8 +27,8 @@ from megatron.ops.attention import softcapped
 class LazyLogits(NamedTuple):
     """Logits that have not been computed: the loss computes them in chunks of tokens, so that not all are in memory.
 
-    A tuple, so that code which inspects module outputs finds the hidden states in it. Such code does not mistake a
-    weight in an output for a tensor of the sample.
+    It is a tuple, so that code that inspects module outputs finds the hidden states in it. Such code does not treat
+    weights in an output as activations.
 
     Args:
         at_once: tokens per chunk.
@@ -56,7 +56,7 @@ def head_output(
 ) -> Logits:
     """Return ``logit_multiplier x weight^T + bias``; as ``LazyLogits`` if the loss is computed in chunks.
 
-    ``megatron.config.loss_chunk`` decides about chunks.
+    ``megatron.config.loss_chunk`` chooses the size of chunks.
 
     Shapes:
         x      [s, b, h], the same on every rank, or this rank's shard of the sequence, depending on ``place``
@@ -200,8 +200,8 @@ def model_loss(
         output    two scalars in fp32 (fp64 for fp64 logits); with a z-loss and gradients enabled, such pairs by name
 
     Raises:
-        ValueError: an unmasked token has a label outside the vocabulary. On other devices than a CPU the sum is NaN
-            instead.
+        ValueError: an unmasked token has a label outside the vocabulary. On devices other than the CPU, the sum
+            is NaN instead.
     """
     targets, weights = labels.transpose(0, 1), loss_mask.transpose(0, 1)  # 2 x [s, b]
     z_loss = sizes.z_loss if torch.is_grad_enabled() else 0.0
@@ -217,7 +217,7 @@ def model_loss(
     losses, count = vocab_parallel_cross_entropy(logits, targets, z_loss=z_loss, **words), loss_mask.to(dtype).sum()
     if z_loss:
         return _named((losses[0] * weights).sum(), (losses[1] * weights).sum(), count)
-    return (losses * weights).sum(), count  # of [s, b]
+    return (losses * weights).sum(), count  # losses, weights [s, b]
 
 
 def _named(total: torch.Tensor, squares: torch.Tensor, count: torch.Tensor) -> dict[str, Pair]:

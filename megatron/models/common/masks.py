@@ -94,7 +94,12 @@ class Masks:
     def of(
         self, x: torch.Tensor, segment_ids: torch.Tensor | None = None, has_window: bool = False
     ) -> torch.Tensor | None:
-        """Return the mask of the layers whose input is ``x`` [s, b, h]; ``segment_ids`` [b, s] separate documents."""
+        """Return the mask of the layers whose input is ``x`` [s, b, h].
+
+        Args:
+            segment_ids: [b, s], the document of each token, to which attention is restricted; None: one document.
+            has_window: the layers have a window.
+        """
         length = self._place.length(x)
         has_window = self._has_window(has_window, length)
         if segment_ids is None and self.slopes is None and not has_window and not self._needs_causal(x):

@@ -58,7 +58,7 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
-# LayerNorm and the modules.
+# LayerNorm, and the modules of both norms.
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float) -> torch.Tensor:
@@ -166,7 +166,7 @@ class RMSNorm(nn.Module):
 
 
 def widened(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x`` and ``1 + weight`` in fp32 or the wider dtype of ``x``: 16 bits would round the sum.
+    """Return ``x`` and ``1 + weight`` in fp32, or in the dtype of ``x`` if that is wider; 16 bits would round the sum.
 
     Source: Gemma Team 2024, "Gemma", and its code.
     """
@@ -199,7 +199,7 @@ def make_norm(sizes: ModelArgs, place: ParallelContext | None = None) -> LayerNo
 # | ``qk_norm`` | normalised over | weight | gradient on a tensor rank |
 # |---|---|---|---|
 # | head | the d elements of a head | [d], full on every rank | sum over the rank's heads (``set_partial``) |
-# | all | all heads, over the tensor ranks | [a d] or [g d], sharded by heads | complete, for its shard |
+# | all | all heads, over the tensor ranks | [a d] or [g d], sharded by heads | complete gradient of its shard |
 #
 # Source: Dehghani et al. 2023, "Scaling vision transformers to 22 billion parameters"; over all heads: OLMo 2, 2024.
 

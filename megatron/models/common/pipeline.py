@@ -44,7 +44,8 @@ def recompute_of_stage(module: PipelineModule, sizes: ModelArgs, place: Parallel
 def _slots(module: PipelineModule, sizes: ModelArgs) -> tuple[int, int]:
     """Return the maximum number of saved inputs on this stage, and of forwards in flight.
 
-    The chunk with the most checkpointed runs of layers counts. T5's boundary between encoder and decoder counts once.
+    The first number is the forwards in flight times the checkpointed runs of layers in the chunk with the most of them.
+    T5's boundary between encoder and decoder counts once.
     """
     chunks = [list(run.is_checkpointable_results) for run in module._runs or [module]]
     if module.stage_id == 0:
@@ -126,7 +127,7 @@ class ModelPipe(PipelineModule):
         """Return this rank's stage of the model for the run of ``config``.
 
         Args:
-            partition: the argument of the class.
+            partition: as in the constructor.
             batch_fn: converts a micro-batch to the inputs of the first stage and the arguments of the loss.
         """
         parallel, batch = config.parallel, config.batch
@@ -222,7 +223,7 @@ class TiedTable(nn.Module):
 
 @cache
 def norm_pipe(norm: type[nn.Module]) -> type[nn.Module]:
-    """Return ``norm`` as the pipeline layer before the head; it drops the tensors next to the hidden states."""
+    """Return ``norm`` as the pipeline layer before the head; it drops the tensors sent with the hidden states."""
 
     class FinalNormPipe(norm):  # type: ignore[valid-type, misc]
         def __init__(self, place: ParallelContext, *sizes: Any, **how: Any) -> None:

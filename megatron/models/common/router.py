@@ -33,7 +33,7 @@ from tds.linear_function import linear
 # | weights of the top k | softmax over the k | softmax over all | sigmoid(z) divided by its sum over the k |
 # | probability p in the losses | softmax over all | softmax over all | sigmoid(z) divided by its sum over all |
 #
-# Weights are multiplied by --moe-router-topk-scaling-factor. Ties are broken by the lower expert index.
+# Weights are multiplied by --moe-router-topk-scaling-factor. In a tie, the lower expert index wins.
 #
 # The auxiliary losses are sums over the tokens of a global batch, so that they do not depend on micro-batches,
 # replicas, stages or sequence shards. Like the cross entropy, they are divided by the number W of unmasked tokens:
@@ -47,7 +47,7 @@ from tds.linear_function import linear
 # the first backward of a pipeline runs. In the first step f is 1 / E. The sums include all tokens, also padding and
 # masked tokens; Megatron's --calculate-per-token-loss divides in the same way. With --loss-average micro-batch, W is
 # the number of all tokens of the step, and each loss is the mean over them. Choices are counted before the capacity
-# drops any. Evaluation and recomputation count nothing.
+# drops any. Nothing is counted during evaluation and recomputation.
 #
 # Source: Shazeer et al. 2017 (top-k); Fedus et al. 2021, "Switch transformers", section 2.2 (load balancing); Zoph et
 # al. 2022, "ST-MoE", section 3 (z-loss); DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2 (sigmoid, bias, groups); Qiu et
@@ -199,7 +199,7 @@ def first_of(scores: torch.Tensor, number: int) -> torch.Tensor:
 def within_capacity(
     experts: torch.Tensor, weights: torch.Tensor, sizes: ModelArgs, place: ParallelContext
 ) -> torch.Tensor:
-    """Return True for each choice that is kept, [s, b, k].
+    """Return a mask [s, b, k], True for each choice that is kept.
 
     For each sample and expert the first ``ceil(factor s k / E)`` choices are kept, ordered by weight (ties by position)
     or by position. Collective if ranks have shards of a sequence.

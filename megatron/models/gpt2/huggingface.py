@@ -1,4 +1,4 @@
-"""Lossless conversion of GPT-2 weights to and from Hugging Face's ``GPT2LMHeadModel``.
+"""Bit-exact conversion of GPT-2 weights to and from Hugging Face's ``GPT2LMHeadModel``.
 
 | ours | Hugging Face | change |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""Lossless conversion of decoders with RMSNorm, rotary positions and a gated activation to and from Hugging Face.
+"""Bit-exact conversion of decoders with RMSNorm, rotary positions and a gated activation to and from Hugging Face.
 
 All types share one table of weight names. A ``Preset`` per ``model_type`` lists the settings that the type always has
 and those that its config.json can express. A model is exported as the first type that can express all of its settings,
@@ -107,7 +107,7 @@ class Preset:
         architecture: name of the Hugging Face class.
         fixed: our settings that every model of the type has, if they differ from GPT-2's and from ``_OF_ALL``.
         free: our settings that config.json can express, besides sizes, rotary positions and biases.
-        defaults: defaults of the Hugging Face class for missing keys; None if it has none.
+        defaults: defaults of the Hugging Face class for missing keys.
         biases: True if all linear layers may have biases.
         window: "all": in all layers or none; "layer": per layer; "": no windows.
         is_divided: the hidden size must be a multiple of the number of heads.
@@ -232,7 +232,7 @@ PRESETS = (
         experts=GLM4,
     ),
 )  # fmt: skip
-"""In the order in which a model's type is searched for."""
+"""All presets; the type of a model is the first one that can express its settings."""
 
 
 # Weights; the names depend only on our settings.

@@ -1,4 +1,4 @@
-"""Lossless conversion of MPT weights and settings to and from Hugging Face's ``MptForCausalLM``.
+"""Bit-exact conversion of MPT weights and settings to and from Hugging Face's ``MptForCausalLM``.
 
 | ours | Hugging Face | change |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""Lossless conversion of T5, T5 v1.1 and mT5 weights to and from Hugging Face's ``T5ForConditionalGeneration``.
+"""Bit-exact conversion of T5, T5 v1.1 and mT5 weights to and from Hugging Face's ``T5ForConditionalGeneration``.
 
 | ours | Hugging Face | change |
 |---|---|---|

@@ -152,8 +152,8 @@ def t5_rule(sizes: T5ModelArgs, std: float, *, is_given: bool = False) -> Rule:
     """Return the rule for T5's initial weights.
 
     The variant with learned positions, and any variant if ``std`` was set explicitly (``is_given``), start as GPT-2.
-    Otherwise, with relative positions, tables have the standard deviation 1, a linear layer with n inputs ``n **
-    -0.5``, and queries ``(h d) ** -0.5``, because scores are not scaled. These are the factors of Hugging Face's
+    Otherwise, with relative positions, the standard deviation is 1 for tables, ``n ** -0.5`` for a linear layer with n
+    inputs, and ``(h d) ** -0.5`` for queries, because scores are not scaled. These are the factors of Hugging Face's
     ``_init_weights``.
 
     Source: Raffel et al. 2020, code; Shazeer and Stern 2018, "Adafactor".
