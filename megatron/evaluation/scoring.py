@@ -95,9 +95,9 @@ OnRows = Callable[[int], None]
 
 def longest_row(part: ModelStage, wanted: int) -> int:
     """Return the maximum number of input tokens: ``wanted``, limited by learned positions and divisible into shards."""
-    sizes, place = part.sizes, part.place
+    sizes, parallel = part.sizes, part.place
     length = min(wanted, sizes.max_position_embeddings) if sizes.has_position_ids else wanted
-    return length // place.group.size * place.group.size if place.sequence_parallel else length
+    return length // parallel.group.size * parallel.group.size if parallel.sequence_parallel else length
 
 
 def score_rows(
@@ -219,12 +219,12 @@ def _of_positions(
         x      [s, b, h] on the stage of the last layer, None elsewhere
         output fp64 [2, n]
     """
-    place, num_positions = part.place, len(picked)
-    padding = -num_positions % place.group.size if place.sequence_parallel else 0
+    parallel, num_positions = part.place, len(picked)
+    padding = -num_positions % parallel.group.size if parallel.sequence_parallel else 0
     if x is not None:
         rows, columns = (torch.tensor([*indices, *[0] * padding], device=x.device) for indices in (picked, of_batch))
         x = x[rows, columns]  # [n, h]
-        x = place.part(x)
+        x = parallel.part(x)
     logits = reader.logits(x, num_positions + padding)  # [n, v/t]
     result = torch.empty(2, num_positions, dtype=torch.float64, device=part.device)
     if logits is not None:
@@ -232,10 +232,10 @@ def _of_positions(
         target_ids = torch.tensor(targets, device=logits_fp64.device)
         vocabulary = {"vocab_size": sizes.vocab_size, "divisible_by": sizes.make_vocab_size_divisible_by}
         loss = vocab_parallel_cross_entropy(
-            logits_fp64.unsqueeze(1), target_ids.unsqueeze(1), **vocabulary, group=place.group
+            logits_fp64.unsqueeze(1), target_ids.unsqueeze(1), **vocabulary, group=parallel.group
         )
         result[0] = -loss[:, 0]
-        result[1] = vocab_parallel_argmax(logits_fp64, **vocabulary, group=place.group)
+        result[1] = vocab_parallel_argmax(logits_fp64, **vocabulary, group=parallel.group)
     if part.pipe.size > 1:
         dist.broadcast(result, part.pipe.ranks[part.stages[-1]], group=part.pipe.handle)
     return result.cpu()

@@ -166,8 +166,8 @@ class LoadedTasks:
 def _results(found: Mapping[str, Any]) -> Results:
     metrics, notes = dict[str, dict[str, float]](), dict[str, dict[str, Any]]()
     for name, values in {**found["results"], **found.get("groups", {})}.items():
-        numbers = {key: float(value) for key, value in values.items() if _is_number(key, value)}
-        metrics[name] = {key.removesuffix(",none"): value for key, value in numbers.items()}
+        numeric = {key: float(value) for key, value in values.items() if _is_number(key, value)}
+        metrics[name] = {key.removesuffix(",none"): value for key, value in numeric.items()}
         notes[name] = {
             "alias": str(values.get("alias", name)),
             "version": found.get("versions", {}).get(name),
@@ -333,10 +333,10 @@ def read_suite(path: Path) -> Suite:
     tasks = [tasks] if isinstance(tasks, str) else tasks
     if not isinstance(tasks, list) or not tasks or not all(isinstance(task, str) for task in tasks):
         raise ConfigError(f"{text.where('tasks')}: tasks must be a list of names, got {tasks!r}")
-    for name, kind in _KINDS.items():
+    for name, field_type in _KINDS.items():
         value = values.get(name)
-        if value is not None and (type(value) is not kind or (type(value) is int and value < 0)):
-            raise ConfigError(f"{text.where(name)}: {name} must be of the kind {kind.__name__}, got {value!r}")
+        if value is not None and (type(value) is not field_type or (type(value) is int and value < 0)):
+            raise ConfigError(f"{text.where(name)}: {name} must be of the kind {field_type.__name__}, got {value!r}")
     if values.get("include_path") is not None:
         values["include_path"] = path.parent / values["include_path"]
     return Suite(tuple(tasks), **values)

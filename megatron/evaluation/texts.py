@@ -183,7 +183,7 @@ def _whole(path: Path) -> str:
 
 def _lines(path: Path, field: str) -> Iterator[str]:
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+        for line_number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
@@ -193,6 +193,7 @@ def _lines(path: Path, field: str) -> Iterator[str]:
                 problem = f"{type(error).__name__}: {error}"
             if problem is not None:
                 raise DataError(
-                    f"{path}:{number}: each line must be a JSON object with a text under {field!r} (--field): {problem}"
+                    f"{path}:{line_number}: each line must be a JSON object with a text under {field!r} "
+                    f"(--field): {problem}"
                 )
             yield text

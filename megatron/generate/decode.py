@@ -56,14 +56,14 @@ def limits_of(what: str, lengths: Sequence[int], max_new_tokens: int | None, pos
     limits = []
     for row_number, length in enumerate(lengths, 1):
         room = positions - length + 1 if positions is not None else None
-        wanted = max_new_tokens or USUAL_TOKENS
+        limit = max_new_tokens or USUAL_TOKENS
         if room is not None and room < (max_new_tokens or 1):
             new = f" and {max_new_tokens} new ones, of which all but the last are read," if max_new_tokens else ""
             raise DataError(
                 f"{what} {row_number} has {length} tokens; they{new} must fit into the {positions} positions that the "
                 f"model learned (--max-position-embeddings). {_cure(room, max_new_tokens)}"
             )
-        limits.append(wanted if room is None else min(wanted, room))
+        limits.append(limit if room is None else min(limit, room))
     return limits
 
 
@@ -187,17 +187,17 @@ def generate_gpt2(
         DataError: rows that the model cannot process, or more tokens than positions.
         NumericsError: logits are NaN.
     """
-    part = stage_of(model)
-    sizes = part.sizes
+    stage = stage_of(model)
+    sizes = stage.sizes
     if isinstance(sizes, T5ModelArgs):
         raise TypeError("generate_gpt2 needs a decoder, got an encoder-decoder. Use generate_t5.")
     limits = gpt2_limits(sizes, prompts, max_new_tokens)
     capacity = max(len(prompt) + limit - 1 for prompt, limit in zip(prompts, limits, strict=True))
-    choose = make_sampler(part, sampling, keys_of(prompts) if keys is None else keys)
-    with part.evaluating():
-        reader = DecoderReader(part, capacity)
+    choose = make_sampler(stage, sampling, keys_of(prompts) if keys is None else keys)
+    with stage.evaluating():
+        reader = DecoderReader(stage, capacity)
         options = {"limits": limits, "eos_id": eos_id, "choose": choose, "on_token": on_token, "ends": ends}
-        return generate(part, reader, prompts, **options)  # type: ignore[arg-type]
+        return generate(stage, reader, prompts, **options)  # type: ignore[arg-type]
 
 
 def gpt2_limits(sizes: ModelArgs, prompts: Rows, max_new_tokens: int | None) -> list[int]:
@@ -238,17 +238,17 @@ def generate_t5(
         DataError: rows that the model cannot process, or more tokens than positions.
         NumericsError: logits are NaN.
     """
-    part = stage_of(model)
-    sizes = part.sizes
+    stage = stage_of(model)
+    sizes = stage.sizes
     if not isinstance(sizes, T5ModelArgs):
         raise TypeError("generate_t5 needs a T5, got a model without a decoder of its own. Use generate_gpt2.")
     check_rows("start_id", [[start_id]], sizes.vocab_size)
     limits = t5_limits(sizes, sources, max_new_tokens)
-    choose = make_sampler(part, sampling, keys_of(sources) if keys is None else keys)
-    with part.evaluating():
-        reader = T5Reader(part, sources, max(limits))
+    choose = make_sampler(stage, sampling, keys_of(sources) if keys is None else keys)
+    with stage.evaluating():
+        reader = T5Reader(stage, sources, max(limits))
         starts = [[start_id]] * len(sources)
-        return generate(part, reader, starts, limits=limits, eos_id=eos_id, choose=choose, on_token=on_token)
+        return generate(stage, reader, starts, limits=limits, eos_id=eos_id, choose=choose, on_token=on_token)
 
 
 def t5_limits(sizes: T5ModelArgs, sources: Rows, max_new_tokens: int | None) -> list[int]:

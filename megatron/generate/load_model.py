@@ -211,16 +211,16 @@ def load(
     """
     sizes = _sizes(config)
     try:
-        part = build(sizes, ParallelContext(tensor), pipe, dtype=dtype, device=torch.device(device))
+        stage = build(sizes, ParallelContext(tensor), pipe, dtype=dtype, device=torch.device(device))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    parameters = named_parameters(part.module)
+    parameters = named_parameters(stage.module)
     records = [TensorRecord(WEIGHTS + name, parameter, shard_of(parameter)) for name, parameter in parameters]
     if isinstance(checkpoint, Checkpoint):
         _refuse_others(checkpoint, config)
     with torch.no_grad():
         checkpoint.load(records)
-    return part
+    return stage
 
 
 def _sizes(config: Config) -> ModelArgs:

@@ -201,7 +201,10 @@ def read_prompts(args: argparse.Namespace) -> list[str] | None:
     if not lines:
         raise DataError(f"--input {args.input} must have a prompt on each line, got none")
     if args.input.suffix == ".jsonl":
-        return [_field(line, args.field or "text", f"{args.input}:{number}") for number, line in enumerate(lines, 1)]
+        return [
+            _field(line, args.field or "text", f"{args.input}:{line_number}")
+            for line_number, line in enumerate(lines, 1)
+        ]
     return lines
 
 

@@ -53,9 +53,9 @@ def _own_best(logits: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Ten
 
 def _of_all(value: torch.Tensor, token: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
     local = torch.stack([value, token.double()])  # tokens are exact in fp64
-    parts = [torch.empty_like(local) for _ in range(group.size)]
-    dist.all_gather(parts, local, group=group.handle)
-    stacked = torch.stack(parts, dim=1)  # [2, t, b]
+    gathered = [torch.empty_like(local) for _ in range(group.size)]
+    dist.all_gather(gathered, local, group=group.handle)
+    stacked = torch.stack(gathered, dim=1)  # [2, t, b]
     return stacked[0], stacked[1].long()
 
 
@@ -108,8 +108,8 @@ def make_sampler(part: ModelStage, sampling: Sampling | None, keys: Sequence[byt
     def draw(logits: torch.Tensor, rows: list[int], step: int) -> torch.Tensor:
         assert sampling is not None
         all_logits = _gathered(logits, sizes.vocab_size, sizes.make_vocab_size_divisible_by, group)  # [b, v]
-        numbers = torch.tensor([uniform(sampling.seed, keys[row], step) for row in rows], dtype=torch.float64)
-        tokens = drawn(probabilities(all_logits, sampling), numbers).to(logits.device)
+        uniforms = torch.tensor([uniform(sampling.seed, keys[row], step) for row in rows], dtype=torch.float64)
+        tokens = drawn(probabilities(all_logits, sampling), uniforms).to(logits.device)
         if group.size > 1:  # rounding on another processor could lead to another token
             dist.broadcast(tokens, group.ranks[0], group=group.handle)
         return tokens
@@ -176,8 +176,8 @@ def _gathered(logits: torch.Tensor, vocab_size: int, divisible_by: int, group: G
         output [b, v]
     """
     rows, _, _ = vocab_range(vocab_size, group, divisible_by)
-    parts = [logits[:, :rows]]
+    shards = [logits[:, :rows]]
     if group.size > 1:
-        parts = [torch.empty_like(logits, memory_format=torch.contiguous_format) for _ in range(group.size)]
-        dist.all_gather(parts, logits.contiguous(), group=group.handle)
-    return torch.cat(parts, dim=-1)[:, :vocab_size].double().cpu()
+        shards = [torch.empty_like(logits, memory_format=torch.contiguous_format) for _ in range(group.size)]
+        dist.all_gather(shards, logits.contiguous(), group=group.handle)
+    return torch.cat(shards, dim=-1)[:, :vocab_size].double().cpu()

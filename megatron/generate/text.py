@@ -91,11 +91,11 @@ class Prompts:
         ids: list[int] = []
         pieces: list[str] = []
         num_encoded = 0
-        for idx, part in enumerate(_SENTINEL.split(text)):
+        for idx, group in enumerate(_SENTINEL.split(text)):
             if idx % 2:
-                ids.append(self._sentinel(int(part)))
-            elif part:
-                pieces.append(part)
+                ids.append(self._sentinel(int(group)))
+            elif group:
+                pieces.append(group)
                 tokens = self.tokenizer.encode_pieces(pieces).tolist()
                 ids += tokens[num_encoded:]
                 num_encoded = len(tokens)

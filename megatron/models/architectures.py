@@ -61,9 +61,9 @@ def problem_of(name: str) -> str:
     if name in FAMILIES:
         family = FAMILIES[name]
         return f"--model must name a decoder, got {name}. {family.title} is trained by {family.program}"
-    types, known = [*model_types()], [*families(), *model_types()]
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=ALIKE)
-    guess = f"; did you mean {near[0]}?" if near else "."
+    types, names = [*model_types()], [*families(), *model_types()]
+    matches = difflib.get_close_matches(name.lower(), names, n=1, cutoff=ALIKE)
+    guess = f"; did you mean {matches[0]}?" if matches else "."
     return (
         f"--model must be a family ({', '.join(families())}) or a Hugging Face model type ({', '.join(types)}), "
         f"got {name!r}{guess}"

@@ -288,7 +288,7 @@ class BertDataset:
     def fingerprint(self) -> str:
         """Short hash that changes with anything that affects samples or their order."""
         starts = None if self.word_starts is None else hashlib.sha256(self.word_starts.tobytes()).hexdigest()
-        parts = (
+        identity = (
             "bert",
             self.token_file.fingerprint,
             documents_key(self.documents),
@@ -300,7 +300,7 @@ class BertDataset:
             self.tokens,
             self.seed,
         )
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
     @cached_property
     def share_of_random(self) -> float:

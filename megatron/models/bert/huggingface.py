@@ -65,20 +65,20 @@ def recipes(config: Config) -> dict[str, WeightMapping]:
 
 def _recipes(num_layers: int, heads: int, *, has_both: bool) -> Iterator[tuple[str, WeightMapping]]:
     yield _WORD, WeightMapping((_THEIR_WORD,))
-    for ours, theirs in _TABLES.items():
-        yield f"embedding.{ours}.weight", WeightMapping((f"bert.embeddings.{theirs}.weight",))
+    for our_name, their_name in _TABLES.items():
+        yield f"embedding.{our_name}.weight", WeightMapping((f"bert.embeddings.{their_name}.weight",))
     yield "head.bias", WeightMapping((_THEIR_BIAS,))
     for suffix in ("weight", "bias"):
-        for ours, theirs in (_TOP | (_SECOND_HEAD if has_both else {})).items():
-            yield f"{ours}.{suffix}", WeightMapping((f"{theirs}.{suffix}",))
+        for our_name, their_name in (_TOP | (_SECOND_HEAD if has_both else {})).items():
+            yield f"{our_name}.{suffix}", WeightMapping((f"{their_name}.{suffix}",))
         for layer in range(num_layers):
             our_layer, their_layer = f"layers.{layer}", f"bert.encoder.layer.{layer}"
             query_key_value = tuple(
-                f"{their_layer}.attention.self.{part}.{suffix}" for part in ("query", "key", "value")
+                f"{their_layer}.attention.self.{projection}.{suffix}" for projection in ("query", "key", "value")
             )
             yield f"{our_layer}.attention.query_key_value.{suffix}", WeightMapping(query_key_value, blocks=heads)
-            for ours, theirs in _LAYER.items():
-                yield f"{our_layer}.{ours}.{suffix}", WeightMapping((f"{their_layer}.{theirs}.{suffix}",))
+            for our_name, their_name in _LAYER.items():
+                yield f"{our_layer}.{our_name}.{suffix}", WeightMapping((f"{their_layer}.{their_name}.{suffix}",))
 
 
 def named(name: str, config: Config) -> str | None:

@@ -112,12 +112,14 @@ class ContextAttention:
         starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the contexts of this rank's two runs of queries; each run attends to the keys up to its end."""
-        parts = []
+        contexts = []
         for start, stop, first in runs_of(query.shape[2], self._place.context):
             num_keys = first + stop - start
             inputs = query[:, :, start:stop], key[:, :, :num_keys], value[:, :, :num_keys]
-            parts.append(function(*inputs) if starts is None else function(*inputs, starts[:, start:stop], first=first))
-        return torch.cat(parts, dim=2)
+            contexts.append(
+                function(*inputs) if starts is None else function(*inputs, starts[:, start:stop], first=first)
+            )
+        return torch.cat(contexts, dim=2)
 
 
 def _gathered(

@@ -64,9 +64,9 @@ class MoE(nn.Module):
         weights, experts = self.router(x)  # 2 x [s, b, k]
         drops = self.sizes.moe_expert_capacity_factor > 0
         if drops:
-            kept = within_capacity(experts, weights, self.sizes, self.place)
-            self.router.count_dropped(kept)
-            experts = experts.masked_fill(~kept, self.sizes.num_experts)
+            is_kept = within_capacity(experts, weights, self.sizes, self.place)
+            self.router.count_dropped(is_kept)
+            experts = experts.masked_fill(~is_kept, self.sizes.num_experts)
         y = self._routed(x, weights, experts, drops=drops)
         return y if self.shared_expert is None else y + self._shared(x)
 
@@ -76,19 +76,19 @@ class MoE(nn.Module):
         return y if self.shared_expert_gate is None else y * self.shared_expert_gate(x)
 
     def _routed(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, *, drops: bool) -> torch.Tensor:
-        place = self.place.of_experts
-        x, weights = enter_tensor_region(x, **place.cut), enter_tensor_region(weights, **place.cut)
-        experts = gather_from_sequence_region(experts, place.group) if place.sequence_parallel else experts
+        parallel = self.place.of_experts
+        x, weights = enter_tensor_region(x, **parallel.cut), enter_tensor_region(weights, **parallel.cut)
+        experts = gather_from_sequence_region(experts, parallel.group) if parallel.sequence_parallel else experts
         slots = Slots.of(experts.flatten(0, 1), self.sizes.num_experts, drops=drops)
         rows = send_rows(x.flatten(0, 1), slots)  # [m, h]
-        if place.expert.size > 1:
-            exchange = Exchange.of(slots.counts, place.expert)
+        if parallel.expert.size > 1:
+            exchange = Exchange.of(slots.counts, parallel.expert)
             outputs = exchange.give_back(self.experts(exchange.send(rows), exchange.counts))
         else:
             outputs = self.experts(rows, slots.counts)
         by_choice = return_rows(outputs, slots)  # [s b, k, h]
         y = (by_choice * weights.flatten(0, 1).unsqueeze(-1).to(by_choice.dtype)).sum(1).view_as(x)
-        return leave_tensor_region(y, **place.cut)
+        return leave_tensor_region(y, **parallel.cut)
 
 
 class Experts(nn.Module):

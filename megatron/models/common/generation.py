@@ -226,11 +226,11 @@ class CachedModel(ABC):
             tokens, positions [b, s]
             output [s, b, h], or with ``sequence_parallel`` this rank's shard, [s/t, b, h]
         """
-        part, (b, s) = self.part, tokens.shape
-        self.tokens, self.positions = tokens.to(part.device), positions.to(part.device)
+        stage, (b, s) = self.part, tokens.shape
+        self.tokens, self.positions = tokens.to(stage.device), positions.to(stage.device)
         self.slots.advance(self.positions)
-        num_shards = part.place.group.size if part.place.sequence_parallel else 1
-        return forward_through_stages(part, self.body, self._apply, (s // num_shards, b, part.sizes.hidden_size))
+        num_shards = stage.place.group.size if stage.place.sequence_parallel else 1
+        return forward_through_stages(stage, self.body, self._apply, (s // num_shards, b, stage.sizes.hidden_size))
 
     def logits(self, x: torch.Tensor | None, number: int) -> torch.Tensor | None:
         """Return the logits of hidden states on the last stage, None elsewhere. Collective.
@@ -240,11 +240,11 @@ class CachedModel(ABC):
                    shard, [number/t, h]
             output [number, v/t]
         """
-        part, tail = self.part, range(self.body.stop, self.body.stop + 2)
-        num_shards = part.place.group.size if part.place.sequence_parallel else 1
-        shape = (number // num_shards, 1, part.sizes.hidden_size)
+        stage, output_units = self.part, range(self.body.stop, self.body.stop + 2)
+        num_shards = stage.place.group.size if stage.place.sequence_parallel else 1
+        shape = (number // num_shards, 1, stage.sizes.hidden_size)
         x = None if x is None else x.unsqueeze(1)
-        logits = forward_through_stages(part, tail, self._apply, shape, x, held_by=part.stages[self.body[-1]])
+        logits = forward_through_stages(stage, output_units, self._apply, shape, x, held_by=stage.stages[self.body[-1]])
         return None if logits is None else logits[:, 0]
 
     def keep(self, rows: list[int]) -> None:

@@ -86,7 +86,7 @@ class Masks:
         # True if layers need a mask even without segment ids
         self.are_needed = self.slopes is not None or bool(self.window) or self._has_last_queries
         self._causal: dict[bool, torch.Tensor | None] = {False: None, True: None}
-        self._within, self._pass = ({has: LastValueCache() for has in (False, True)} for _ in range(2))
+        self._within, self._pass = ({has_window: LastValueCache() for has_window in (False, True)} for _ in range(2))
         self._starts = LastValueCache()
         self._whole: torch.Tensor | None = None
 

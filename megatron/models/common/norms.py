@@ -40,21 +40,21 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        wide = x.to(dtype)
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        upcast = x.to(dtype)
+        norm = torch.linalg.vector_norm(upcast, dim=-1, keepdim=True)
         factor = norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()  # [..., 1]
         ctx.save_for_backward(x, weight, factor)
-        return (wide * factor).mul_(weight).to(x.dtype)
+        return (upcast * factor).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, weight, factor = ctx.saved_tensors
-        wide, wide_weight, grad = (y.to(factor.dtype) for y in (x, weight, grads[0]))
-        products = (grad * wide).flatten(0, -2)  # [rows, h]
+        upcast, upcast_weight, grad = (y.to(factor.dtype) for y in (x, weight, grads[0]))
+        products = (grad * upcast).flatten(0, -2)  # [rows, h]
         grad_weight = products.t() @ factor.flatten()
         # gradient through the factor
-        scale_grad = (products @ wide_weight).view_as(factor).mul_(factor.pow(3)).div_(-x.shape[-1])
-        grad_x = (grad * wide_weight).mul_(factor).addcmul_(wide, scale_grad)
+        scale_grad = (products @ upcast_weight).view_as(factor).mul_(factor.pow(3)).div_(-x.shape[-1])
+        grad_x = (grad * upcast_weight).mul_(factor).addcmul_(upcast, scale_grad)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
@@ -87,9 +87,9 @@ class _HalfPrecisionLayerNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
     ) -> torch.Tensor:
-        wide_bias = None if bias is None else bias.float()
+        fp32_bias = None if bias is None else bias.float()
         shape = (x.shape[-1],)
-        output, mean, rstd = torch.ops.aten.native_layer_norm(x, shape, weight.float(), wide_bias, epsilon)
+        output, mean, rstd = torch.ops.aten.native_layer_norm(x, shape, weight.float(), fp32_bias, epsilon)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         return output
 
@@ -97,12 +97,12 @@ class _HalfPrecisionLayerNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, weight, bias, mean, rstd = ctx.saved_tensors
-        wide_bias = None if bias is None else bias.float()
+        fp32_bias = None if bias is None else bias.float()
         output_mask = (*ctx.needs_input_grad[:2], bias is not None and ctx.needs_input_grad[2])
-        wide_grads = torch.ops.aten.native_layer_norm_backward(
-            grads[0].float(), x.float(), (x.shape[-1],), mean, rstd, weight.float(), wide_bias, output_mask
+        fp32_grads = torch.ops.aten.native_layer_norm_backward(
+            grads[0].float(), x.float(), (x.shape[-1],), mean, rstd, weight.float(), fp32_bias, output_mask
         )
-        return (*(None if grad is None else grad.to(x.dtype) for grad in wide_grads), None)
+        return (*(None if grad is None else grad.to(x.dtype) for grad in fp32_grads), None)
 
 
 class LayerNorm(nn.Module):
@@ -131,9 +131,9 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_offset:
-            wide, weight = widened(x, self.weight)
-            bias = None if self.bias is None else self.bias.to(wide.dtype)
-            return self.kernel(wide, weight, bias, self.epsilon).to(x.dtype)
+            upcast, weight = widened(x, self.weight)
+            bias = None if self.bias is None else self.bias.to(upcast.dtype)
+            return self.kernel(upcast, weight, bias, self.epsilon).to(x.dtype)
         return self.kernel(x, self.weight, self.bias, self.epsilon)
 
 
@@ -170,8 +170,8 @@ def widened(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.
 
     Source: Gemma Team 2024, "Gemma", and its code.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.to(wide), 1.0 + weight.to(wide)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.to(dtype), 1.0 + weight.to(dtype)
 
 
 # Construction of a model's norms.
@@ -230,20 +230,20 @@ class AllHeadsNorm(nn.Module):
         self.epsilon, self.is_offset, self.group = sizes.layernorm_epsilon, sizes.layernorm_1p, group
         self.is_centred = sizes.normalization == "LayerNorm"
         self.size = num_heads * sizes.kv_hidden_size
-        local = divide("the heads of a norm", num_heads, group) * sizes.kv_hidden_size
-        shard = Shard((self.size,), 0, group.rank * local, local)
-        start = torch.zeros(local) if self.is_offset else torch.ones(local)
-        self.weight = set_shard(nn.Parameter(start), shard)
+        local_size = divide("the heads of a norm", num_heads, group) * sizes.kv_hidden_size
+        shard = Shard((self.size,), 0, group.rank * local_size, local_size)
+        initial = torch.zeros(local_size) if self.is_offset else torch.ones(local_size)
+        self.weight = set_shard(nn.Parameter(initial), shard)
         has_bias = self.is_centred and sizes.norm_bias
-        self.bias = set_shard(nn.Parameter(torch.zeros(local)), shard) if has_bias else None
+        self.bias = set_shard(nn.Parameter(torch.zeros(local_size)), shard) if has_bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        upcast = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.is_centred:
-            wide = wide - self._mean(wide)
-        factor = (self._mean(wide.square()) + self.epsilon).rsqrt()  # [b, 1, s, 1]
+            upcast = upcast - self._mean(upcast)
+        factor = (self._mean(upcast.square()) + self.epsilon).rsqrt()  # [b, 1, s, 1]
         weight = self._by_head(self.weight, x)
-        scaled = wide * factor * (1.0 + weight if self.is_offset else weight)
+        scaled = upcast * factor * (1.0 + weight if self.is_offset else weight)
         return (scaled if self.bias is None else scaled + self._by_head(self.bias, x)).to(x.dtype)
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:
@@ -252,5 +252,5 @@ class AllHeadsNorm(nn.Module):
         return copy_to_tensor_region(reduce_from_tensor_region(local_sum, self.group), self.group) / self.size
 
     def _by_head(self, vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        wide = vector.to(torch.promote_types(x.dtype, torch.float32))
-        return wide.view(x.shape[1], 1, x.shape[3])  # [n/t, 1, d]
+        upcast = vector.to(torch.promote_types(x.dtype, torch.float32))
+        return upcast.view(x.shape[1], 1, x.shape[3])  # [n/t, 1, d]

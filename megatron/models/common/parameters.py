@@ -88,8 +88,8 @@ def _copy_overlap(parameter: torch.Tensor, shard: Shard, block: torch.Tensor, fi
     elif shard.partition_dim is None:
         parameter[first : first + block.shape[0]].copy_(block)
     else:
-        part = block.narrow(shard.partition_dim, shard.start, shard.length)
-        parameter[first : first + block.shape[0]].copy_(part)
+        overlap = block.narrow(shard.partition_dim, shard.start, shard.length)
+        parameter[first : first + block.shape[0]].copy_(overlap)
 
 
 # Logical names of modules.

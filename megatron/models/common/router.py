@@ -91,8 +91,8 @@ class Router(nn.Module):
         place.on_part(self)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        logits = linear(x.to(wide), self.weight.to(wide), fuse=False)  # [s, b, E]
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        logits = linear(x.to(dtype), self.weight.to(dtype), fuse=False)  # [s, b, E]
         is_sigmoid = self.sizes.moe_router_score_function == SIGMOID
         scores = logits.sigmoid() if is_sigmoid else logits
         with torch.no_grad():
@@ -113,8 +113,8 @@ class Router(nn.Module):
         if groups:
             grouped = scores.unflatten(-1, (groups, -1))  # [s, b, groups, E/groups]
             best = grouped.sort(dim=-1, descending=True).values[..., : k // self.sizes.moe_router_group_topk].sum(-1)
-            kept = first_of(best, self.sizes.moe_router_group_topk)
-            is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, kept, True)
+            kept_groups = first_of(best, self.sizes.moe_router_group_topk)
+            is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, kept_groups, True)
             scores = grouped.masked_fill(~is_kept.unsqueeze(-1), float("-inf")).flatten(-2)
         return first_of(scores, k)
 
@@ -214,20 +214,20 @@ def within_capacity(
     rows = len(all_scores)
     all_scores = gather_rows(all_scores, place.context)
     capacity = -(-sizes.moe_expert_capacity_factor * len(all_scores) * sizes.moe_router_topk // num_experts)
-    chosen = all_scores >= 0
+    is_chosen = all_scores >= 0
     if sizes.moe_token_drop_policy == "position":
-        rank = chosen.long().cumsum(0) - 1
+        rank = is_chosen.long().cumsum(0) - 1
     else:
         order = all_scores.sort(dim=0, descending=True, stable=True).indices
         rank = torch.empty_like(order).scatter_(0, order, _numbers(order))
-    kept = chosen & (rank < capacity)
-    kept = kept[place.positions(rows, kept.device)] if place.context.size > 1 else kept
-    kept = (
-        kept[place.group.rank * local_length : (place.group.rank + 1) * local_length]
+    is_kept = is_chosen & (rank < capacity)
+    is_kept = is_kept[place.positions(rows, is_kept.device)] if place.context.size > 1 else is_kept
+    is_kept = (
+        is_kept[place.group.rank * local_length : (place.group.rank + 1) * local_length]
         if place.sequence_parallel
-        else kept
+        else is_kept
     )
-    return kept.gather(-1, experts)
+    return is_kept.gather(-1, experts)
 
 
 def _numbers(like: torch.Tensor) -> torch.Tensor:

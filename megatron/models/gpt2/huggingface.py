@@ -52,13 +52,13 @@ _WORD, _HEAD, _THEIR_HEAD = "embedding.word.weight", "head.weight", "lm_head.wei
 
 def recipe(name: str, num_heads: int) -> WeightMapping | None:
     """Return the mapping of our weight ``name``, or None if GPT-2 has no such weight."""
-    theirs = _their_name(name)
-    if theirs is None:
+    their_name = _their_name(name)
+    if their_name is None:
         return None
     layer_part = re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", name)
     if layer_part == "attention.query_key_value":
-        return WeightMapping((theirs,), blocks=num_heads, parts_in_one=3, is_transposed=True)
-    return WeightMapping((theirs,), is_transposed=layer_part in _CONV1D)
+        return WeightMapping((their_name,), blocks=num_heads, parts_in_one=3, is_transposed=True)
+    return WeightMapping((their_name,), is_transposed=layer_part in _CONV1D)
 
 
 def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.Tensor]:
@@ -69,12 +69,12 @@ def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int) -> dict[str, torc
     Raises:
         CheckpointError: lists the names that GPT-2 does not have.
     """
-    theirs = {name: tensor for name, tensor in hf_state.items() if not _THEIR_MASKS.fullmatch(name)}
-    names = {their_name: _our_name(their_name) for their_name in theirs}
+    hf_weights = {name: tensor for name, tensor in hf_state.items() if not _THEIR_MASKS.fullmatch(name)}
+    names = {their_name: _our_name(their_name) for their_name in hf_weights}
     if unknown := [their_name for their_name, name in names.items() if name is None]:
         raise CheckpointError(f"these names are not of a GPT2LMHeadModel: {', '.join(unknown)}")
     ours = {}
-    for their_name, tensor in theirs.items():
+    for their_name, tensor in hf_weights.items():
         mapping = recipe(name := str(names[their_name]), num_heads)
         assert mapping is not None  # _our_name uses the inverse of the same table
         ours[name] = huggingface.to_our_weight(mapping, dict.fromkeys(mapping.names, tensor))
@@ -91,14 +91,14 @@ def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.
     """
     if unknown := [name for name in ours if recipe(name, num_heads) is None]:
         raise CheckpointError(f"these names are not of our GPT-2: {', '.join(unknown)}")
-    theirs: dict[str, torch.Tensor] = {}
+    hf_weights: dict[str, torch.Tensor] = {}
     for name, tensor in ours.items():
         mapping = recipe(name, num_heads)
         assert mapping is not None
-        theirs.update(huggingface.from_our_weight(mapping, tensor))
+        hf_weights.update(huggingface.from_our_weight(mapping, tensor))
     if _HEAD not in ours and _WORD in ours:
-        theirs[_THEIR_HEAD] = theirs["transformer.wte.weight"]
-    return theirs
+        hf_weights[_THEIR_HEAD] = hf_weights["transformer.wte.weight"]
+    return hf_weights
 
 
 def model_fields(hf_config: Any) -> dict[str, Any]:

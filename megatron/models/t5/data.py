@@ -411,7 +411,7 @@ class T5Dataset:
     @cached_property
     def fingerprint(self) -> str:
         """Short hash that changes with anything that affects samples or their order."""
-        parts = (
+        identity = (
             "t5",
             self.token_file.fingerprint,
             self.documents if isinstance(self.documents, tuple) else documents_key(self.documents),
@@ -423,7 +423,7 @@ class T5Dataset:
             self.tokens,
             self.seed,
         )
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
     def prefetch(self, index: int) -> None:
         """Prefetch the tokens of sample ``index`` if they are in an object store."""

@@ -73,17 +73,17 @@ def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int, *, is_untied: boo
     Raises:
         CheckpointError: lists the names that T5 does not have, or names a copy of the word table that differs from it.
     """
-    theirs = {name.removesuffix(".weight"): tensor.detach() for name, tensor in hf_state.items()}
-    _drop_copies(theirs, (*_COPIES, *(() if is_untied else (_THEIR_HEAD,))))
-    theirs.pop(_UNUSED, None)
+    hf_weights = {name.removesuffix(".weight"): tensor.detach() for name, tensor in hf_state.items()}
+    _drop_copies(hf_weights, (*_COPIES, *(() if is_untied else (_THEIR_HEAD,))))
+    hf_weights.pop(_UNUSED, None)
     ours = {}
-    for name, parts in _merges(theirs):
-        if all(part in theirs for part in parts):
-            tensors = {part: theirs.pop(part) for part in parts}
+    for name, parts in _merges(hf_weights):
+        if all(part in hf_weights for part in parts):
+            tensors = {part: hf_weights.pop(part) for part in parts}
             mapping = _recipe(name, parts, tensors[parts[0]].shape[0], num_heads)
             ours[f"{name}.weight"] = huggingface.to_our_weight(mapping, tensors)
-    if theirs:
-        raise CheckpointError(f"these names are not of a T5ForConditionalGeneration: {', '.join(theirs)}")
+    if hf_weights:
+        raise CheckpointError(f"these names are not of a T5ForConditionalGeneration: {', '.join(hf_weights)}")
     return ours
 
 
@@ -94,19 +94,19 @@ def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.
         CheckpointError: lists the names that are not ours.
     """
     remaining = {name.removesuffix(".weight"): tensor.detach() for name, tensor in ours.items()}
-    theirs: dict[str, torch.Tensor] = {}
+    hf_weights: dict[str, torch.Tensor] = {}
     for name, parts in _merges_of_ours(remaining):
         if name in remaining:
             tensor = remaining.pop(name)
-            theirs.update(
+            hf_weights.update(
                 huggingface.from_our_weight(_recipe(name, parts, tensor.shape[0] // len(parts), num_heads), tensor)
             )
     if remaining:
         raise CheckpointError(f"these names are not of our T5 with relative positions: {', '.join(remaining)}")
-    if _THEIR_WORD in theirs:
-        copies = (*_COPIES, *(() if _THEIR_HEAD in theirs else (_THEIR_HEAD,)))
-        theirs.update(dict.fromkeys(copies, theirs[_THEIR_WORD]))
-    return {f"{name}.weight": tensor for name, tensor in theirs.items()}
+    if _THEIR_WORD in hf_weights:
+        copies = (*_COPIES, *(() if _THEIR_HEAD in hf_weights else (_THEIR_HEAD,)))
+        hf_weights.update(dict.fromkeys(copies, hf_weights[_THEIR_WORD]))
+    return {f"{name}.weight": tensor for name, tensor in hf_weights.items()}
 
 
 def model_fields(hf_config: Any) -> dict[str, Any]:

@@ -199,8 +199,8 @@ class SpanFilesDataset:
         """Short hash that changes with anything that affects samples or their order."""
         lengths = (self.enc_seq_length, self.dec_seq_length)
         documents = self.documents if isinstance(self.documents, tuple) else documents_key(self.documents)
-        parts = ("span files", self.files.fingerprint, documents, *lengths, self.tokens, self.seed)
-        return hashlib.sha256(repr((*parts, self.reset_attention_mask)).encode()).hexdigest()[:16]
+        identity = ("span files", self.files.fingerprint, documents, *lengths, self.tokens, self.seed)
+        return hashlib.sha256(repr((*identity, self.reset_attention_mask)).encode()).hexdigest()[:16]
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return sample ``index``.
