@@ -167,7 +167,7 @@ class T5Config(FamilyConfig):
         )
 
     def problems(self) -> Iterator[str]:
-        """Yield problems of this section alone."""
+        """Yield problems within this section."""
         buckets = self.relative_attention_num_buckets
         if buckets % 2:
             yield (

@@ -230,7 +230,7 @@ def num_words(length: int) -> int:
 def draw_spans(sizes: Sequence[int], denoiser: Denoiser, words: np.ndarray) -> Spans:
     """Draw the spans of a text whose documents have ``sizes`` tokens; spans do not cross document ends.
 
-    The numbers of spans and of noise tokens are those of a text without documents (``spans.noise_and_spans``).
+    Spans and noise tokens are as many as in a text without documents (``spans.noise_and_spans``).
     """
     length = sum(sizes)
     noise, spans = noise_and_spans(length, denoiser)

@@ -154,7 +154,7 @@ class TiedHeadPipe(nn.Module):
 
 
 def layer_specs(sizes: T5ModelArgs, place: ParallelContext) -> list[LayerSpec]:
-    """Return the specs of the encoder's embedding, layers and norm, those of the decoder, and the head."""
+    """Return the specs of embedding, layers and norm of the encoder, the same of the decoder, and the head."""
     word = Shared(
         "word", VocabParallelEmbedding, sizes.vocab_size, sizes.hidden_size,
         divisible_by=sizes.make_vocab_size_divisible_by, **place.cut,
