@@ -23,8 +23,8 @@ class Architecture:
         name: the family or model type.
         family: the family that implements it.
         settings: field -> value, for the fields of ``decoder.ARCHITECTURE``.
-        fixed: the ``settings`` that every model of the type has; empty for a family.
-        needs: sizes without a default that a model of the type requires.
+        fixed: the subset of ``settings`` that all models of a model type share; empty for a family.
+        needs: names of the size settings that a model of the type requires; they have no default.
     """
 
     name: str

@@ -5,7 +5,7 @@
 | ``model`` | ``ModelParts`` | ``megatron.models.common.decoder:MODEL`` |
 | ``pipeline`` | ``PipelineClass`` | ``megatron.models.common.pipeline:DecoderPipe`` |
 | ``costs`` | ``CostsOf`` | ``megatron.costs.decoder_cost:costs`` |
-| ``data`` | ``DataParts`` | none: samples are runs of tokens |
+| ``data`` | ``DataParts`` | none: samples are plain token sequences |
 | ``huggingface`` | ``tuple[HFFormat, ...]`` | none: no Hugging Face folders |
 """
 
@@ -38,7 +38,11 @@ class ArgsOf(Protocol[Args_co]):
     """Function that returns the model arguments of a configuration."""
 
     def __call__(self, config: Config, *, recomputes: bool = False) -> Args_co:
-        """``recomputes``: include the activation recomputation settings of the run; otherwise nothing is recomputed."""
+        """Return the model arguments of ``config``.
+
+        Args:
+            recomputes: apply the activation recomputation settings of the run; otherwise nothing is recomputed.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +50,12 @@ class DecoderLayers:
     """The layer types with which a decoder generates text.
 
     Args:
-        embedding: built from (sizes, place); its word table is ``word``, its ``forward`` takes tokens and positions
-            [b, s].
-        layer: built from (sizes, place, layer index); its ``forward`` takes hidden states, mask, cache, positions and
-            the mask of layers with a window, and reads the positions of the pass from ``cache.slots.positions``.
-        norm: builds the final norm from the sizes.
+        embedding: class of the embedding, constructed with (sizes, place). The word table is its attribute ``word``;
+            its ``forward`` takes tokens [b, s] and positions [b, s].
+        layer: class of the layers, constructed with (sizes, place, layer index). Its ``forward`` takes hidden states,
+            mask, cache, positions and the mask of layers with a window. With a cache, the positions of the current
+            tokens are in ``cache.slots.positions``.
+        norm: function that builds the final norm from the sizes.
     """
 
     embedding: type[nn.Module]
@@ -66,7 +71,8 @@ class ModelParts(Generic[Args]):
         args: returns the model arguments of a configuration.
         model: builds the model from its arguments and a ``ParallelContext``.
         weight_init: returns the rule for the standard deviation of the initial weights.
-        example_inputs: returns inputs of ``model`` without labels; ``words(length)`` draws tokens [b, length].
+        example_inputs: returns keyword arguments of the model's ``forward``, without labels, from a configuration and a
+            function that draws random tokens [b, length] for a given length.
         generation: layer types for text generation; None for families that do not support it or are not decoders.
     """
 
@@ -78,7 +84,7 @@ class ModelParts(Generic[Args]):
 
 
 class PipelineClass(Protocol):
-    """Class of models with pipeline stages: a subclass of ``megatron.models.common.pipeline.ModelPipe``."""
+    """Pipelined model class: a subclass of ``megatron.models.common.pipeline.ModelPipe``."""
 
     def for_run(
         self,
@@ -97,11 +103,15 @@ class CostsOf(Protocol):
     """Function that returns parameters, FLOPs and memory of the model of a configuration, for its sample lengths."""
 
     def __call__(self, config: Config, is_on_cpu: bool = False) -> Costs:
-        """``is_on_cpu``: the model is trained on a CPU, where different activations are saved for backward."""
+        """Return the costs of the model of ``config``.
+
+        Args:
+            is_on_cpu: the model is trained on a CPU, where different activations are saved for backward.
+        """
 
 
 class Vocabulary(Protocol):
-    """A tokenizer, or its special token ids together with those that a family adds."""
+    """A tokenizer, or the special token ids of a tokenizer and a family."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -115,11 +125,12 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DataParts(Generic[Tokens]):
-    """The samples of a family that are not plain runs of tokens.
+    """The samples of a family whose samples are not plain token sequences.
 
     Args:
-        special_tokens: returns the ids of a tokenizer together with those that the family's samples add.
-        random_dataset: returns samples of random documents, given their ids and a seed.
+        special_tokens: returns the special token ids of a tokenizer, including the ids that the family adds.
+        random_dataset: returns a dataset of random documents from the configuration, the documents, the special token
+            ids and a seed.
     """
 
     special_tokens: Callable[[Any, Config], Tokens]

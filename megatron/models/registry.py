@@ -1,4 +1,4 @@
-"""The table of model families and their parts, which are imported by name on first use. Does not import torch.
+"""The table of model families. Their parts are imported by name on first use. Does not import torch.
 
 A family is the object ``FAMILY`` in the config.py of its folder: its configuration section, its program and the dotted
 names of its parts. The types of the parts are in ``megatron.models.parts``.
@@ -36,7 +36,7 @@ def register(family: ModelFamily) -> None:
     """Register a family: its flags are accepted and its parts are used from now on.
 
     Raises:
-        ValueError: its name is already used by another family or by a section of every run.
+        ValueError: the name is already used by another family or by a configuration section of all families.
     """
     if family.name in FAMILIES or family.name in SECTIONS:
         raise ValueError(f"a family needs a name of its own, got {family.name}, which is taken. Rename it")
@@ -59,7 +59,11 @@ def family_of(name: str) -> ModelFamily:
 
 
 def titles(*kinds: str) -> str:
-    """Return the titles of the families of ``kinds`` (default: all families), separated by commas for messages."""
+    """Return a comma-separated list of family titles for messages.
+
+    Args:
+        kinds: kinds of families to include, such as "decoder" or "encoder"; default: all families.
+    """
     return ", ".join(family.title for family in FAMILIES.values() if not kinds or family.kind in kinds)
 
 
@@ -73,19 +77,19 @@ def is_common_decoder(family: str) -> bool:
 
 
 def model_parts(family: str) -> ModelParts[Any]:
-    """Return the model, arguments and initial weights of a family without pipeline stages."""
+    """Return the model builder, model arguments and initial weights of ``family``, for runs without a pipeline."""
     parts: ModelParts[Any] = _imported(family_of(family).model)
     return parts
 
 
 def pipeline_class(family: str) -> PipelineClass:
-    """Return the family's class of models with pipeline stages."""
+    """Return the pipelined model class of ``family``."""
     pipeline: PipelineClass = _imported(family_of(family).pipeline)
     return pipeline
 
 
 def data_parts(family: str) -> DataParts[Any] | None:
-    """Return the data parts of a family, or None if its samples are runs of tokens."""
+    """Return the data parts of a family, or None if its samples are plain token sequences."""
     name = family_of(family).data
     parts: DataParts[Any] | None = _imported(name) if name else None
     return parts
@@ -131,9 +135,9 @@ def build_model(
     """Return the model of ``config``, sharded over the tensor-parallel group of ``context``.
 
     Args:
-        topology: topology of the training run: the model recomputes activations as configured and, with a pipeline, is
-            this rank's stage. None: the full model without recomputation.
-        batch_fn: with a pipeline, converts a micro-batch.
+        topology: rank topology of the training run. If given, activation recomputation is set up as configured, and
+            with a pipeline only this rank's stage is built. None: build the full model without recomputation.
+        batch_fn: with a pipeline, converts a micro-batch to the inputs of the first stage and arguments of the loss.
     """
     parts = model_parts(config.family)
     args = parts.args(config, recomputes=topology is not None)

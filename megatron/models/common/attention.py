@@ -65,6 +65,8 @@ class Attention(nn.Module):
 
         Args:
             function: attention function of ``megatron.ops``, called as ``function(query, *args, **how)``.
+        args: further tensors, such as key and value.
+        how: keyword arguments of ``function``, such as the mask.
         """
         core = partial(self._core, partial(function, **how))
         if self.is_recomputed and torch.is_grad_enabled():
@@ -168,7 +170,7 @@ class SelfAttention(Attention):
         return self.attend(self.function, query, key, value, mask=mask)
 
     def _in_whole(self, query: torch.Tensor, positions: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-        """Return the positions of this rank's tokens and the limit for positions.
+        """Return the rotary positions of this rank's tokens and their exclusive upper bound.
 
         The positions are ``positions`` if given, otherwise indices into the full sequence.
         """

@@ -28,8 +28,8 @@ class ContextAttention:
 
     | cp_comm_type | communicated | saved for backward |
     |---|---|---|
-    | all_gather, p2p | keys and values to all ranks, again in backward; their gradients back | this rank's tokens |
-    | a2a | queries, keys and values to the ranks of their heads; the context back | all tokens of 1/c of the heads |
+    | all_gather, p2p | all-gather keys and values, again in backward; reduce-scatter gradients | this rank's tokens |
+    | a2a | all-to-all queries, keys, values and output | all tokens of 1/c of the heads |
 
     Shapes:
         query      [b, a/t, s/c, d]
@@ -40,7 +40,7 @@ class ContextAttention:
 
     Args:
         function: attention function of ``megatron.ops``; accepts ``mask`` and the arguments for attention dropout.
-        by_starts: ``document_attention``.
+        by_starts: attention function for documents given by their starts: ``document_attention`` with its settings.
     """
 
     def __init__(
@@ -83,7 +83,11 @@ class ContextAttention:
         starts: torch.Tensor,
         stops: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute attention within documents: a query attends to keys from ``starts`` to itself, or up to ``stops``."""
+        """Compute attention within documents.
+
+        A query attends to the keys from ``starts`` up to and including its own position. With ``stops``, it attends to
+        the keys from ``starts`` up to and excluding ``stops``, which has the same shape.
+        """
         if self._place.cuts_heads:
             return self._by_heads(partial(self._by_starts, starts=starts, stops=stops), query, key, value)
         if stops is not None:
@@ -111,7 +115,7 @@ class ContextAttention:
         value: torch.Tensor,
         starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the contexts of this rank's two runs of queries; each run attends to the keys up to its end."""
+        """Compute attention for each of this rank's two chunks of queries and the keys up to the end of the chunk."""
         contexts = []
         for start, stop, first in runs_of(query.shape[2], self._place.context):
             num_keys = first + stop - start

@@ -24,7 +24,7 @@ class DecoderModel(nn.Module):
     Shapes:
         tokens [b, s]
         position_ids [b, s], or None for 0 ... s-1; used only by learned and rotary positions. Learned positions must be
-            below ``max_position_embeddings``, rotary positions below the larger one of it and s
+            below ``max_position_embeddings``, rotary positions below ``max(max_position_embeddings, s)``
         segment_ids [b, s] or None; if given, attention stays within documents
         output logits [s, b, v/t]; with ``labels`` and ``loss_mask`` [b, s] the pair (loss sum, token count)
 
@@ -50,7 +50,7 @@ class DecoderModel(nn.Module):
         self.head = Head(sizes, self.place) if sizes.untie_embeddings else None
 
     def units(self) -> list[nn.Module]:
-        """Return the modules that are split into pipeline stages, in order; a tied head is the embedding."""
+        """Return the modules that are split into pipeline stages, in order. A tied head is the embedding again."""
         return [self.embedding, *self.layers, self.final_norm, self.embedding if self.head is None else self.head]
 
     def forward(
@@ -70,7 +70,7 @@ class DecoderModel(nn.Module):
     def _beside(
         self, x: torch.Tensor, position_ids: torch.Tensor | None, segment_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return the further inputs of each layer: mask, no cache, rotary positions, mask of layers with a window."""
+        """Return the layers' further inputs: mask, None for the cache, positions, mask of layers with a window."""
         mask = self.masks.of(x, segment_ids)
         positions = None if self.sizes.rotary is None else position_ids
         self._check_positions(positions)

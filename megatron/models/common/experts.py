@@ -31,7 +31,7 @@ class MoE(nn.Module):
         input, output [s, b, h], or this rank's shard of the sequence, depending on ``place``
 
     Args:
-        make: builds a dense feed-forward layer; each expert is one.
+        make: builds a dense feed-forward layer from (sizes, place); called for each expert and the shared expert.
 
     Source: Shazeer et al. 2017, "Outrageously large neural networks"; Dai et al. 2024, "DeepSeekMoE" (shared experts);
     Gale et al. 2022, "MegaBlocks" (no token dropped).
@@ -51,7 +51,7 @@ class MoE(nn.Module):
             if place.expert.size > 1:
                 set_expert(parameter)
             if not place.cuts_experts:
-                set_shard(parameter, Shard(tuple(parameter.shape)))  # full on each tensor rank, and counted once
+                set_shard(parameter, Shard(tuple(parameter.shape)))  # not sharded: each tensor rank has a full copy
             if place.sequence_parallel and not place.cuts_experts:
                 set_partial(parameter)
         self.shared_expert, self.shared_expert_gate = None, None
@@ -94,7 +94,8 @@ class MoE(nn.Module):
 class Experts(nn.Module):
     """Dense feed-forward layers, named by expert index, whose products are computed together.
 
-    Not a ``ModuleDict``: ZeRO 3 treats the elements of lists as layers and gathers each of them where it is called.
+    The class is not a ``ModuleDict``: ZeRO 3 gathers the elements of module containers one by one, when each of them is
+    called, but experts are not called individually.
 
     Shapes:
         rows   [m, h], sorted by expert; ``counts`` [E] rows per expert

@@ -26,8 +26,8 @@ from tds.schedule import Placement
 
 # The part of a generating model on one rank.
 #
-# A model is a list of units, which are split into pipeline stages: a decoder is embedding, layers, norm, head. A rank
-# holds some of them and knows the stage of each of the others.
+# A model is a list of units that are split into pipeline stages. The units of a decoder are embedding, layers, norm and
+# head. Each rank stores its units and the stage index of every unit.
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class ModelStage:
     Args:
         module: the module with the units; in evaluation mode during generation.
         units: this rank's units, by index.
-        stages: the stage of each unit of the model.
-        pipe: the ranks of all stages.
-        biases: relative biases of this rank's layers, by unit index.
+        stages: stage index of each unit of the model.
+        pipe: pipeline-parallel group.
+        biases: relative position biases (T5) of this rank's layers, by unit index.
     """
 
     module: nn.Module
@@ -75,8 +75,8 @@ def stage_of(model: Any) -> ModelStage:
     """Return the ``ModelStage`` of ``model`` on this rank.
 
     Args:
-        model: a ``ModelStage``, a module without pipeline stages, of any family, or the engine that trains a model,
-            with or without a pipeline (``megatron.training``'s, or the DeepSpeed or ``tds`` engine in it).
+        model: a ``ModelStage``; a module of any family, without pipeline stages; or a training engine, with or without
+            a pipeline: the engine of ``megatron.training``, DeepSpeed or ``tds``.
 
     Raises:
         TypeError: ``model`` is none of these.
@@ -207,7 +207,7 @@ class CachedModel(ABC):
         self.caches = {idx: LayerKVCache(self.slots) for idx in body[1:] if idx in part.units}
 
     def read(self, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits after token ``last`` of each row on the last stage, None elsewhere. Collective.
+        """Run one pass; return the logits at token ``last`` of each row on the last stage, None elsewhere. Collective.
 
         Shapes:
             tokens, positions [b, s], the same on every rank of the replica; the first pass starts at position 0
@@ -220,7 +220,7 @@ class CachedModel(ABC):
         return self.logits(x, len(last))
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        """Return the output of the last layer for ``tokens`` on its stage, None elsewhere. Collective.
+        """Return the last layer's output for ``tokens`` on the stage of that layer, None elsewhere. Collective.
 
         Shapes:
             tokens, positions [b, s]
@@ -248,7 +248,7 @@ class CachedModel(ABC):
         return None if logits is None else logits[:, 0]
 
     def keep(self, rows: list[int]) -> None:
-        """Keep only these rows of the batch."""
+        """Keep only ``rows`` (indices) of the batch in the caches."""
         indices = torch.tensor(rows, device=self.part.device)
         for cache in self.caches.values():
             cache.keep(indices)
@@ -274,14 +274,14 @@ class CachedModel(ABC):
 
     @abstractmethod
     def tied_logits(self, x: torch.Tensor, weight: torch.Tensor) -> Logits:
-        """Return the logits [s, b, v/t] of a head that is the word table."""
+        """Return the logits [s, b, v/t] of a head tied to the word embedding."""
 
 
 # Generation with decoders.
 
 
 def generation_of(family: str) -> DecoderLayers:
-    """Return the layer types that generate text in a family of decoders.
+    """Return the layer types with which decoders of ``family`` generate text.
 
     Raises:
         ValueError: the family does not support generation.
@@ -315,7 +315,7 @@ class DecoderReader(CachedModel):
         self.masks = Masks(part.sizes, part.place)
 
     def embedded(self, unit: torch.nn.Module) -> torch.Tensor:
-        """Call the family's ``forward`` by class: embeddings of a pipeline override it with a different signature."""
+        # Called through the class, because pipeline embeddings override ``forward`` with a different signature.
         x: torch.Tensor = self.decoder.embedding.forward(unit, self.tokens, self.positions)
         return x
 

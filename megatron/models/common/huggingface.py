@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 # | the same | one tensor, all queries first | ``WeightMapping(("qkv",), blocks=heads, parts_in_one=3)`` |
 # | interleaved gate and value | two tensors of f rows | ``WeightMapping(("gate", "up"), blocks=f)`` |
 #
-# Our rows are the first block of each part, then the second block of each part, and so on. Blocks of different parts
-# may have different heights (with grouped queries: several query heads, one key, one value).
+# The rows of our weight are the first block of each part, then the second block of each part, and so on. Blocks of
+# different parts may have different numbers of rows (with grouped queries: several query heads, one key, one value).
 
 
 class Readable(Protocol):
@@ -218,7 +218,7 @@ def decoder_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def tokens_alone(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the inputs of a Hugging Face model that processes one sequence."""
+    """Return the keyword arguments of a Hugging Face model whose only input is ``tokens``."""
     return {"input_ids": tokens}
 
 
@@ -294,15 +294,16 @@ class HFFormat:
 
     Args:
         model_types: values of ``model_type`` in config.json.
-        problems: yields a message for each setting of a configuration that the format cannot express.
-        fields: config.json of a configuration, without ``dtype`` and the ids of special tokens.
-        values: flat fields of our configuration, by name, of a config.json.
-        to_ours, from_ours: convert all weights, given the configuration.
-        recipes: the mapping of each of our weights, by name; used by ranks that read slices of a folder.
+        problems: function that yields a message for each setting of a configuration that the format cannot express.
+        fields: function from a configuration to the contents of config.json, without ``dtype`` and special token ids.
+        values: function from the contents of config.json to our settings, by field name (without sections).
+        to_ours, from_ours: functions from (all weights by name, configuration) to the converted weights.
+        recipes: function from a configuration to the mapping of each of our weights, by name; used by ranks that read
+            slices of a folder.
         word: Hugging Face name of the word embedding.
         groups: keys of config.json that together express one setting; an export replaces all keys of a group or none.
-        copies: Hugging Face names of copies of the word embedding, which files may omit; a tied head always counts as
-            one.
+        copies: Hugging Face names of copies of the word embedding, which files may omit. A tied head is always
+            treated as a copy and need not be listed.
         head: Hugging Face name of the head.
         ties_missing_head: the Hugging Face class uses the word embedding for a missing head, whatever config.json says.
         short: prefix of tensor names that some files omit.
@@ -315,11 +316,11 @@ class HFFormat:
         our_logits: function from our model and tokens [b, s] to its logits [b, s, v].
         their_inputs: function from tokens to the keyword arguments of the Hugging Face model.
         their_logits: function from the output of the Hugging Face model to its logits [b, s, v].
-        prepare: changes the Hugging Face model before its forward if it does not follow its settings.
-        architecture: for ``--model`` with the model type: our settings for the defaults of the Hugging Face class,
-            without sizes; None if ``--model`` does not accept the type.
-        fixed: our settings that every model of the type has.
-        needs: fields with sizes that a model of the type requires.
+        prepare: function that patches a Hugging Face model that ignores some of its settings, before its forward.
+        architecture: function that returns our settings, without sizes, that correspond to the defaults of the Hugging
+            Face class. ``--model`` uses them; None if ``--model`` does not accept the type.
+        fixed: our settings that all models of the type share.
+        needs: names of the size fields that a model of the type requires.
     """
 
     model_types: tuple[str, ...]
@@ -356,8 +357,8 @@ def by_recipes(
     """Return ``recipes``, ``to_ours`` and ``from_ours`` of a format with one mapping per weight.
 
     Args:
-        heights_of: rows of each part by the end of its name (``k_proj.weight``), for weights with parts of different
-            heights.
+        heights_of: function from a configuration to the number of rows of each part, by the suffix of the part's name
+            (``k_proj.weight``), for weights whose parts have different numbers of rows.
     """
 
     def to_ours(theirs: Tensors, config: Config) -> Tensors:

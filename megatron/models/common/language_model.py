@@ -27,8 +27,8 @@ from megatron.ops.attention import softcapped
 class LazyLogits(NamedTuple):
     """Logits that have not been computed: the loss computes them in chunks of tokens, so that not all are in memory.
 
-    It is a tuple, so that code that inspects module outputs finds the hidden states in it. Such code does not treat
-    weights in an output as activations.
+    The class is a tuple so that code that inspects module outputs finds the hidden states. Such code skips parameters,
+    so ``weight`` and ``bias`` are not mistaken for activations.
 
     Args:
         at_once: tokens per chunk.
@@ -56,7 +56,7 @@ def head_output(
 ) -> Logits:
     """Return ``logit_multiplier x weight^T + bias``; as ``LazyLogits`` if the loss is computed in chunks.
 
-    ``megatron.config.loss_chunk`` chooses the size of chunks.
+    The chunk size is chosen by ``megatron.config.loss_chunk``.
 
     Shapes:
         x      [s, b, h], the same on every rank, or this rank's shard of the sequence, depending on ``place``
@@ -197,7 +197,8 @@ def model_loss(
         logits    [s, b, v/t], or ``LazyLogits``
         labels    [b, s] token ids
         loss_mask [b, s], 0 for tokens that are masked out
-        output    two scalars in fp32 (fp64 for fp64 logits); with a z-loss and gradients enabled, such pairs by name
+        output    (sum, count), scalars in fp32 (fp64 for fp64 logits); with a z-loss and gradients enabled, a
+                  dictionary with such a pair for "loss" and for "z_loss"
 
     Raises:
         ValueError: an unmasked token has a label outside the vocabulary. On devices other than the CPU, the sum
@@ -224,7 +225,7 @@ def _named(total: torch.Tensor, squares: torch.Tensor, count: torch.Tensor) -> d
     return {"loss": (total, count), "z_loss": (squares, count)}
 
 
-# An embedding table that is also used in a product, with one gradient for both uses.
+# An embedding table that is also the weight of the output head, with one gradient for both uses.
 
 
 def shared_table(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,7 +39,7 @@ class LastValueCache:
 
 
 class SharedMask:
-    """Document mask of a micro-batch, shared by the layers of a stage, so that backward keeps it in memory once.
+    """Document mask of a micro-batch. All layers of a stage share one tensor, so it is saved for backward only once.
 
     Args:
         make: computes the mask from segment ids [b, s] and hidden states.
@@ -59,14 +59,14 @@ class SharedMask:
 # | case | mask |
 # |---|---|
 # | causal attention only | None |
-# | documents, if ``document_attention`` supports the layers' features | int32 [b, s], start of each document |
-# | no documents, context parallelism, same condition | the same, for samples of one document |
-# | other documents, windows | bool [b or 1, 1, s, s], True where a query may attend |
+# | documents, if ``document_attention`` supports the layers | int32 [b, s], start of each position's document |
+# | no documents, context parallelism, if it supports the layers | int32 [b, s], zeros |
+# | documents in all other cases, windows | bool [b or 1, 1, s, s], True where a query may attend |
 # | ALiBi, also with documents and windows | additive [b or 1, a/t, s, s] |
 #
 # A stage caches the mask of one sequence length and the document masks of one micro-batch, both with and without a
-# window. All layers of a forward use the same tensor, so backward keeps it in memory once. Masks are never sent between
-# ranks.
+# window. All layers use the same tensor in a forward pass, so it is saved for backward only once. Masks are never sent
+# between ranks.
 #
 # With context parallelism the rows are this rank's queries, [b or 1, ..., s/c, s], or with --cp-comm-type a2a the
 # queries of its heads, [b or 1, a/tc, s, s]. The ranks of the context group exchange segment ids.
@@ -115,12 +115,13 @@ class Masks:
         return self._within[has_window].of(segment_ids, partial(within, causal, segment_ids))
 
     def for_slots(self, slots: KVCacheSlots, dtype: torch.dtype, has_window: bool = False) -> torch.Tensor | None:
-        """Return the mask of a pass with KV caches, whose queries are at ``slots.positions``."""
+        """Return the mask of a forward pass with KV caches, whose queries are at ``slots.positions``."""
         has_window = self._has_window(has_window, slots.stop)
         if self.slopes is None and not has_window:
             return slots.mask
         assert slots.positions is not None
-        positions = slots.positions if slots.mask is not None else slots.positions[:1]  # all rows equal in a first pass
+        # In the first pass all rows are equal.
+        positions = slots.positions if slots.mask is not None else slots.positions[:1]
         keys = torch.arange(slots.stop, device=positions.device)
         return self._pass[has_window].of(slots.positions, partial(self._make, positions, keys, dtype, has_window))
 
@@ -137,7 +138,7 @@ class Masks:
         return self._whole
 
     def _has_lengths(self, x: torch.Tensor, length: int) -> bool:
-        """Return True if documents are passed as start positions: no attention dropout, and a kernel is available."""
+        """Return True if masks are document starts: there is no attention dropout, and a kernel is available."""
         sizes = self._sizes
         is_plain = self.slopes is None and not sizes.attn_logit_softcapping
         if sizes.attention_dropout:
@@ -145,9 +146,9 @@ class Masks:
         return way_of(x, length, sizes.kv_hidden_size, is_plain=is_plain) is not None
 
     def _needs_causal(self, x: torch.Tensor) -> bool:
-        """Return True if layers need an explicit causal mask for the last queries of a sequence.
+        """Return True if layers need an explicit causal mask, because this rank has only part of the queries.
 
-        Only plain attention on CUDA has a causal rule for them.
+        On CUDA, a kernel applies this mask implicitly, except with attention dropout or soft-caps.
         """
         sizes = self._sizes
         is_special = sizes.attention_dropout > 0 or sizes.attn_logit_softcapping > 0
@@ -158,7 +159,7 @@ class Masks:
         return has_window and 0 < self.window < length - 1
 
     def _causal_of(self, length: int, x: torch.Tensor, has_window: bool) -> torch.Tensor | None:
-        """Return the mask without documents; cached until length, dtype or device change."""
+        """Return the mask of samples with one document; cached until length, dtype or device change."""
         if self.slopes is None and not has_window and self._place.context.size == 1:
             return None
         mask = self._causal[has_window]

@@ -24,7 +24,7 @@ class ModelArgs(DecoderFeatures):
     num_attention_heads: int
     vocab_size: int
     max_position_embeddings: int
-    kv_hidden_size: int  # of one head
+    kv_hidden_size: int  # size of one head
     ff_hidden_size: int
     hidden_bias: bool = True
     layernorm_epsilon: float = 1e-5
@@ -40,7 +40,7 @@ class ModelArgs(DecoderFeatures):
     partition_activations: bool = False
     checkpoint_in_cpu: bool = False
     contiguous_checkpointing: bool = False
-    forwards_in_flight: tuple[int, ...] = (1,)  # maximum per stage
+    forwards_in_flight: tuple[int, ...] = (1,)  # maximum number of micro-batches in flight, per stage
     z_loss: float = 0.0
     loss_chunk_tokens: int | None = 0  # 0: all logits at once; None: chosen by ``tokens_at_once``
 
@@ -51,7 +51,7 @@ class ModelArgs(DecoderFeatures):
 
     @functools.cached_property
     def rotary(self) -> Rotary | None:
-        """Rotary embedding, or None. It is one object, so that all layers share a compiled graph."""
+        """Rotary embedding shared by all layers, or None. A single object lets all layers share a compiled graph."""
         if self.position_embedding_type != ROPE:
             return None
         return Rotary(
@@ -82,4 +82,5 @@ def model_args_from(values: Any, **overrides: Any) -> ModelArgs:
 
 
 def fields_held(kind: Any, values: Any) -> dict[str, Any]:
+    """Return the attributes of ``values`` that are fields of the dataclass ``kind``, by name."""
     return {name: getattr(values, name) for name in kind.__dataclass_fields__ if hasattr(values, name)}

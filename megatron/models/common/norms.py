@@ -183,18 +183,22 @@ def norm_class(sizes: ModelArgs) -> type[LayerNorm] | type[RMSNorm]:
 
 
 def norm_settings(sizes: ModelArgs) -> dict[str, Any]:
-    """Return the keyword arguments of a model's norms, without the size."""
+    """Return the keyword arguments for constructing a model's norms, except the size."""
     settings: dict[str, Any] = {"epsilon": sizes.layernorm_epsilon, "is_offset": sizes.layernorm_1p}
     return settings if sizes.normalization == "RMSNorm" else {**settings, "bias": sizes.norm_bias}
 
 
 def make_norm(sizes: ModelArgs, place: ParallelContext | None = None) -> LayerNorm | RMSNorm:
-    """Build a norm of hidden states; with ``place``, for this rank's shard of the sequence."""
+    """Build a norm of hidden states.
+
+    Args:
+        place: if given, and it has sequence parallelism, mark the weights as applied to a shard of the sequence.
+    """
     norm = norm_class(sizes)(sizes.hidden_size, **norm_settings(sizes))
     return norm if place is None else place.on_part(norm)
 
 
-# Norms of queries and keys, applied before the positions.
+# Norms of queries and keys, applied before the rotary embedding.
 #
 # | ``qk_norm`` | normalised over | weight | gradient on a tensor rank |
 # |---|---|---|---|
@@ -205,7 +209,11 @@ def make_norm(sizes: ModelArgs, place: ParallelContext | None = None) -> LayerNo
 
 
 def make_head_norm(sizes: ModelArgs, place: ParallelContext, num_heads: int) -> nn.Module | None:
-    """Build the norm of queries or keys with ``num_heads`` heads over all ranks; None if the model has none."""
+    """Build the norm of queries or keys; return None if the model does not normalise them.
+
+    Args:
+        num_heads: number of heads over all tensor ranks.
+    """
     if sizes.qk_norm == "none":
         return None
     if sizes.qk_norm == "all":

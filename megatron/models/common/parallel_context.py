@@ -20,13 +20,14 @@ class ParallelContext:
     """Parallelism of a module: its process groups and its source of dropout masks.
 
     With ``sequence_parallel``, hidden states between tensor-parallel regions are this rank's shard, [s/t, b, h]. With a
-    ``context`` group of c ranks, s is s/c everywhere except in attention: see ``megatron.mpu.context_parallel``.
+    ``context`` group of c ranks, a rank has s/c positions of a sequence, and only attention combines all s positions
+    (``megatron.mpu.context_parallel``).
 
     Args:
         cp_comm_type: communication of attention over the context group, documented in ``ContextAttention``.
         expert: group of ranks over which the experts of a layer are distributed.
         cuts_experts: True: each expert is sharded over the tensor ranks. False: each tensor rank has full experts and
-            applies them to its part of the sequence.
+            applies them to its shard of the sequence.
     """
 
     group: Group = SINGLE
@@ -39,12 +40,12 @@ class ParallelContext:
 
     @property
     def cut(self) -> dict[str, Any]:
-        """The keyword arguments of the layers of ``megatron.mpu.layers``."""
+        """Keyword arguments with which the layers of ``megatron.mpu.layers`` are constructed."""
         return {"group": self.group, "sequence_parallel": self.sequence_parallel}
 
     @property
     def of_experts(self) -> ParallelContext:
-        """The context of a layer's experts: without tensor parallelism if experts are not sharded."""
+        """``ParallelContext`` of a layer's experts; it has no tensor parallelism if experts are not sharded."""
         return self if self.cuts_experts else replace(self, group=SINGLE, sequence_parallel=False)
 
     def dropout(self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str) -> torch.Tensor:
@@ -97,7 +98,7 @@ class ParallelContext:
         return key_segment_ids if self.cuts_heads else segment_ids, key_segment_ids
 
     def own_queries(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Select from ``x``, which has the full sequence along ``dim``, the positions of this rank's queries."""
+        """Select the positions of this rank's queries from ``x``, which has the full sequence along ``dim``."""
         return x if self.cuts_heads else split_along_context(x, self.context, dim)
 
     def on_part(self, module: Module) -> Module:

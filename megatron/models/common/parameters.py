@@ -41,7 +41,7 @@ def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], *, seed: in
 
 
 def gpt2_rule(std: float, num_layers: int, width_multiplier: float = 1.0) -> Rule:
-    """Return the rule with ``std`` for all weights except projections into the residual stream: ``std / sqrt(2 L)``.
+    """Return GPT-2's rule: ``std / sqrt(2 num_layers)`` for projections into the residual stream, otherwise ``std``.
 
     Args:
         width_multiplier: muP's m: the standard deviation of the layers' matrices is multiplied by ``1 / sqrt(m)``;
@@ -96,7 +96,7 @@ def _copy_overlap(parameter: torch.Tensor, shard: Shard, block: torch.Tensor, fi
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (logical name, module) for each module of this rank except the model.
+    """Return (logical name, module) for each submodule of ``model`` on this rank.
 
     A model whose local names depend on its stage has a method ``logical_name(local_name)``, which is called with the
     name and a trailing dot. Several modules may share a name (T5's embeddings of both sides). If one of them contains
@@ -115,7 +115,7 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _asked(logical_name: Callable[[str], str], local_name: str) -> str:
-    """Return the logical name, or "" for containers without one (``tied_modules``)."""
+    """Return the logical name of a module, or "" for containers without a logical name (``tied_modules``)."""
     try:
         return logical_name(f"{local_name}.").rstrip(".")
     except (ValueError, KeyError, IndexError):

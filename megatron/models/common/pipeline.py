@@ -37,19 +37,19 @@ from tds.user_functions import BatchFn
 
 
 def recompute_of_stage(module: PipelineModule, sizes: ModelArgs, place: ParallelContext) -> Recompute:
-    """Return the ``activation_checkpoint_func`` of ``module``, whose layers may not exist yet."""
+    """Return the ``activation_checkpoint_func`` of ``module``; the layers of ``module`` may not have been built yet."""
     return Recompute(sizes, place, partial(_slots, module, sizes))
 
 
 def _slots(module: PipelineModule, sizes: ModelArgs) -> tuple[int, int]:
-    """Return the maximum number of saved inputs on this stage, and of forwards in flight.
+    """Return (maximum number of saved inputs, maximum number of forwards in flight) of this stage.
 
-    The first number is the forwards in flight times the checkpointed runs of layers in the chunk with the most of them.
-    T5's boundary between encoder and decoder counts once.
+    Each forward in flight saves one input per checkpointed group of layers; the chunk with the most groups counts. A
+    group that spans the boundary between T5's encoder and decoder has one input.
     """
     chunks = [list(run.is_checkpointable_results) for run in module._runs or [module]]
     if module.stage_id == 0:
-        chunks[0][0] = False  # starts with the embedding; its inputs are tokens, which are saved unchanged
+        chunks[0][0] = False  # starts with the embedding, whose input tokens are not stored in a slot
     runs = max(map(sum, chunks))
     forwards = sizes.forwards_in_flight[min(module.stage_id, len(sizes.forwards_in_flight) - 1)]
     return runs * forwards, forwards
@@ -73,13 +73,13 @@ class ModelPipe(PipelineModule):
 
     Args:
         partition: bounds of the chunks, as indices into ``specs()``, or the name of a partition method; "profile" times
-            the layers on ``probe``.
+            the layers on a batch of shape ``probe``.
         chunks: chunks per stage; ``placement`` determines which ones.
         has_segments: segment ids (documents or padding) are sent between stages as well.
-        probe: (micro-batch size, sequence length of each side).
+        probe: (micro-batch size, sequence lengths), with one length per side of the model.
 
     Attributes:
-        layer_classes: classes of transformer layers; runs of layers that contain one are recomputed.
+        layer_classes: classes of transformer layers; groups of layers that contain one of them are recomputed.
     """
 
     loss_weighting = "tokens"  # the loss function returns (sum, count)
@@ -274,7 +274,8 @@ class TransformerLayerPipe(TransformerLayer):
     """Transformer layer that passes segment ids and positions through and uses the masks shared by its stage.
 
     Args:
-        has_positions: positions are the last of the passed tensors; segment ids are the first.
+        has_positions: the last of the passed tensors is the rotary positions. If there are segment ids, they are the
+            first.
     """
 
     def __init__(
@@ -304,7 +305,7 @@ def layer_specs(sizes: ModelArgs, place: ParallelContext, has_positions: bool = 
 
 
 def weighted(losses: dict[str, Pair]) -> dict[str, Weighted]:
-    """Return losses by name as ``tds`` expects them."""
+    """Convert (sum, count) pairs by name to the ``Weighted`` losses of the pipeline engine."""
     return {name: Weighted(*pair) for name, pair in losses.items()}
 
 
@@ -312,8 +313,9 @@ class DecoderPipe(ModelPipe):
     """Decoder split over the pipeline stages of ``topology``: embedding, transformer layers, norm and head.
 
     Args:
-        has_positions: stages send rotary positions along with the hidden states; otherwise each stage counts them.
-        how: the other arguments of ``ModelPipe``.
+        has_positions: stages send rotary positions along with the hidden states; otherwise positions are
+            0 ... s-1 on every stage.
+        how: further arguments of ``ModelPipe``.
     """
 
     layer_classes = (TransformerLayerPipe,)

@@ -65,8 +65,9 @@ class Router(nn.Module):
         gradient_scale: factor by which a token's loss is multiplied before backward; set by the training loop.
         tokens_per_expert: choices in the previous global batch, int64 [E]; zeros before the first one.
         expert_bias: [E] in fp32, or None; not a trained weight.
-        counts, dropped, sums: of the micro-batches since ``clear``: choices [E], choices dropped by a capacity [1],
-            and the two auxiliary losses summed over tokens [2].
+        counts: choices of each expert since the last ``clear``, int64 [E].
+        dropped: choices dropped by the expert capacity since the last ``clear``, [1].
+        sums: load balancing loss and z-loss since the last ``clear``, each summed over tokens, fp64 [2].
     """
 
     tokens_per_expert: torch.Tensor
@@ -121,7 +122,7 @@ class Router(nn.Module):
     def _balanced(
         self, weights: torch.Tensor, logits: torch.Tensor, scores: torch.Tensor | None, experts: torch.Tensor
     ) -> torch.Tensor:
-        """Return ``weights`` with the gradients of the auxiliary losses attached; count choices while training."""
+        """Attach the gradients of the auxiliary losses to ``weights`` and count the choices; only in training mode."""
         sizes = self.sizes
         if not self.training:
             return weights
@@ -141,6 +142,7 @@ class Router(nn.Module):
         return _WithLoss.apply(weights, sum(losses), self) if losses and torch.is_grad_enabled() else weights
 
     def _placed(self, loss: torch.Tensor) -> list[torch.Tensor]:
+        """Return [load balancing loss, z-loss] for a model with only one of the two losses; the other one is 0."""
         zero = torch.zeros_like(loss)
         return [loss, zero] if self.sizes.has_aux_loss else [zero, loss]
 
@@ -171,7 +173,7 @@ class Router(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Identity for ``weights`` that gives ``loss`` the gradient of a token's loss in backward."""
+    """Identity function of ``weights`` whose backward also backpropagates ``loss``, scaled by ``gradient_scale``."""
 
     @staticmethod
     def forward(ctx: Any, weights: torch.Tensor, loss: torch.Tensor, router: Router) -> torch.Tensor:
@@ -271,7 +273,7 @@ class ExpertLoad:
 
 
 class Routers:
-    """The routers of this rank's part of a model; reduces their counts over the ranks of a global batch.
+    """The routers of this rank's modules. Reduces their counts over all ranks that process a global batch.
 
     Construction is collective: ranks exchange the names of their layers with experts.
 
@@ -296,7 +298,7 @@ class Routers:
         self._num_experts = max(experts.values(), default=0)
 
     def set_scale(self, scale: float) -> None:
-        """Set the factor by which the auxiliary losses are multiplied in backward, equal to that of a token's loss."""
+        """Set the factor by which the auxiliary losses, like the loss of each token, are multiplied before backward."""
         self._scale = scale
         for router in self._routers:
             router.gradient_scale = scale
@@ -306,8 +308,9 @@ class Routers:
         """Return the auxiliary losses of the global batch by name, summed over layers, and the expert load. Collective.
 
         Args:
-            factor: factor by which the step multiplied the gradients, so that they are gradients of the mean loss.
-            is_taken: the optimizer has updated the weights; otherwise the batch does not change the routers.
+            factor: factor by which the optimizer step multiplied the accumulated gradients to average them over the
+                global batch; applied to the losses in the same way.
+            is_taken: the optimizer has updated the weights. If it skipped the step, the routers are not updated either.
         """
         num_experts = self._num_experts
         # in fp64, so that counts stay exact

@@ -108,8 +108,8 @@ class GatedLinear(ColumnParallelLinear):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
         """Compute one product with the even rows and one with the odd rows.
 
-        One product with the full weight would return two strided tensors. If gradients are accumulated in place, the
-        full weight is used nevertheless, and the two outputs are copied.
+        A single product with the full weight would return gate and value as strided views. If weight gradients are
+        accumulated in place, a single product is required, and both views are copied to contiguous tensors.
         """
         if accumulates_in_place(self.weight):
             (interleaved,) = self.products(x, (self.weight, self.bias))
@@ -176,11 +176,12 @@ class TransformerLayer(nn.Module):
 
     | norm_placement | output |
     |---|---|
-    | before | ``x + dropout(f(norm(x)))``; with ``--apply-residual-connection-post-layernorm`` norm(x) + ... |
+    | before | ``x + dropout(f(norm(x)))``; ``norm(x) + ...`` with ``--apply-residual-connection-post-layernorm`` |
     | after | ``x + dropout(norm(f(x)))``, as in OLMo 2 |
     | both | ``x + dropout(norm(f(norm(x))))``, as in Gemma 2 |
 
-    With ``residual_scale`` c the residual branch is multiplied by ``c / sqrt(L)`` before dropout.
+    With ``residual_scale`` c, the output of ``f`` (or of its norm) is multiplied by ``c / sqrt(num_layers)`` before
+    dropout.
 
     Shapes:
         x           [s, b, h], or this rank's shard of the sequence, depending on ``place``
