@@ -22,7 +22,7 @@ _TOKEN_TYPES = 2
 
 
 class Heads(Protocol):
-    """The attributes of BERT's section that are used here; implemented by ``BertConfig``."""
+    """Attributes of ``BertConfig`` on which the costs depend."""
 
     @property
     def binary_head(self) -> bool: ...
@@ -81,7 +81,7 @@ class BertCosts(DecoderCosts):
         return [embedding, *layers, Kept(5 * hidden, 3 * hidden), head]
 
     def _transform_parameters(self) -> int:
-        """Return the number of parameters of the next-sentence head: pooler and two scores."""
+        """Return the number of parameters of the next-sentence head: the pooler and the linear layer of two scores."""
         h = self.sizes.hidden_size
         return h * h + h + 2 * h + 2
 

@@ -191,7 +191,7 @@ def _fitting(sizes: np.ndarray, room: int) -> np.ndarray:
 # | text | int64[s] | cls, first segment, sep[, second segment, sep], padding |
 # | labels | int64[s] | the original token at predicted positions; -1 elsewhere |
 # | parts | int32[s] | 0 for the first segment, 1 for the second, each with its sep; -1: padding |
-# | is_random | int64[] | 1 if the second segment is from elsewhere |
+# | is_random | int64[] | 1 if the second segment does not follow the first (a random segment) |
 
 PADDING = -1
 
@@ -216,7 +216,7 @@ def sample(
 # A text is a window of the concatenated documents, as in RoBERTa's FULL-SENTENCES. Token files have documents but no
 # sentences. The boundary between the segments of a pair is therefore drawn within the document that has the largest
 # part of the window; in RoBERTa's SEGMENT-PAIR, too, a segment may be any run of sentences. For half of the samples,
-# the second segment is replaced by a run of equal length from elsewhere, which starts inside a document outside of the
+# the second segment is replaced by a random segment: a run of equal length that starts inside a document outside of the
 # window. All draws depend on (seed, sample index), so samples differ between epochs and are the same in every layout,
 # worker and resumed run.
 #
@@ -236,16 +236,17 @@ class BertDataset:
     Args:
         documents: (start, stop) of the documents to use, or their indices in ascending order.
         seq_length: tokens of a sample, including special tokens.
-        has_pairs: samples have two segments; otherwise one run of text.
+        has_pairs: samples have two segments; otherwise one.
         mask_prob: share of the text that is masked.
         short_seq_prob: share of samples with a text of random length, from 2 on; these are padded.
         word_starts: bool[vocabulary], True for tokens that start a word; if given, words are masked as a whole.
         seed: the same on all ranks.
-        cache: stores the order of many documents once for all processes of this host; None: in the memory of each.
+        cache: stores long document orders in files shared by all processes of this host; None: each process keeps them
+            in memory.
         draws: as in ``T5Dataset``.
 
     Raises:
-        DataError: fewer tokens than one text, or, for pairs, fewer than two documents.
+        DataError: the file has fewer tokens than one text or, for pairs, fewer than two documents.
     """
 
     def __init__(
@@ -304,9 +305,10 @@ class BertDataset:
 
     @cached_property
     def share_of_random(self) -> float:
-        """Approximate share of pairs whose second segment is from elsewhere.
+        """Approximate share of pairs with a random second segment.
 
-        It is 0.5, or lower if one document makes up nearly all text, because most drawn positions then are in it.
+        It is 0.5, or lower if one document makes up nearly all text, because random positions in that document are
+        rejected.
         """
         longest = longest_of(self.token_file.sizes, self.documents)
         rejected_share = min((longest + self.text_length) / self.num_tokens, 1.0)
@@ -324,7 +326,7 @@ class BertDataset:
         """Return sample ``index``.
 
         Raises:
-            SampleError: the sample cannot be read; names the sample, the document and the position in the file.
+            SampleError: the sample cannot be read. The message names sample, document and position in the file.
         """
         words = self._words(index, _HEAD + DRAWS * self.text_length)
         length = self._length(words)
@@ -350,7 +352,7 @@ class BertDataset:
         return SHORTEST + int(words[_LENGTH]) % (self.text_length - SHORTEST + 1)
 
     def _paired(self, index: int, pieces: list[Piece], words: np.ndarray) -> tuple[int, bool, list[Piece]]:
-        """Return the start of the second segment, whether it is from elsewhere, and the pieces of both segments."""
+        """Return (start of the second segment, True if that segment is random, pieces of both segments)."""
         length = sum(piece.length for piece in pieces)
         start, stop = _longest(pieces)
         if stop - start < 2:  # only documents of one token: any boundary separates two
@@ -447,11 +449,11 @@ def build_bert_train_valid_test(
     Args:
         seq_length, seed, has_pairs, mask_prob, short_seq_prob, word_starts: as in ``BertDataset``.
         tokens: all token ids of a text must be below its ``text_vocab_size``.
-        tokenizer_identity: compared with the identity in the sidecar, if there is one.
+        tokenizer_identity: identity of the tokenizer, compared with the identity in the corpus's sidecar file, if any.
 
     Raises:
-        DataError: rows D02 and D09-D14 of docs/reliability.md, invalid paths and weights, or, for pairs, a split with
-            one document.
+        DataError: the data fail a check (D02, D09-D14 in docs/reliability.md), paths or weights are invalid, or, for
+            pairs, a split has only one document.
     """
 
     def open_corpus(prefix: str, cache: IndexCache) -> OpenCorpus:

@@ -102,7 +102,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def fields(config: Config) -> dict[str, Any]:
-    """Return config.json of ``config``."""
+    """Return the contents of config.json for ``config``."""
     model = config.model
     return {
         "architectures": [their_class(config)],
@@ -123,10 +123,10 @@ def fields(config: Config) -> dict[str, Any]:
 
 
 def values(theirs: dict[str, Any]) -> dict[str, Any]:
-    """Return flat fields of our configuration for a config.json.
+    """Convert the contents of a config.json to our settings, by field name (without sections).
 
     Raises:
-        CheckpointError: lists the settings that our BERT does not support.
+        CheckpointError: a setting is not supported; the message lists all of them.
     """
     unsupported = [
         f"{key} {theirs[key]!r} (known: {value!r})" for key, value in _FIXED.items() if theirs.get(key, value) != value

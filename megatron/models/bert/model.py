@@ -78,8 +78,8 @@ def bert_loss(
     Shapes:
         logits    [s, b, v/t] or ``LazyLogits``; with two heads a pair of these and [b, 2]
         labels    [b, s] token ids, used where ``loss_mask`` [b, s] is not 0
-        is_random [b], 1 if the second segment is from elsewhere
-        step_predictions [2], tokens to predict and samples of the step; None: those of this batch
+        is_random [b], 1 if the second segment does not follow the first
+        step_predictions [2], number of tokens to predict and of samples in the step; None: computed from this batch
     """
     if isinstance(logits, (torch.Tensor, LazyLogits)):
         return model_loss(logits, labels, loss_mask, sizes, place)
@@ -189,8 +189,9 @@ def padding_mask(
 
     Shapes:
         x      hidden states, the input of the layers
-        output int32 [2, b, s], the first key and one more than the last key, without attention dropout and with a
-               kernel for the device; otherwise bool [b, 1, s, s]. The queries are s/c or all, depending on ``place``
+        output int32 [2, b, s], start and stop of the keys of each query, if there is no attention dropout and a kernel
+               for the device; otherwise bool [b, 1, s, s]. With context parallelism, the queries are this rank's
+               (see ``ParallelContext.query_positions``)
     """
     queries, keys = place.queries_and_keys(segments)
     way = None if sizes.attention_dropout else way_of(x, keys.shape[1], sizes.kv_hidden_size, is_plain=False)
@@ -278,10 +279,10 @@ class NextSentence(nn.Module):
 
     Shapes:
         input  [s, b, h], or this rank's shard of the sequence, depending on ``place``
-        output [b, 2], scores of: the second segment follows the first; it is from elsewhere
+        output [b, 2], scores of the classes "the second segment follows the first" and "random second segment"
     """
 
-    gives_whole = True  # for the debugger: the output is the same on every rank
+    gives_whole = True  # read by the debugger: the output is the same on every rank
 
     def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
         super().__init__()

@@ -87,7 +87,7 @@ def random_batch(sizes: BertModelArgs, shape: tuple[int, ...], has_segments: boo
     """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank.
 
     Shapes:
-        each tensor [b, s], given by ``shape``, except is_random [b] and the step's predictions [2]
+        all tensors [b, s], with (b, s) given by ``shape``, except is_random [b] and step_predictions [2]
     """
     tokens = torch.randint(sizes.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     types = torch.zeros_like(tokens)
@@ -130,7 +130,7 @@ class BertModelPipe(ModelPipe):
         head, _, rest = local_name.partition(".")
         last = self.sizes.num_layers + 2
         if head in ("tied_modules", "0"):
-            return f"embedding.{rest}"  # tied is "word.weight"
+            return f"embedding.{rest}"  # for the tied table, rest is "word.weight"
         unit_idx = int(head)
         if unit_idx == last:
             return f"head.{rest}"

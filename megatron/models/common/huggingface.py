@@ -208,6 +208,7 @@ def _uneven(recipe: WeightMapping, rows: int) -> CheckpointError:
 
 Tensors: TypeAlias = "dict[str, torch.Tensor]"
 NOTHING = re.compile(r"(?!)")
+"""Pattern that matches no tensor name."""
 
 
 def decoder_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:

@@ -257,7 +257,7 @@ def random_batch(vocab_size: int, shape: tuple[int, ...], entering: Sequence[str
     """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank.
 
     Shapes:
-        each tensor [b, s], given by ``shape``
+        all tensors [b, s], with (b, s) given by ``shape``
 
     Args:
         entering: further inputs of the first stage after the tokens: "position_ids", "segment_ids".

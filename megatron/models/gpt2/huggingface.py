@@ -67,7 +67,7 @@ def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int) -> dict[str, torc
     The result has ``head.weight`` only if ``lm_head.weight`` differs from the word embedding.
 
     Raises:
-        CheckpointError: lists the names that GPT-2 does not have.
+        CheckpointError: a name is not in Hugging Face's GPT-2; the message lists all of them.
     """
     hf_weights = {name: tensor for name, tensor in hf_state.items() if not _THEIR_MASKS.fullmatch(name)}
     names = {their_name: _our_name(their_name) for their_name in hf_weights}
@@ -87,7 +87,7 @@ def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.
     """Convert our weights to the state dict of ``GPT2LMHeadModel``; a tied head shares the word embedding's tensor.
 
     Raises:
-        CheckpointError: lists the names that are not ours.
+        CheckpointError: a name is not in our GPT-2; the message lists all of them.
     """
     if unknown := [name for name in ours if recipe(name, num_heads) is None]:
         raise CheckpointError(f"these names are not of our GPT-2: {', '.join(unknown)}")
@@ -102,10 +102,10 @@ def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.
 
 
 def model_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the fields of our model configuration that a Hugging Face ``GPT2Config`` (or its dict) determines.
+    """Convert a Hugging Face ``GPT2Config`` (or its dict) to settings of our model, by field name.
 
     Raises:
-        CheckpointError: lists the settings that our GPT-2 does not support.
+        CheckpointError: a setting is not supported; the message lists all of them.
     """
     settings = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
     activation = settings.get("activation_function", "gelu_new")
@@ -168,7 +168,10 @@ def _problems(config: Config) -> Iterator[str]:
 
 
 def _fields(config: Config) -> dict[str, Any]:
-    """Return config.json of ``config``. Missing biases are exported as zeros and marked by ``"hidden_bias": false``."""
+    """Return the contents of config.json for ``config``.
+
+    If the model has no biases, zero biases are exported, and ``"hidden_bias": false`` marks them.
+    """
     model = config.model
     fields = {
         "architectures": ["GPT2LMHeadModel"],

@@ -105,8 +105,8 @@ class Preset:
 
     Args:
         architecture: name of the Hugging Face class.
-        fixed: our settings that every model of the type has, if they differ from GPT-2's and from ``_OF_ALL``.
-        free: our settings that config.json can express, besides sizes, rotary positions and biases.
+        fixed: our settings that all models of the type share, without those that equal GPT-2's or are in ``_OF_ALL``.
+        free: our settings that config.json can express, in addition to sizes, rotary positions and biases.
         defaults: defaults of the Hugging Face class for missing keys.
         biases: True if all linear layers may have biases.
         window: "all": in all layers or none; "layer": per layer; "": no windows.
@@ -235,11 +235,11 @@ PRESETS = (
 """All presets; the type of a model is the first one that can express its settings."""
 
 
-# Weights; the names depend only on our settings.
+# Weights. Their names depend on the settings of our model, not on those in config.json.
 
 
 def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
-    """Return the mapping of each of our weights."""
+    """Return the mapping of each of our weights, by name."""
     model = config.model
     mappings = {
         "embedding.word.weight": WeightMapping((_WORD,)),
@@ -274,7 +274,7 @@ def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
 
 
 def heights(config: Config) -> dict[str, int]:
-    """Return the rows of queries, keys and values, which may differ, by the end of their names."""
+    """Return the numbers of rows of the query, key and value weights and biases, by the suffix of their names."""
     queries = config.model.attention_size
     keys = config.model.num_query_groups * config.model.kv_hidden_size
     sizes = {"q": queries, "k": keys, "v": keys}
@@ -312,7 +312,7 @@ def problems(preset: Preset, config: Config) -> Iterator[str]:
 
 
 def fields(preset: Preset, config: Config) -> dict[str, Any]:
-    """Return config.json of ``config``."""
+    """Return the contents of config.json for ``config``."""
     model = config.model
     result = {
         "architectures": [preset.architecture],
@@ -385,10 +385,10 @@ def _window_fields(preset: Preset, config: Config) -> dict[str, Any]:
 
 
 def values(preset: Preset, theirs: dict[str, Any]) -> dict[str, Any]:
-    """Return flat fields of our configuration for a config.json.
+    """Convert the contents of a config.json to our settings, by field name (without sections).
 
     Raises:
-        CheckpointError: lists the settings that we do not support.
+        CheckpointError: a setting is not supported; the message lists all of them.
     """
     settings = {**preset.defaults, **theirs}
     activation = settings.get(preset.activation) or preset.defaults.get(preset.activation, "silu")
@@ -459,11 +459,11 @@ _SIZES = {
     "intermediate_size": 1024,
     "vocab_size": 256,
 }
-"""Arbitrary sizes; the settings of interest do not depend on them."""
+"""Arbitrary sizes for ``architecture``, which returns only settings that do not depend on sizes."""
 
 
 def architecture(preset: Preset) -> dict[str, Any]:
-    """Return our settings for the defaults of the type's class, without sizes."""
+    """Return our settings, without sizes, that correspond to the defaults of the Hugging Face class."""
     settings = values(preset, _SIZES)
     return {name: settings[name] for name in ARCHITECTURE if name in settings}
 
@@ -530,7 +530,7 @@ def _skip_freq(has: list[bool]) -> str:
 
 
 def _named(name: str, config: Config) -> str | None:
-    """Return ``name``, or None for layers after the last one, with which GLM 4 predicts further tokens."""
+    """Return ``name``, or None for GLM 4's multi-token prediction layers, which follow the last layer."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return None if layer is not None and int(layer[1]) >= config.model.num_layers else name
 

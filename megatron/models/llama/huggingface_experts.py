@@ -38,10 +38,11 @@ class ExpertNames:
     """Names and settings of the experts of one ``model_type``.
 
     Args:
-        block: module of a layer that contains the experts.
+        block: name of the module in each layer that contains the experts.
         parts: names of an expert's gate, up and down projections.
-        number, size: config.json keys of E and f.
-        fixed: our settings that differ from Mixtral's and that every model of the type has.
+        number: config.json key of the number of experts.
+        size: config.json key of an expert's feed-forward size.
+        fixed: our settings that all models of the type share and that differ from Mixtral's.
         free: our settings that config.json can express.
         shared: module name of the shared expert.
         layers: how config.json expresses which layers are dense: "" (none), "sparse" (``decoder_sparse_step``) or
@@ -101,7 +102,12 @@ GLM4 = ExpertNames(
 
 
 def expert_recipes(names: ExpertNames, model: ModelConfig, at: str, there: str) -> dict[str, WeightMapping]:
-    """Return the weight mappings of the experts of our layer ``at`` from the Hugging Face layer ``there``."""
+    """Return the mappings of the expert weights of a layer.
+
+    Args:
+        at: name of our layer, such as "layers.2".
+        there: name of the Hugging Face layer, such as "model.layers.2".
+    """
     block, shared = f"{there}.{names.block}", f"{there}.{names.block}.{names.shared}"
     mappings = {f"{at}.mlp.router.weight": WeightMapping((f"{block}.gate.weight",))}
     if model.moe_router_enable_expert_bias:

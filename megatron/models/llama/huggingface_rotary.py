@@ -109,7 +109,7 @@ def _global_parameters(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _by_layer_type(theirs: Mapping[str, Any], has_windows: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return our fields for a Gemma 3, and its settings that we do not support."""
+    """Return our fields for the config.json of a Gemma 3, and its settings that we do not support."""
     saved, scaling = theirs.get("rope_parameters") or {}, theirs.get("rope_scaling")
     full, local = dict(saved.get(_FULL) or {}), dict(saved.get(_SLIDING) or {})
     if scaling is not None:
@@ -163,7 +163,7 @@ def _one(rope: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[dict[str, 
 
 
 def _resolve_mscale(given: dict[str, Any]) -> None:
-    """Set the attention factor in ``given`` that follows from DeepSeek's ``mscale`` keys. Both are required.
+    """Replace DeepSeek's keys ``mscale`` and ``mscale_all_dim`` in ``given`` by the attention factor, if both are set.
 
     Source: ``_compute_yarn_parameters`` of transformers.
     """

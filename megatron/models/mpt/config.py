@@ -1,4 +1,4 @@
-"""MPT: the decoder with ALiBi instead of positions, and norms without a bias."""
+"""MPT: the decoder with ALiBi instead of position embeddings, and norms without a bias."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ _NOT_IN_ATTENTION = {"rope": False, "sliding_window_size": -1}  # may be present
 
 
 def recipes(config: Config) -> dict[str, WeightMapping]:
-    """Return the mapping of each of our weights."""
+    """Return the mapping of each of our weights, by name."""
     mappings = {
         "embedding.word.weight": WeightMapping((_WORD,)),
         "final_norm.weight": WeightMapping(("transformer.norm_f.weight",)),
@@ -97,7 +97,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def fields(config: Config) -> dict[str, Any]:
-    """Return config.json of ``config``."""
+    """Return the contents of config.json for ``config``."""
     model = config.model
     return {
         "architectures": ["MptForCausalLM"],
@@ -127,10 +127,10 @@ def fields(config: Config) -> dict[str, Any]:
 
 
 def values(theirs: dict[str, Any]) -> dict[str, Any]:
-    """Return flat fields of our configuration for a config.json.
+    """Convert the contents of a config.json to our settings, by field name (without sections).
 
     Raises:
-        CheckpointError: lists the settings that our MPT does not support.
+        CheckpointError: a setting is not supported; the message lists all of them.
     """
     attention = {key: value for key, value in (theirs.get("attn_config") or {}).items() if value is not None}
     size, heads = theirs["d_model"], theirs["n_heads"]

@@ -27,7 +27,7 @@ OF_RELATIVE = ("relative_attention_num_buckets", "relative_attention_max_distanc
 SHORT_SPANS = ("noise_density", "mean_span_length")
 """Fields that only affect the denoiser R."""
 SPANS = (*SHORT_SPANS, "denoisers")
-"""Fields that take effect if spans are cut out when a text is read."""
+"""Fields of span corruption. They have no effect on CPM's three-file sets, whose spans are fixed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,12 +110,20 @@ class T5Config(FamilyConfig):
 
     @property
     def kinds(self) -> tuple[spans.Denoiser, ...]:
-        """The denoisers. Raises ValueError if the flag is malformed."""
+        """The denoisers parsed from ``denoisers``.
+
+        Raises:
+            ValueError: the flag is malformed.
+        """
         return spans.parse_denoisers(self.denoisers, self.noise_density, self.mean_span_length)
 
     @property
     def raw_length(self) -> int:
-        """Tokens of text per sample. Raises ValueError if no text has inputs of ``enc_seq_length``."""
+        """Number of text tokens per sample, before spans are cut out.
+
+        Raises:
+            ValueError: no text length leads to inputs of ``enc_seq_length`` tokens.
+        """
         return spans.raw_length(self.enc_seq_length, self.kinds)
 
     @property
@@ -150,7 +158,7 @@ class T5Config(FamilyConfig):
     def resolved(self, model: ModelConfig, data: DataConfig) -> T5Config:
         """Return this section with derived sizes filled in; sizes that cannot be computed stay 0.
 
-        Sets in three files have no longest target, so ``enc_seq_length`` is used for them.
+        The longest target is unknown for CPM's three-file sets; ``enc_seq_length`` is used for them.
         """
         dec_seq_length = self.dec_seq_length
         if not dec_seq_length:
@@ -244,7 +252,11 @@ class T5Config(FamilyConfig):
             )
 
     def _fixed_span_problems(self, config: Config, fixed: str) -> Iterator[str]:
-        """Yield settings that conflict with ``fixed``, a set in three files, whose spans are already cut out."""
+        """Yield a problem for each setting that conflicts with fixed spans.
+
+        Args:
+            fixed: description of the three-file set that fixes the spans, for messages.
+        """
         named = _flags(config, SPANS)
         if named and not config.data.cuts_spans:
             yield (

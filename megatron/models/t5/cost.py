@@ -10,7 +10,8 @@ The units are the encoder's embedding, Le layers and norm, the decoder's embeddi
 | head | 2 s_d h v |
 
 A gated feed-forward layer has 6 h f instead of 4 h f. Scores are counted in full, although the decoder's are causal. At
-equal lengths a decoder layer costs as much as 1.4 to 1.5 encoder layers, at 512 and 114 tokens as much as 0.4.
+equal lengths, a decoder layer costs 1.4 to 1.5 times as much as an encoder layer; with 512 encoder tokens and 114
+decoder tokens, 0.4 times as much.
 
 The word table is shared by both embeddings and a tied head, the position table by both embeddings, and a relative bias
 table by all layers of its side. A stage with any of these units holds the table once.
@@ -32,7 +33,7 @@ from tds.schedule import LOOP
 
 
 class Sides(Protocol):
-    """The attributes of both sides that are used here; implemented by ``T5Config``."""
+    """Attributes of ``T5Config`` on which the costs depend."""
 
     @property
     def enc_layers(self) -> int: ...
@@ -50,7 +51,7 @@ class Sides(Protocol):
 
 @dataclass(frozen=True)
 class T5Costs(Costs):
-    """Costs of a T5 with ``sizes`` (without ``num_layers``) and ``sides``.
+    """Costs of a T5 with ``sizes``, of which ``num_layers`` is not used, and ``sides``.
 
     Args:
         has_segments: batches have segments, so each sample has a mask.
@@ -125,7 +126,10 @@ class T5Costs(Costs):
         ]
 
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
-        """A decoder layer has three all-reduces, plus one in backward for the gradient of the encoder's output."""
+        """See ``Costs``.
+
+        A decoder layer has three all-reduces, plus one in backward for the gradient of the encoder's output.
+        """
         sizes, sides, h = self.sizes, self.sides, self.sizes.hidden_size
         enc, dec = samples * sides.enc_seq_length, samples * sides.dec_seq_length
         enc_bytes, dec_bytes = enc * h * width, dec * h * width
@@ -158,7 +162,10 @@ class T5Costs(Costs):
         return [embeddings[0], *encoders, norm, embeddings[1], *decoders, norm, head]
 
     def boundary_bytes(self, bound: int, samples: int, width: int) -> int:
-        """The encoder's hidden states or output; after the decoder's embedding also the decoder's hidden states."""
+        """Return the bytes of the tensors sent to the stage that starts with unit ``bound``.
+
+        These are the encoder's hidden states or output and, after the decoder's embedding, the decoder's hidden states.
+        """
         of_token = samples * self.sizes.hidden_size * width
         enc, dec = self.sides.enc_seq_length * of_token, self.sides.dec_seq_length * of_token
         return enc + (dec if bound > self._units.dec_embedding else 0)
@@ -173,7 +180,7 @@ class T5Costs(Costs):
         return scores(queries, keys, self.sizes.kv_hidden_size, num_heads)
 
     def shared_kept(self, samples: int, tensor: int, width: int) -> list[Shared]:
-        """The encoder's output, which all decoder layers of a chunk read."""
+        """Return the bytes of the encoder's output, which all decoder layers of a chunk share."""
         output = samples * self.sides.enc_seq_length * self.sizes.hidden_size * width
         return [Shared(output, tuple(self._units.dec_layers))]
 
@@ -239,7 +246,10 @@ class T5Costs(Costs):
         return Kept(tokens * (unsharded + sharded // tensor) + self_scores, tokens * h * width // sequence)
 
     def _decoder_kept(self, samples: int, tensor: int, width: int, sequence: int, is_joined: bool) -> Kept:
-        """Three blocks read the decoder's hidden states; cross-attention keys and values have the encoder's length."""
+        """Return the activations that a decoder layer saves for backward.
+
+        The hidden states are the input of three blocks. Cross-attention keys and values have the encoder's length.
+        """
         h, length, heads = self.sizes.hidden_size, self.sides.dec_seq_length, decoder_cost.attention_width(self.sizes)
         unsharded = decoder_cost.between_bytes(3 * h * width, 3 * h * self.mask_bytes, sequence, is_joined=is_joined)
         sharded = (6 * heads + decoder_cost.feed_forward_kept(self.sizes)) * width
@@ -252,7 +262,7 @@ class T5Costs(Costs):
     def _scores_kept(
         self, samples: int, queries: int, keys: int, tensor: int, width: int, *, is_cross: bool = False
     ) -> int:
-        """Return the bytes that one attention saves with an element for each query and key.
+        """Return the bytes of the query-by-key tensors that one attention saves for backward.
 
         | attention | saved |
         |---|---|

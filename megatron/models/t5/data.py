@@ -91,8 +91,11 @@ class T5Tokens:
     def require_sentinels(self, needed: int, asked_by: str) -> None:
         """Check that there are at least ``needed`` sentinels, one per span.
 
+        Args:
+            asked_by: name of the flag or sample that needs them, for the message.
+
         Raises:
-            DataError: there are fewer.
+            DataError: there are fewer than ``needed`` sentinels.
         """
         if needed <= len(self.sentinels):
             return
@@ -149,8 +152,9 @@ def split_noise(
 
     Args:
         sizes: tokens of each document of a window, in order.
-        noise, spans: totals of the window. They leave at least one token before each span.
-        words: two random words.
+        noise, spans: total numbers of noise tokens and of spans in the window, small enough to keep at least one token
+            before each span.
+        words: uint64[2], random.
     """
     tokens_per_span = -(-noise // spans) + 1
     sizes, shortest = list(sizes), 1
@@ -230,7 +234,7 @@ def num_words(length: int) -> int:
 def draw_spans(sizes: Sequence[int], denoiser: Denoiser, words: np.ndarray) -> Spans:
     """Draw the spans of a text whose documents have ``sizes`` tokens; spans do not cross document ends.
 
-    Spans and noise tokens are as many as in a text without documents (``spans.noise_and_spans``).
+    The numbers of spans and of noise tokens do not depend on the documents; see ``spans.noise_and_spans``.
     """
     length = sum(sizes)
     noise, spans = noise_and_spans(length, denoiser)
@@ -245,7 +249,7 @@ def draw_spans(sizes: Sequence[int], denoiser: Denoiser, words: np.ndarray) -> S
 
 
 def compositions(totals: np.ndarray, parts: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Split each ``totals[i]`` into ``parts[i]`` integers >= 1, uniformly at random; return all of them in order.
+    """Split each ``totals[i]`` into ``parts[i]`` integers >= 1, uniformly at random; return them concatenated.
 
     Args:
         totals: int64[n]; 0 only where ``parts`` is 0, otherwise at least ``parts``.
@@ -274,7 +278,7 @@ def compositions(totals: np.ndarray, parts: np.ndarray, words: np.ndarray) -> np
 
 
 def cut_out(text: np.ndarray, spans: Spans, sentinels: np.ndarray) -> Pair:
-    """Return the text with a sentinel in place of each span, and the spans, each after its sentinel.
+    """Return inputs (each span replaced by a sentinel) and targets (each span after its sentinel).
 
     Sentinels restart in each document.
     """
@@ -316,7 +320,7 @@ PADDING = -1
 def sample(
     pair: Pair, tokens: T5Tokens, enc_seq_length: int, dec_seq_length: int, mode: str | None = None
 ) -> dict[str, np.ndarray]:
-    """Return the arrays of the table above; targets that exceed ``dec_seq_length`` are truncated."""
+    """Return the arrays in the table above. Targets longer than ``dec_seq_length`` are truncated."""
     head = [] if mode is None else [tokens.modes[mode]]
     first, last = [0] * len(head), int(pair.input_documents[-1])
     return {
@@ -352,12 +356,15 @@ class T5Dataset:
         seed: the same on all ranks.
         reset_attention_mask: keep the documents of a text apart: no span crosses a document end, and segments identify
             documents. Otherwise a text is one document.
-        cache: stores the order of many documents once for all processes of this host; None: in the memory of each.
-        draws: distinguishes the corpora of a mixture, so that their samples i have different spans. Not part of the
-            fingerprint: a corpus that becomes part of a mixture remains the same corpus and continues with its texts.
+        cache: stores long document orders in files shared by all processes of this host; None: each process keeps them
+            in memory.
+        draws: fingerprint of the corpus if it is part of a mixture, otherwise empty. It is part of the random seed, so
+            that sample i has different spans in each corpus. It is not part of this dataset's fingerprint: when the
+            corpus becomes part of a mixture, training continues after the texts that have been read.
 
     Raises:
-        DataError: fewer tokens than one text, too few sentinels, or ``dec_seq_length`` below the longest target.
+        DataError: the file has fewer tokens than one text, there are too few sentinels, or ``dec_seq_length`` is below
+            the longest target.
     """
 
     def __init__(
@@ -433,7 +440,7 @@ class T5Dataset:
         """Return sample ``index``.
 
         Raises:
-            SampleError: the sample cannot be read; names the sample, the document and the position in the file.
+            SampleError: the sample cannot be read. The message names sample, document and position in the file.
         """
         pieces = self._windows.pieces(index)
         text = self._windows.read(index, pieces)

@@ -71,7 +71,8 @@ def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int, *, is_untied: boo
         is_untied: the head has separate weights, as returned by ``model_fields``.
 
     Raises:
-        CheckpointError: lists the names that T5 does not have, or names a copy of the word table that differs from it.
+        CheckpointError: names are not in Hugging Face's T5 (the message lists all of them), or a copy of the word table
+            differs from it.
     """
     hf_weights = {name.removesuffix(".weight"): tensor.detach() for name, tensor in hf_state.items()}
     _drop_copies(hf_weights, (*_COPIES, *(() if is_untied else (_THEIR_HEAD,))))
@@ -91,7 +92,7 @@ def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.
     """Convert our weights to the state dict of ``T5ForConditionalGeneration``; copies of the word table share memory.
 
     Raises:
-        CheckpointError: lists the names that are not ours.
+        CheckpointError: a name is not in our T5; the message lists all of them.
     """
     remaining = {name.removesuffix(".weight"): tensor.detach() for name, tensor in ours.items()}
     hf_weights: dict[str, torch.Tensor] = {}
@@ -110,10 +111,10 @@ def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.
 
 
 def model_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the fields of our model configuration that a ``T5Config`` or ``MT5Config`` (or its dict) determines.
+    """Convert a Hugging Face ``T5Config`` or ``MT5Config`` (or its dict) to our settings, by field name.
 
     Raises:
-        CheckpointError: lists the settings that our T5 does not support.
+        CheckpointError: the activation of the feed-forward layers is not supported.
     """
     settings = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
     projection = settings.get("feed_forward_proj") or _DEFAULT_PROJECTIONS[settings.get("model_type", "t5")]
@@ -227,9 +228,10 @@ def _problems(config: Config) -> Iterator[str]:
 
 
 def _fields(config: Config) -> dict[str, Any]:
-    """Return config.json. In Hugging Face, a tied head scales its input by ``h ** -0.5``, an untied one does not.
+    """Return the contents of config.json for ``config``.
 
-    T5 v1.1 and mT5 have untied heads.
+    In Hugging Face, a tied head scales its input by ``h ** -0.5``, an untied head does not. T5 v1.1 and mT5 have untied
+    heads.
     """
     model, sides = config.model, config.own
     return {
@@ -279,7 +281,7 @@ def _all_from_ours(ours: Tensors, config: Config) -> Tensors:
 
 
 def _decoded(tokens: torch.Tensor) -> torch.Tensor:
-    """Return tokens [b, s / 2] for the decoder that differ from the encoder's."""
+    """Return decoder tokens [b, s / 2] that differ from the encoder's ``tokens`` [b, s]."""
     return tokens.flip(1)[:, : tokens.shape[1] // 2]
 
 
@@ -299,7 +301,7 @@ def _mt5_problems(config: Config) -> Iterator[str]:
 
 
 def _mt5_fields(config: Config) -> dict[str, Any]:
-    """Return config.json without ``scale_decoder_outputs``.
+    """Return the contents of config.json without ``scale_decoder_outputs``.
 
     The Hugging Face class treats every mT5 as tied and never scales its head. In files on the hub,
     ``tie_word_embeddings`` has the true value.

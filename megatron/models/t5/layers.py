@@ -93,7 +93,7 @@ class T5SelfAttention(SelfAttention):
 
     Shapes:
         x      [s, b, h]
-        mask   bool [b, 1, s, s], True where a query may attend, including the causal rule; or None
+        mask   bool [b, 1, s, s], True where a query may attend (including the causal mask), or None
         output [s, b, h]
 
     A ``cache`` works as in ``SelfAttention``; with a relative bias all rows must be at the same positions.
@@ -128,7 +128,7 @@ class T5SelfAttention(SelfAttention):
 
 
 class CrossAttention(Attention):
-    """Multi-head attention to the encoder's output; both variants have no relative bias.
+    """Multi-head attention to the encoder's output; neither variant has a relative bias in it.
 
     Shapes:
         x      [s_d, b, h], or this rank's shard of the sequence, depending on ``place``
@@ -174,7 +174,7 @@ class CrossAttention(Attention):
 
 
 def make_norm(sizes: T5ModelArgs, place: ParallelContext) -> nn.Module:
-    """Build a norm of hidden states as this variant uses it."""
+    """Build a norm of hidden states: RMSNorm with relative positions, LayerNorm with learned positions."""
     norm_class = RMSNorm if sizes.is_relative else LayerNorm
     return place.on_part(norm_class(sizes.hidden_size, sizes.layernorm_epsilon))
 
@@ -253,7 +253,7 @@ class T5DecoderLayer(T5Layer):
 
     def __init__(self, sizes: T5ModelArgs, place: ParallelContext, layer: int) -> None:
         super().__init__(sizes, place, layer, is_causal=True)
-        self.shares: tuple[int, ...] = (1,) if place.sequence_parallel else ()  # for the debugger, as above
+        self.shares: tuple[int, ...] = (1,) if place.sequence_parallel else ()  # as in ``CrossAttention``
         self.cross_norm = make_norm(sizes, place)
         self.cross_attention = CrossAttention(sizes, place, layer)
 

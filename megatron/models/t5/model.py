@@ -272,9 +272,9 @@ class T5Model(nn.Module):
 
 
 def entered(memory: torch.Tensor, place: ParallelContext) -> torch.Tensor:
-    """Return the encoder's output as the decoder layers read it: gathered once with sequence parallelism.
+    """Return the encoder's output for the decoder layers; with sequence parallelism, gather it once for all of them.
 
-    The gradient of the output is this rank's share. It is accumulated over all layers and then reduced over the ranks.
+    The output's gradient on a rank is a partial sum. It is accumulated over all layers and then reduced over the ranks.
 
     Shapes:
         memory [s_e, b, h], or this rank's shard of the sequence, depending on ``place``

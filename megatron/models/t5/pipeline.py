@@ -88,8 +88,9 @@ class EncoderLayerPipe(T5EncoderLayer):
 class DecoderLayerPipe(T5DecoderLayer):
     """Decoder layer that passes memory and segments through, except for the last layer.
 
-    With sequence parallelism, stages send shards of memory, and layers within a stage pass the gathered memory. There
-    its gradient is a partial sum of each rank, which the gather in the stage's first layer reduces over the ranks.
+    With sequence parallelism, stages send shards of memory, and layers within a stage pass the gathered memory. The
+    gradient of gathered memory is a partial sum on each rank; the backward of the gather in the stage's first layer
+    reduces it over the ranks.
 
     Attributes:
         is_first_here: first layer of its chunk; its input is a shard of memory.

@@ -157,13 +157,15 @@ class SpanFilesDataset:
     """T5 samples from a set of three files; sample i is the dictionary that ``data.sample`` returns.
 
     Any i >= 0 is valid; its epoch is i // samples_per_epoch. Inputs are ``enc_seq_length`` - 1 tokens of the contexts
-    and the end. Targets are padded or truncated to ``dec_seq_length``; truncation among the first samples is logged.
+    and the end token. Targets are padded or truncated to ``dec_seq_length``. Truncation in the first
+    samples is logged.
 
     Args:
         documents, seed, reset_attention_mask, cache: as in ``T5Dataset``.
 
     Raises:
-        DataError: fewer tokens than one sample, or more spans than sentinels in one of the first samples.
+        DataError: there are fewer tokens than in one sample, or one of the first samples has more spans than there are
+            sentinels.
     """
 
     def __init__(
@@ -206,8 +208,8 @@ class SpanFilesDataset:
         """Return sample ``index``.
 
         Raises:
-            SampleError: the sample cannot be read; names the sample.
-            DataError: it has more spans than there are sentinels; names the sample.
+            SampleError: the sample cannot be read.
+            DataError: the sample has more spans than there are sentinels.
         """
         return data.sample(self._pair(index), self.tokens, self.enc_seq_length, self.dec_seq_length)
 
@@ -284,11 +286,11 @@ def build_t5_train_valid_test(
     Args:
         enc_seq_length, dec_seq_length, denoisers, seed, reset_attention_mask: as in ``T5Dataset``.
         tokens: all token ids of a text must be below its ``text_vocab_size``.
-        tokenizer_identity: compared with the identity in the sidecar, if there is one.
+        tokenizer_identity: identity of the tokenizer, compared with the identity in the corpus's sidecar file, if any.
 
     Raises:
-        DataError: rows D02 and D09-D14 of docs/reliability.md, invalid paths and weights, too few sentinels,
-            ``dec_seq_length`` too small, or several denoisers for a set of three files.
+        DataError: the data fail a check (D02, D09-D14 in docs/reliability.md), paths or weights are invalid, there are
+            too few sentinels, ``dec_seq_length`` is too small, or there are several denoisers for a three-file set.
     """
     asked_by = f"--enc-seq-length {enc_seq_length}"
     settings: dict[str, Any] = {

@@ -14,7 +14,7 @@ With several denoisers, the inputs start with an additional token that identifie
     spans = round(noise / mean_span_length)      at least 1, at most min(noise, length - noise)
 
 Halves are rounded to even. Each length changes by 0 or 1 when the text grows by 1, so that a single denoiser can fill
-any input length exactly: 512 <- 568 with 114 targets.
+any input length exactly. For example, a text of 568 tokens leads to 512 inputs and 114 targets.
 
 | denoiser | noise density | mean span length | task |
 |---|---|---|---|
@@ -117,7 +117,7 @@ def raw_length(enc_seq_length: int, denoisers: Sequence[Denoiser]) -> int:
 
 
 def longest_target(length: int, denoisers: Sequence[Denoiser]) -> int:
-    """Return the maximum number of targets of a text of ``length`` tokens, the minimum of ``--dec-seq-length``."""
+    """Return the length of the longest target of a text of ``length`` tokens: the minimum of ``--dec-seq-length``."""
     return max(target_length(length, denoiser) for denoiser in denoisers)
 
 
