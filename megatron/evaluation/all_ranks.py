@@ -20,7 +20,7 @@ from megatron.mpu.groups import SINGLE, Group
 # | rank 0 | other ranks |
 # |---|---|
 # | ``lead(do)`` calls ``do()`` | ``lead(do)`` waits for requests until rank 0 returns from ``do`` |
-# | ``score``, ``write`` | the same methods with the same arguments, a few batches at a time |
+# | ``score``, ``write``: broadcasts a few batches at a time | computes its share of each broadcast |
 #
 # After each request, all ranks check whether any of them was asked to stop.
 
@@ -38,7 +38,7 @@ class Writing:
         max_new_tokens: maximum per text.
         stops: strings that end a text; they are not part of it.
         sampling: None: choose the most likely token each time.
-        end_id: further token that ends a text like the end of a document: the end of a turn.
+        end_id: token that ends a text in addition to the end-of-document token, such as the end-of-turn token.
     """
 
     max_new_tokens: int
@@ -75,7 +75,8 @@ class ModelOfAllRanks:
         """Return the result of ``do()`` on rank 0; other ranks process its requests and return None. Collective.
 
         Raises:
-            JobError: raised by ``do``; the same on all ranks. For other errors, the other ranks raise a RuntimeError.
+            JobError: ``do`` raised it; all ranks raise the same error. If ``do`` raises an error of another type, the
+                other ranks raise a RuntimeError.
             StopRequest: a rank was asked to stop; raised on all ranks.
         """
         if self.world.rank:
@@ -95,13 +96,13 @@ class ModelOfAllRanks:
         return result
 
     def score(self, rows: Sequence[Row]) -> list[Score]:
-        """Return the score of each row. Rank 0 calls it, within ``lead``."""
+        """Return the score of each row. Called only on rank 0, within ``lead``."""
         return self._in_portions("_score", rows, [len(row.tokens) - 1 for row in rows])
 
     def write(self, prompts: Sequence[Sequence[int]], how: Writing) -> list[str]:
         """Return the generated continuation of each prompt, without control tokens.
 
-        Rank 0 calls it, within ``lead``.
+        Called only on rank 0, within ``lead``.
         """
         lengths = [len(row) + how.max_new_tokens for row in prompts]
         return self._in_portions("_write", list(zip(prompts, keys_of(prompts), strict=True)), lengths, how)
@@ -117,7 +118,7 @@ class ModelOfAllRanks:
             self._do(name, *args)
 
     def _in_portions(self, name: str, requests: Sequence[Any], lengths: Sequence[int], *more: Any) -> list[Any]:
-        """Return the results of ``requests``, computed by all ranks, in order.
+        """Compute ``requests`` on all ranks, a few batches at a time, and return the results in order.
 
         Raises:
             StopRequest: a rank was asked to stop.
@@ -139,7 +140,7 @@ class ModelOfAllRanks:
         return [results_by_idx[idx] for idx in range(len(requests))]
 
     def _do(self, name: str, *args: Any) -> tuple[list[Any], bool]:
-        """Call a method; return its result, and True if any rank was asked to stop. Collective."""
+        """Call method ``name``; return (its result, True if any rank was asked to stop). Collective."""
         results = getattr(self, name)(*args)
         return results, any(self.world.gather_objects(self._is_stopping()))
 
@@ -173,7 +174,10 @@ class ModelOfAllRanks:
         return [all_texts[idx] for idx in range(len(prompts))]
 
     def _is_stopped(self, tokens: Sequence[int], stops: Sequence[str]) -> bool:
-        """Return True if the last of ``tokens`` contain a stop string; each token has at least one byte."""
+        """Return True if the end of ``tokens`` contains a stop string.
+
+        Each token has at least one byte, so the length of the longest stop string limits the tokens to decode.
+        """
         if not stops:
             return False
         text = self.prompts.decode(tokens[-max(len(stop.encode()) for stop in stops) - 2 :])

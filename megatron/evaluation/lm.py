@@ -20,10 +20,10 @@ from megatron.tokenizer.chat import ChatTemplate
 # Texts are encoded as in lm_eval's Hugging Face model, so that results are comparable:
 #
 # * Spaces at the end of a context belong to the continuation.
-# * Context and continuation are encoded together; the continuation is the tokens after the number of tokens that the
-#   context has when it is encoded separately.
+# * Context and continuation are encoded together. If the context alone has n tokens, the tokens after the first n are
+#   the continuation.
 # * A context that is too long is truncated at its start.
-# * An empty context is replaced by the token after which documents start.
+# * An empty context is replaced by the token that precedes each document in training.
 
 MAX_NEW_TOKENS = 256
 """Default maximum for generated texts if a task specifies none, as in lm_eval."""
@@ -89,7 +89,7 @@ class DecoderLM(LM):  # type: ignore[misc]
 
     @property
     def prefix(self) -> int:
-        """The token after which texts start."""
+        """The token that precedes each text: the last one that the tokenizer adds, or the end-of-document token."""
         return self._front[-1] if self._front else self.tokenizer.eod_id
 
     @property
@@ -155,7 +155,7 @@ def writing_of(given: dict[str, Any]) -> Writing:
     """Return the generation parameters in a task's ``generation_kwargs``.
 
     Raises:
-        DataError: an unsupported setting.
+        DataError: a setting is not supported.
     """
     remaining = dict(given)
     lengths = [remaining.pop(name) for name in _LENGTHS if name in remaining]

@@ -15,7 +15,7 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     """Return the tool's options.
 
     Raises:
-        ConfigError: lists all problems.
+        ConfigError: options are invalid; the message lists all problems.
     """
     parser = model_parser(description)
     add = parser.add_argument
@@ -48,7 +48,7 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
 
 
 def starts_ranks(args: argparse.Namespace) -> bool:
-    """Return True if the tool must start the ranks of its layout itself: no launcher has started several ranks."""
+    """Return True if the layout needs several ranks and no launcher has started them, so that the tool must do so."""
     t, p = args.model_parallel_size, args.pipe_parallel_size
     return "WORLD_SIZE" not in os.environ and min(t, p) > 0 and t * p > 1
 

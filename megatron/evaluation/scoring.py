@@ -24,7 +24,7 @@ from megatron.mpu.mappings import gather_from_sequence_region
 MAX_TOKENS = 16384
 """Default maximum number of tokens in a batch, including padding."""
 _LOGITS_AT_ONCE = 1 << 24
-"""Elements of a chunk of logits on a rank, of 8 bytes each during scoring."""
+"""Number of logits per chunk on a rank. During scoring, each logit takes 8 bytes."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Score:
 
 
 def row_of(context: Sequence[int], continuation: Sequence[int], max_length: int) -> Row:
-    """Return the row that scores ``continuation``; the context loses its start if there are too many tokens.
+    """Return the row that scores ``continuation`` after ``context``.
 
-    A row has at most ``max_length`` input tokens.
+    A row has at most ``max_length`` input tokens. A longer context is truncated at its start.
 
     Raises:
-        DataError: the continuation is longer than that.
+        DataError: the continuation has more than ``max_length`` tokens.
     """
     if len(continuation) > max_length:
         raise DataError(
@@ -76,7 +76,7 @@ def row_of(context: Sequence[int], continuation: Sequence[int], max_length: int)
 
 
 def rolling_rows(tokens: Sequence[int], prefix: int, max_length: int) -> list[Row]:
-    """Return rows that score each of ``tokens`` once, the first one given ``prefix``.
+    """Return rows that together score each of ``tokens`` once.
 
     The first row starts with ``prefix``. Each further row has as many input tokens as possible and scores the tokens
     that have not been scored, so that the last row, too, has the maximum context.
@@ -161,7 +161,7 @@ def _check(part: ModelStage, rows: Sequence[Row]) -> None:
 
 def _scores(part: ModelStage, rows: Sequence[Row]) -> list[Score]:
     """Return the scores of a batch. Collective over the replica."""
-    inputs: dict[tuple[int, ...], int] = {}  # choices of one token share their context
+    inputs: dict[tuple[int, ...], int] = {}  # one-token choices of a question have equal inputs
     columns = [inputs.setdefault(row.tokens[:-1], len(inputs)) for row in rows]
     tokens = _filled_up(part, list(inputs))
     reader = DecoderReader(part, tokens.shape[1])
@@ -215,9 +215,13 @@ def _of_positions(
 
     Collective over the replica.
 
+    Args:
+        picked: sequence index of each of the n positions.
+        of_batch: batch index of each of the n positions.
+
     Shapes:
         x      [s, b, h] on the stage of the last layer, None elsewhere
-        output fp64 [2, n]
+        output fp64 [2, n]: log-probabilities, token ids
     """
     parallel, num_positions = part.place, len(picked)
     padding = -num_positions % parallel.group.size if parallel.sequence_parallel else 0

@@ -65,7 +65,7 @@ def require_lm_eval(flag: str) -> None:
     """Check that lm_eval is installed.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: lm_eval is not installed.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(f"{flag} needs the package lm_eval, which is not installed here. Run {INSTALL}")
@@ -100,7 +100,10 @@ class LoadedTasks:
         """Names of the tasks that generate text."""
 
     def _opened(self) -> Any:
-        """Return the task index; only of the user's folder if it has all tasks, because indexing lm_eval's is slow."""
+        """Return lm_eval's task index.
+
+        If the user's folder has all tasks, only this folder is indexed, because indexing lm_eval's tasks is slow.
+        """
         from lm_eval.tasks import TaskManager
 
         if self.suite.include_path is None:
@@ -109,7 +112,7 @@ class LoadedTasks:
         folder_manager = TaskManager(include_path=folder, include_defaults=False)
         if (
             all(folder_manager.match_tasks([name]) for name in self.suite.tasks) and not folder_manager.all_groups
-        ):  # groups may contain tasks of lm_eval
+        ):  # groups may refer to lm_eval's tasks
             return folder_manager
         return TaskManager(include_path=folder)
 
@@ -145,7 +148,7 @@ class LoadedTasks:
                     f"the tasks {', '.join(self._names)} must run through, got {type(error).__name__}: {error}. "
                     "Correct their templates, functions or metrics"
                 ) from error
-        assert lm_eval_results is not None  # None only on other ranks than 0
+        assert lm_eval_results is not None  # lm_eval returns None only on ranks other than 0
         return _results(lm_eval_results)
 
     def _matched(self) -> tuple[str, ...]:
@@ -213,14 +216,14 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-# Checks of the user's task files before lm_eval reads them, whose errors name neither file nor line.
+# Checks of the user's task files before lm_eval reads them, because its errors name neither file nor line.
 
 
 def check_task_folder(folder: Path | None) -> None:
     """Check the task files (.yaml) in ``folder`` and the JSONL files that they name.
 
     Raises:
-        DataError: lists each problem with file and line.
+        DataError: files are invalid; the message lists each problem with file and line.
     """
     if folder is None:
         return
@@ -317,7 +320,7 @@ def read_suite(path: Path) -> Suite:
     """Return the suite described by a YAML (or TOML, JSON) file; include_path is relative to the file's folder.
 
     Raises:
-        ConfigError: names file and line of invalid settings.
+        ConfigError: a setting is invalid; the message names file and line.
     """
     from megatron.arguments.config_file import read_file
 

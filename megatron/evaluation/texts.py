@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # | PREFIX of PREFIX.bin and PREFIX.idx | the documents of the token file; bytes are counted in the decoded text |
 
 TOKENS_AT_ONCE = 1 << 20
-"""Approximate tokens of documents that are scored together; rows are sorted by length within them."""
+"""Approximate number of tokens that are scored in one call; rows are sorted by length within a call."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ class Document:
 def score_domains(
     model: ModelOfAllRanks, domains: Sequence[Domain], *, field: str = "text", limit: int | None = None
 ) -> list[TextScore]:
-    """Return the score of each domain. Rank 0 calls it, within ``model.lead``.
+    """Return the score of each domain. Called only on rank 0, within ``model.lead``.
 
     Args:
         field: key of the text in JSON lines.
         limit: number of documents per domain, taken from the start; None: all.
 
     Raises:
-        DataError: a file cannot be read; names file and line.
+        DataError: a file cannot be read; the message names file and line.
     """
     return [
         _score(model, domain.name, islice(documents(domain.path, model.prompts.tokenizer, field), limit))
@@ -103,7 +103,7 @@ def score_domains(
 
 
 def together(scores: Sequence[TextScore]) -> TextScore:
-    """Return the score of all domains together, in which all bytes have equal weight."""
+    """Return the score of all domains together: sums over all texts, not means over domains."""
     return TextScore(
         "all",
         sum(score.documents for score in scores),
@@ -143,7 +143,7 @@ def documents(path: Path, tokenizer: Tokenizer, field: str = "text") -> Iterator
     """Yield the documents of a file in order, without empty ones.
 
     Raises:
-        DataError: names the file, and the line if there is one.
+        DataError: the file, or a line in it, is invalid; the message names both.
     """
     if not path.is_file():
         if path.with_name(f"{path.name}.idx").is_file():

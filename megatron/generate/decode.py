@@ -39,7 +39,7 @@ def check_rows(what: str, rows: Rows, vocab_size: int) -> None:
 
 
 def limits_of(what: str, lengths: Sequence[int], max_new_tokens: int | None, positions: int | None) -> list[int]:
-    """Return the maximum number of new tokens per row: ``max_new_tokens``, or the default reduced to what fits.
+    """Return the maximum number of new tokens per row: ``max_new_tokens``, or the default limited by the positions.
 
     The last new token is not read by the model, so it needs no position.
 
@@ -72,7 +72,7 @@ def _cure(room: int, max_new_tokens: int | None) -> str:
 
 
 def check_length(what: str, lengths: Sequence[int], positions: int) -> None:
-    """Check that rows that the model only reads fit into the learned positions.
+    """Check that rows fit into the learned positions; no new tokens are appended to these rows.
 
     Raises:
         DataError: a row has more tokens than there are positions.
@@ -174,7 +174,7 @@ def generate_gpt2(
     Args:
         model: as in ``stage_of``.
         prompts: rows of tokens, the same on every rank of the replica.
-        max_new_tokens: maximum per prompt; None: 64, or fewer if the model's positions end earlier.
+        max_new_tokens: maximum per prompt; None: 64, or fewer if the learned positions do not suffice.
         eos_id: token that ends a row, and is its last token; None: no token does.
         sampling: None: choose the most likely token each time.
         keys: keys of the random numbers; None: ``keys_of(prompts)``.
@@ -184,7 +184,7 @@ def generate_gpt2(
 
     Raises:
         TypeError: the model is not a decoder.
-        DataError: rows that the model cannot process, or more tokens than positions.
+        DataError: rows are empty or contain tokens outside the vocabulary, or rows and new tokens exceed the positions.
         NumericsError: logits are NaN.
     """
     stage = stage_of(model)
@@ -204,7 +204,8 @@ def gpt2_limits(sizes: ModelArgs, prompts: Rows, max_new_tokens: int | None) -> 
     """Return the maximum number of new tokens of each prompt.
 
     Raises:
-        DataError: the model cannot process the prompts, or this many new tokens.
+        DataError: prompts are empty or contain tokens outside the vocabulary, or prompts and new tokens exceed the
+            positions.
     """
     check_rows("prompts", prompts, sizes.vocab_size)
     positions = sizes.max_position_embeddings if sizes.has_position_ids else None
@@ -235,7 +236,7 @@ def generate_t5(
 
     Raises:
         TypeError: the model is not a T5.
-        DataError: rows that the model cannot process, or more tokens than positions.
+        DataError: rows are empty or contain tokens outside the vocabulary, or rows and new tokens exceed the positions.
         NumericsError: logits are NaN.
     """
     stage = stage_of(model)
@@ -255,7 +256,8 @@ def t5_limits(sizes: T5ModelArgs, sources: Rows, max_new_tokens: int | None) -> 
     """Return the maximum number of tokens of each answer.
 
     Raises:
-        DataError: the model cannot process the sources, or this many tokens in an answer.
+        DataError: sources are empty or contain tokens outside the vocabulary, or sources or answers exceed the
+            positions.
     """
     check_rows("sources", sources, sizes.vocab_size)
     positions = None if sizes.is_relative else sizes.max_position_embeddings

@@ -36,7 +36,7 @@ from tds.partition import partition_balanced
 
 
 class WordTable(nn.Module):
-    """The word table without positions, for a tied head on another stage than the embedding."""
+    """The word table without positions, for a tied head on a different stage from the embedding."""
 
     def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
         super().__init__()
@@ -169,14 +169,14 @@ WRITES = ("decoder", "encoder-decoder")
 
 
 def open_model(path: Path, stack: ExitStack, world: Group = SINGLE) -> tuple[Checkpoint | Pretrained, Config]:
-    """Open ``path``; return it and the configuration of its model, including its tokenizer if it has one. Collective.
+    """Open a model and return (checkpoint, configuration of the model and, if present, its tokenizer). Collective.
 
     Args:
         path: a run folder (its newest checkpoint), a checkpoint, or a Hugging Face folder.
         stack: closes a Hugging Face folder on exit.
 
     Raises:
-        CheckpointError: there is no model of ours, or it is damaged.
+        CheckpointError: the path contains no model that this package can load, or the model is damaged.
     """
     if not weights.is_folder(path):
         checkpoint = open_folder(path, world)

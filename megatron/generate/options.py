@@ -46,7 +46,7 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     """Return the tool's options.
 
     Raises:
-        ConfigError: lists all problems.
+        ConfigError: options are invalid; the message lists all problems.
     """
     parser = model_parser(description)
     add = parser.add_argument
@@ -161,7 +161,7 @@ def _number_problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def layout_problems(args: argparse.Namespace, tool: str) -> Iterator[str]:
-    """Yield problems of the layout of ``args`` with the number of ranks that were started."""
+    """Yield a problem if the layout in ``args`` does not fit the number of started ranks."""
     t, p, size = args.model_parallel_size, args.pipe_parallel_size, world_size()
     if t < 1 or p < 1:
         yield f"--model-parallel-size and --pipe-parallel-size must be at least 1, got {t} and {p}"
@@ -174,12 +174,15 @@ def layout_problems(args: argparse.Namespace, tool: str) -> Iterator[str]:
 
 
 def world_size() -> int:
-    """Return the number of ranks that were started."""
+    """Return the number of started ranks."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _is_without_input() -> bool:
-    """Return True if standard input is the null device, as on the launcher's ranks (on rank 0 only without --stdin)."""
+    """Return True if standard input is the null device.
+
+    The launcher connects the standard input of all ranks to the null device, except that of rank 0 with --stdin.
+    """
     return os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
 
 
@@ -187,7 +190,7 @@ def read_prompts(args: argparse.Namespace) -> list[str] | None:
     """Return the prompts, or None for interactive use.
 
     Raises:
-        DataError: names the file, and the first line that is not a prompt.
+        DataError: the file cannot be read, or a line is not a prompt. The message names the file and the line.
     """
     if args.prompt:
         return args.prompt

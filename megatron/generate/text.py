@@ -35,7 +35,7 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 class Prompts:
     """Conversion of texts to tokens and back for one model.
 
-    The spelling of any other special token is ordinary text, as in training.
+    Apart from T5's sentinels, special tokens spelled out in a text are encoded as ordinary text, as in training.
 
     Args:
         tokens: T5's special tokens; None: the model is a decoder.
@@ -71,12 +71,13 @@ class Prompts:
     def encode(self, text: str) -> list[int]:
         """Return the model's input for ``text``.
 
-        Decoder: bos if the tokenizer adds it, text; for an empty prompt without bos the end-of-document token, because
-        documents start after one.
-        T5: mode token, text with its sentinels, end.
+        Decoder: the bos_token if the tokenizer adds one, then the text. An empty prompt without bos_token becomes the
+        end-of-document token, because documents start after such a token in training.
+        T5: the mode token, the text with its sentinels, the end token.
 
         Raises:
-            DataError: a sentinel that the model does not have, or an empty text without a token to start from.
+            DataError: the text has a sentinel that the model does not have, or it is empty and the tokenizer has
+                neither a bos_token nor an end-of-document token.
         """
         if self.tokens is not None:
             return [*self.opening, *self._with_sentinels(text), self.tokens.eos_id]
@@ -86,7 +87,7 @@ class Prompts:
         """Return the tokens of ``text``.
 
         Text after a sentinel is encoded as a continuation, not as a new text. Blanks before a sentinel are removed,
-        because the words of a span include theirs.
+        because the tokens of a span include the blank before its first word.
         """
         ids: list[int] = []
         pieces: list[str] = []
@@ -117,7 +118,8 @@ class Prompts:
         """Return the text of the model's output ``ids``, without the end token.
 
         Args:
-            behind: the prompt, for a decoder: a leading blank of a word may depend on the preceding token.
+            behind: the prompt, for a decoder. It is needed because a tokenizer may drop the leading blank of the
+                first token that it decodes.
         """
         output = list(ids[:-1] if ids and ids[-1] == self.eos_id else ids)
         if self.tokens is not None:
@@ -237,7 +239,7 @@ class TextGenerator:
         part: this rank's part of the model.
         data: the replicas, among which prompts are distributed.
         batch_size: prompts per forward pass.
-        max_new_tokens: maximum per answer; None: 64, or fewer if the learned positions end earlier.
+        max_new_tokens: maximum per answer; None: 64, or fewer if the learned positions do not suffice.
         sampling: None: choose the most likely token each time.
     """
 
@@ -251,14 +253,14 @@ class TextGenerator:
     def answer(self, texts: Sequence[str], on_text: OnText | None = None) -> list[Answer]:
         """Return the answer to each of ``texts``, the same on every rank. Collective over all ranks.
 
-        An answer depends neither on the layout nor on the other texts, except for sampling: equal texts have different
-        random numbers.
+        Answers do not depend on the layout or on the other texts. One exception: when sampling, equal texts get
+        different random numbers.
 
         Args:
             on_text: called with each new piece of the answer as it is generated; only for a single text.
 
         Raises:
-            DataError: a text that the model cannot process.
+            DataError: the model cannot process a text.
         """
         rows = self.encoded(texts)
         keys = keys_of(rows)
@@ -278,10 +280,10 @@ class TextGenerator:
         ]
 
     def encoded(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of all texts; all are checked together, so that messages have the user's prompt numbers.
+        """Return the tokens of all texts. They are checked together, so that messages have the user's prompt numbers.
 
         Raises:
-            DataError: a text that the model cannot process.
+            DataError: the model cannot process a text.
         """
         rows, sizes = [self.prompts.encode(text) for text in texts], self.part.sizes
         if isinstance(sizes, T5ModelArgs):
@@ -328,9 +330,9 @@ ROUND_S = 60.0
 
 
 def interactive(writer: TextGenerator, world: Group) -> None:
-    """Answer each line of standard input on standard output until its end. Collective; rank 0 reads and writes.
+    """Answer each line of standard input on standard output, until the input ends. Collective.
 
-    A line that cannot be answered is reported and skipped.
+    Only rank 0 reads and writes. A line that cannot be answered is reported and skipped.
     """
     for line in _lines(world):
         if not line.strip():
