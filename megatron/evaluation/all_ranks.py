@@ -51,7 +51,7 @@ class ModelOfAllRanks:
     """A decoder distributed over all ranks.
 
     Args:
-        part: this rank's part of the model.
+        part: this rank's stage of the model.
         prompts: the model's tokenizer.
         data: the replicas, among which rows are distributed.
         world: all ranks, communicating over the CPU.

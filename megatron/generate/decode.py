@@ -23,6 +23,9 @@ USUAL_TOKENS = 64
 def check_rows(what: str, rows: Rows, vocab_size: int) -> None:
     """Check the tokens of the user's rows.
 
+    Args:
+        what: name of the rows in messages.
+
     Raises:
         DataError: there are no rows, a row is empty, or a token is outside the vocabulary.
     """
@@ -73,6 +76,11 @@ def _cure(room: int, max_new_tokens: int | None) -> str:
 
 def check_length(what: str, lengths: Sequence[int], positions: int) -> None:
     """Check that rows fit into the learned positions; no new tokens are appended to these rows.
+
+    Args:
+        what: name of the rows in messages.
+        lengths: number of tokens in each row.
+        positions: number of learned positions.
 
     Raises:
         DataError: a row has more tokens than there are positions.

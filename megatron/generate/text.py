@@ -236,7 +236,7 @@ class TextGenerator:
     """Answers prompts with a model.
 
     Args:
-        part: this rank's part of the model.
+        part: this rank's stage of the model.
         data: the replicas, among which prompts are distributed.
         batch_size: prompts per forward pass.
         max_new_tokens: maximum per answer; None: 64, or fewer if the learned positions do not suffice.

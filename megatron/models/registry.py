@@ -68,7 +68,7 @@ def titles(*kinds: str) -> str:
 
 
 def is_common_decoder(family: str) -> bool:
-    """Return True if ``family`` only sets defaults of the common decoder: no section and no model class of its own."""
+    """Return True if ``family`` uses the common decoder and its settings, and only changes their defaults."""
     entry = FAMILIES.get(family)
     return entry is not None and entry.kind == "decoder" and not entry.has_section and entry.model == DECODER_MODEL
 
@@ -122,7 +122,7 @@ def _imported(name: str) -> Any:
 
 
 def bounds_of(config: Config, stages: int) -> list[int]:
-    """Return the layer bounds of the pipeline's chunks: --pipeline-model-parallel-layout, or balanced by cost."""
+    """Return the layer bounds of the pipeline chunks, from --pipeline-model-parallel-layout or balanced by cost."""
     parallel = config.parallel
     if parallel.pipeline_layout is not None and stages > 1:
         return layout_bounds(parse_layout(parallel.pipeline_layout))

@@ -238,7 +238,7 @@ class BertDataset:
         seq_length: tokens of a sample, including special tokens.
         has_pairs: samples have two segments; otherwise one.
         mask_prob: share of the text that is masked.
-        short_seq_prob: share of samples with a text of random length, from 2 on; these are padded.
+        short_seq_prob: share of samples with a text of random length, at least 2 tokens; these samples are padded.
         word_starts: bool[vocabulary], True for tokens that start a word; if given, words are masked as a whole.
         seed: the same on all ranks.
         cache: stores long document orders in files shared by all processes of this host; None: each process keeps them

@@ -77,7 +77,7 @@ def layer_specs(sizes: BertModelArgs, place: ParallelContext) -> list[LayerSpec]
 
 
 def boundary_before(layer: int, sizes: BertModelArgs, has_segments: bool) -> list[Boundary]:
-    """Return the tensors that cross into a stage whose first layer is ``layer`` of the list."""
+    """Return the tensors sent to a stage that starts with ``layer``, an index into ``layer_specs``."""
     if layer == sizes.num_layers + 2:
         return [Boundary("transformed states"), *([Boundary("next-sentence scores")] if sizes.binary_head else [])]
     return [Boundary("hidden states"), *([Boundary("segments", "int")] if has_segments else [])]

@@ -65,8 +65,8 @@ class Attention(nn.Module):
 
         Args:
             function: attention function of ``megatron.ops``, called as ``function(query, *args, **how)``.
-        args: further tensors, such as key and value.
-        how: keyword arguments of ``function``, such as the mask.
+            args: further tensors, such as key and value.
+            how: keyword arguments of ``function``, such as the mask.
         """
         core = partial(self._core, partial(function, **how))
         if self.is_recomputed and torch.is_grad_enabled():

@@ -166,7 +166,7 @@ class ModelPipe(PipelineModule):
         raise NotImplementedError
 
     def _is_checkpointable(self, funcs: Sequence[Any]) -> bool:
-        """Return True if ``funcs`` contain a transformer layer; DeepSpeed's rule depends on other class names."""
+        """Return True if ``funcs`` contain a layer of ``layer_classes``. Replaces DeepSpeed's check by class name."""
         return any(isinstance(func, self.layer_classes) for func in funcs)
 
 

@@ -130,7 +130,7 @@ def model_fields(hf_config: Any) -> dict[str, Any]:
 
 
 def _our_name(theirs: str) -> str | None:
-    """Return our name of the Hugging Face tensor ``theirs``, or None."""
+    """Return our name for the Hugging Face tensor ``theirs``, or None if the tensor is unknown."""
     if theirs == _THEIR_HEAD:
         return _HEAD
     stem, _, suffix = theirs.removeprefix("transformer.").rpartition(".")
@@ -143,7 +143,7 @@ def _our_name(theirs: str) -> str | None:
 
 
 def _their_name(ours: str) -> str | None:
-    """Return the Hugging Face name of our weight ``ours``, or None."""
+    """Return the Hugging Face name of our weight ``ours``, or None if the weight is unknown."""
     if ours == _HEAD:
         return _THEIR_HEAD
     stem, _, suffix = ours.rpartition(".")

@@ -101,7 +101,7 @@ _REFUSED = {"use_mrope": False, "use_bidirectional_attention": False, "quantizat
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """One ``model_type``.
+    """Settings of one ``model_type``: which of our settings it fixes and which ones its config.json can express.
 
     Args:
         architecture: name of the Hugging Face class.
@@ -541,7 +541,7 @@ def _one_by_one(theirs: Any, config: Config) -> None:
 
 
 def _needs(preset: Preset) -> tuple[str, ...]:
-    """Return the sizes that a model of the type requires."""
+    """Return the names of the size settings that a model of the type requires."""
     if preset.experts is None:
         return ()
     return ("num_experts", *(("moe_shared_expert_intermediate_size",) if preset.experts is QWEN2 else ()))

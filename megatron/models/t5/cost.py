@@ -51,9 +51,11 @@ class Sides(Protocol):
 
 @dataclass(frozen=True)
 class T5Costs(Costs):
-    """Costs of a T5 with ``sizes``, of which ``num_layers`` is not used, and ``sides``.
+    """Costs of a T5.
 
     Args:
+        sizes: dimensions of the layers; ``num_layers`` is not used.
+        sides: numbers of layers and sequence lengths of encoder and decoder.
         has_segments: batches have segments, so each sample has a mask.
         mask_bytes: bytes per element of a hidden dropout mask; 0 without dropout.
         is_blocked: attention in 32 bits or more is computed in blocks, as on a CPU without attention dropout.

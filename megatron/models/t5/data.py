@@ -148,7 +148,7 @@ def t5_tokens(tokenizer: Vocabulary, vocab_extra_ids: int, denoisers: Sequence[D
 def split_noise(
     sizes: Sequence[int], noise: int, spans: int, words: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the tokens, noise tokens and spans of each document after merging, int64[number of documents] each.
+    """Return the numbers of tokens, noise tokens and spans of each document after merging, each int64[documents].
 
     Args:
         sizes: tokens of each document of a window, in order.

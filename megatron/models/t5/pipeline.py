@@ -182,7 +182,7 @@ def layer_specs(sizes: T5ModelArgs, place: ParallelContext) -> list[LayerSpec]:
 
 
 def boundary_before(layer: int, sizes: T5ModelArgs, has_segments: bool) -> list[Boundary]:
-    """Return the tensors that cross into a stage whose first layer is ``layer`` of the list."""
+    """Return the tensors sent to a stage that starts with ``layer``, an index into ``layer_specs``."""
     units = t5_units(sizes.enc_layers, sizes.dec_layers)
     if layer >= units.dec_norm:
         return [Boundary("hidden states")]
