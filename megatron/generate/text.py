@@ -159,7 +159,7 @@ def opening_ids(tokenizer: Tokenizer, adds_bos: bool | None) -> list[int]:
 
 
 class ChatPrompts(Prompts):
-    """Texts as the user's turns of a conversation, rendered by a chat template; the model's output is a turn as well.
+    """Prompts for conversations: renders texts as the user's turns and the model's outputs as the assistant's turns.
 
     Args:
         template: the template with its tokenizer.

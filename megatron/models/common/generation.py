@@ -79,7 +79,7 @@ def stage_of(model: Any) -> ModelStage:
             a pipeline: the engine of ``megatron.training``, DeepSpeed or ``tds``.
 
     Raises:
-        TypeError: ``model`` is none of these.
+        TypeError: ``model`` has none of these types.
     """
     if isinstance(model, ModelStage):
         return model

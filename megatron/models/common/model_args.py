@@ -16,7 +16,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArgs(DecoderFeatures):
-    """Sizes and switches of a model; fields are named like the flags. Lengths are in tokens, probabilities in 0 ... 1."""
+    """Sizes and switches of a model, named like the flags. Lengths are in tokens, probabilities in 0 ... 1."""
 
     family: str = "gpt2"  # model family, a name in ``megatron.models.registry``
     num_layers: int

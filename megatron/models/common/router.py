@@ -203,7 +203,7 @@ def within_capacity(
 ) -> torch.Tensor:
     """Return a mask [s, b, k], True for each choice that is kept.
 
-    For each sample and expert, the first ``ceil(factor s k / E)`` choices are kept. ``moe_token_drop_policy`` sets their
+    For each sample and expert, the first ``ceil(factor s k / E)`` choices are kept. ``moe_token_drop_policy`` sets the
     order: by weight (ties by position) or by position. Collective if ranks have shards of a sequence.
 
     Shapes:

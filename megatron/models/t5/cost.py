@@ -248,7 +248,7 @@ class T5Costs(Costs):
         return Kept(tokens * (unsharded + sharded // tensor) + self_scores, tokens * h * width // sequence)
 
     def _decoder_kept(self, samples: int, tensor: int, width: int, sequence: int, is_joined: bool) -> Kept:
-        """Return the activations that a decoder layer saves for backward.
+        """Return the bytes of the activations that a decoder layer saves for backward.
 
         The hidden states are the input of three blocks. Cross-attention keys and values have the encoder's length.
         """

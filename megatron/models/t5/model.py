@@ -206,7 +206,7 @@ class T5Model(nn.Module):
     | norm | RMSNorm | LayerNorm with bias |
     | scores | not scaled | scaled by ``d ** -0.5`` |
     | input of a tied head | ``x h ** -0.5`` | ``x`` |
-    | dropout | as learned, and after activations and final norms | residual branches, embeddings, attention |
+    | dropout | as in CPM's variant, and after activations and final norms | residual branches, embeddings, attention |
 
     Shapes:
         enc_tokens [b, s_e], dec_tokens [b, s_d]
