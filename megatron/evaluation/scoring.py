@@ -94,7 +94,10 @@ OnRows = Callable[[int], None]
 
 
 def longest_row(part: ModelStage, wanted: int) -> int:
-    """Return the maximum number of input tokens: ``wanted``, limited by learned positions and divisible into shards."""
+    """Return the maximum number of input tokens per row.
+
+    This is ``wanted``, limited by the learned positions and rounded down to a multiple of the sequence shards.
+    """
     sizes, parallel = part.sizes, part.place
     length = min(wanted, sizes.max_position_embeddings) if sizes.has_position_ids else wanted
     return length // parallel.group.size * parallel.group.size if parallel.sequence_parallel else length

@@ -219,8 +219,8 @@ class Answer:
     """The model's answer to a prompt.
 
     Args:
-        text: without the prompt and the end token.
-        tokens: with the end token.
+        text: generated text, without the prompt and the end token.
+        tokens: generated tokens, including the end token.
         is_ended: the model ended the answer; otherwise the answer reached its maximum number of tokens.
     """
 

@@ -22,7 +22,7 @@ class Architecture:
     Args:
         name: the family or model type.
         family: the family that implements it.
-        settings: field -> value, for the fields of ``decoder.ARCHITECTURE``.
+        settings: values of the fields listed in ``decoder.ARCHITECTURE``, by field name.
         fixed: the subset of ``settings`` that all models of a model type share; empty for a family.
         needs: names of the size settings that a model of the type requires; they have no default.
     """

@@ -65,7 +65,7 @@ class DecoderLayers:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParts(Generic[Args]):
-    """The model of a family without pipeline stages, its arguments and its initial weights.
+    """The model of a family for runs without a pipeline, its arguments and its initial weights.
 
     Args:
         args: returns the model arguments of a configuration.

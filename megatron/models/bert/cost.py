@@ -51,7 +51,7 @@ class BertCosts(DecoderCosts):
         return [norm, *[1.0] * sizes.num_layers, norm + 2 * h * h / layer, decoder_cost.head_cost(sizes) / layer]
 
     def flops_per_token(self, *, causal: bool = False) -> float:
-        """Return the forward and backward FLOPs per token; attention is not causal."""
+        """Return the forward and backward FLOPs per token. ``causal`` counts half of the attention matrix."""
         h, transform = self.sizes.hidden_size, self._transform_parameters() / self.seq_length
         second_head = 6.0 * transform if self.heads.binary_head else 0.0
         return super().flops_per_token(causal=causal) + 6.0 * h * h + second_head

@@ -355,7 +355,7 @@ class BertDataset:
         """Return (start of the second segment, True if that segment is random, pieces of both segments)."""
         length = sum(piece.length for piece in pieces)
         start, stop = _longest(pieces)
-        if stop - start < 2:  # only documents of one token: any boundary separates two
+        if stop - start < 2:  # each document has one token, so that any boundary separates two documents
             return length // 2, True, pieces
         seam = start + 1 + int(words[_SEAM]) % (stop - start - 1)
         if _unit(words[_IS_RANDOM]) < 0.5:

@@ -153,7 +153,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def count_dropped(self, kept: torch.Tensor) -> None:
-        """Count the choices that are not ``kept``; like ``forward``, skip evaluation and recomputation."""
+        """Count the choices that are False in ``kept`` [s, b, k], except during evaluation and recomputation."""
         if self.training and not is_running():
             self.dropped += kept.logical_not().sum()
 

@@ -66,7 +66,7 @@ class RelativeBias(nn.Module):
         The gradient of a row is a sum over many distances; it is accumulated in fp32 for 16-bit weights.
 
         Shapes:
-            output [a/t, 2s - 1]
+            output [a/t, 2 size - 1]
         """
         distances = torch.arange(1 - size, size, device=self.weight.device)
         buckets = relative_buckets(
