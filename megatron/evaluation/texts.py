@@ -35,7 +35,7 @@ TOKENS_AT_ONCE = 1 << 20
 
 @dataclass(frozen=True)
 class Domain:
-    """Texts with a common score."""
+    """A named set of texts that receives one score."""
 
     name: str
     path: Path

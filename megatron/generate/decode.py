@@ -48,7 +48,7 @@ def limits_of(what: str, lengths: Sequence[int], max_new_tokens: int | None, pos
 
     Args:
         what: name of the rows in messages.
-        lengths: tokens before the new ones in each row.
+        lengths: number of existing tokens in each row.
         positions: number of learned positions; None: unlimited.
 
     Raises:

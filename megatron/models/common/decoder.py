@@ -50,7 +50,7 @@ class DecoderModel(nn.Module):
         self.head = Head(sizes, self.place) if sizes.untie_embeddings else None
 
     def units(self) -> list[nn.Module]:
-        """Return the modules that are split into pipeline stages, in order. A tied head is the embedding again."""
+        """Return the modules that are split into pipeline stages. For a tied head, the last one is the embedding."""
         return [self.embedding, *self.layers, self.final_norm, self.embedding if self.head is None else self.head]
 
     def forward(

@@ -246,7 +246,7 @@ class ExpertLoad:
     Attributes:
         layers: names of the layers with experts, such as "layers.2", in order.
         tokens: int64 [layers, E]: choices per expert, including dropped ones.
-        dropped: int64 [layers]: choices dropped by a capacity.
+        dropped: int64 [layers]: choices dropped by the expert capacity.
     """
 
     layers: tuple[str, ...]
@@ -267,7 +267,7 @@ class ExpertLoad:
         return ratios
 
     def dropped_share(self) -> list[float]:
-        """Return, per layer, the share of choices dropped by a capacity."""
+        """Return, per layer, the share of choices dropped by the expert capacity."""
         shares: list[float] = (self.dropped.double() / self.tokens.sum(1)).tolist()
         return shares
 

@@ -39,8 +39,8 @@ class Recompute:
     """Activation checkpointing for the layers of one pipeline stage, or of one side of an encoder-decoder model.
 
     Args:
-        slots: the ``slots`` argument of ``ActivationStorage``. None: enough for ``num_layers`` layers and one forward
-            in flight.
+        slots: function that returns (maximum number of saved inputs, maximum number of forwards in flight), passed to
+            ``ActivationStorage``. None: values for ``num_layers`` layers and one forward in flight.
         num_layers: number of layers. None: ``sizes.num_layers``.
 
     Attributes:

@@ -61,7 +61,7 @@ _THEIR_SETTINGS = {
     "gated-silu": "gated-silu",
 }
 Merge = tuple[str, tuple[str, ...]]
-"""One of our names, and the Hugging Face names whose row blocks are interleaved in it."""
+"""(our name, Hugging Face names of the tensors whose row blocks are interleaved in our weight)."""
 
 
 def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int, *, is_untied: bool) -> dict[str, torch.Tensor]:
@@ -162,13 +162,13 @@ def _drop_copies(theirs: dict[str, torch.Tensor], copies: tuple[str, ...]) -> No
 
 
 def _merges(theirs: dict[str, torch.Tensor]) -> list[Merge]:
-    """Return the merges of all layers in the Hugging Face names ``theirs``."""
+    """Return a ``Merge`` for each weight of the layers that ``theirs``, with Hugging Face names, contains."""
     gated = any(name.endswith(".wi_0") for name in theirs)
     return _all_merges(_layers(theirs, "block"), gated)
 
 
 def _merges_of_ours(ours: dict[str, torch.Tensor]) -> list[Merge]:
-    """Return the merges of all layers in our names ``ours``."""
+    """Return a ``Merge`` for each weight of the layers that ``ours``, with our names, contains."""
     gated = any(
         tensor.shape[0] == 2 * ours[name.replace("mlp.up", "mlp.down")].shape[1]
         for name, tensor in ours.items()
@@ -214,7 +214,12 @@ def _layer_merges(side: str, index: int, gated: bool) -> list[Merge]:
 
 
 def _recipe(name: str, parts: tuple[str, ...], rows: int, num_heads: int) -> WeightMapping:
-    """Return the mapping of our ``name`` from ``parts`` with ``rows`` rows each: interleaved by row (gate) or head."""
+    """Return the mapping of our weight ``name``.
+
+    Args:
+        parts: names of the Hugging Face tensors. Gate and value are interleaved row by row, other parts head by head.
+        rows: number of rows of each part.
+    """
     return WeightMapping(parts, blocks=rows if name.endswith(".mlp.up") else num_heads if len(parts) > 1 else 1)
 
 

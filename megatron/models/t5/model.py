@@ -151,7 +151,7 @@ def t5_model_args_from(model: Any, t5: Any, **overrides: Any) -> T5ModelArgs:
 def t5_rule(sizes: T5ModelArgs, std: float, *, is_given: bool = False) -> Rule:
     """Return the rule for T5's initial weights.
 
-    The variant with learned positions, and any variant if ``std`` was set explicitly (``is_given``), start as GPT-2.
+    The variant with learned positions, and any variant if ``std`` was set explicitly (``is_given``), use GPT-2's rule.
     Otherwise, with relative positions, the standard deviation is 1 for tables, ``n ** -0.5`` for a linear layer with n
     inputs, and ``(h d) ** -0.5`` for queries, because scores are not scaled. These are the factors of Hugging Face's
     ``_init_weights``.
@@ -229,7 +229,7 @@ class T5Model(nn.Module):
         self.head = Head(sizes, self.place) if sizes.untie_embeddings else None
 
     def units(self) -> list[nn.Module]:
-        """Return the modules that are split into stages, in the order of ``t5_units``; a tied head is the embedding."""
+        """Return the modules of ``t5_units``, in order. For a tied head, the last one is the embedding."""
         encoder, decoder = self.encoder, self.decoder
         enc_units = [self.embedding, *encoder.layers, encoder.final_norm]
         dec_units = [self.embedding, *decoder.layers, decoder.final_norm]

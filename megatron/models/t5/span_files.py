@@ -157,8 +157,8 @@ class SpanFilesDataset:
     """T5 samples from a set of three files; sample i is the dictionary that ``data.sample`` returns.
 
     Any i >= 0 is valid; its epoch is i // samples_per_epoch. Inputs are ``enc_seq_length`` - 1 tokens of the contexts
-    and the end token. Targets are padded or truncated to ``dec_seq_length``. Truncation in the first
-    samples is logged.
+    and the end token. Targets are padded or truncated to ``dec_seq_length``. Truncations in the first samples are
+    logged.
 
     Args:
         documents, seed, reset_attention_mask, cache: as in ``T5Dataset``.

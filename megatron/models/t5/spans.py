@@ -40,7 +40,7 @@ SHORTEST_TEXT = 2
 
 @dataclass(frozen=True)
 class Denoiser:
-    """A way to cut spans out of a text; ``weight`` is its share of the samples relative to the other denoisers."""
+    """A denoising task: how spans are cut out of a text. ``weight`` is its relative share of the samples."""
 
     kind: str
     noise_density: float
