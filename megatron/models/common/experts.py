@@ -94,8 +94,8 @@ class MoE(nn.Module):
 class Experts(nn.Module):
     """Dense feed-forward layers, named by expert index, whose products are computed together.
 
-    The class is not a ``ModuleDict``: ZeRO 3 gathers the elements of module containers one by one, when each of them is
-    called, but experts are not called individually.
+    The class is not a ``ModuleDict``, because ZeRO 3 would treat each element as a layer and gather its weights when it
+    is called. Experts are not called individually.
 
     Shapes:
         rows   [m, h], sorted by expert; ``counts`` [E] rows per expert

@@ -109,7 +109,7 @@ class GatedLinear(ColumnParallelLinear):
         """Compute one product with the even rows and one with the odd rows.
 
         A single product with the full weight would return gate and value as strided views. If weight gradients are
-        accumulated in place, a single product is required, and both views are copied to contiguous tensors.
+        accumulated in place, a single product is used nevertheless, and both views are copied to contiguous tensors.
         """
         if accumulates_in_place(self.weight):
             (interleaved,) = self.products(x, (self.weight, self.bias))

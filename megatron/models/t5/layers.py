@@ -128,7 +128,7 @@ class T5SelfAttention(SelfAttention):
 
 
 class CrossAttention(Attention):
-    """Multi-head attention to the encoder's output; neither variant has a relative bias in it.
+    """Multi-head attention to the encoder's output, without a relative bias.
 
     Shapes:
         x      [s_d, b, h], or this rank's shard of the sequence, depending on ``place``
