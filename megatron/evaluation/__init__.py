@@ -1,1 +1,1 @@
-"""Evaluation: log-likelihoods in any layout, tasks of lm_eval, perplexity of texts."""
+"""Evaluation in any layout: log-likelihoods, lm_eval tasks, and perplexity of texts."""

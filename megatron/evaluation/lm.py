@@ -1,4 +1,4 @@
-"""A model of this project as lm_eval (the Language Model Evaluation Harness) asks it. Imports lm_eval."""
+"""DecoderLM: a model of this project for lm_eval (the Language Model Evaluation Harness). Imports lm_eval."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ from megatron.generate.text import opening_ids
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.chat import ChatTemplate
 
-# Texts become tokens as lm_eval's own model of Hugging Face does it, so that numbers are comparable: spaces at the end
-# of a context belong to the continuation; context and continuation are encoded together, and the continuation is what
-# lies behind the context's own number of tokens; too long a context loses its beginning. An empty context is the token
-# behind which documents begin.
+# Texts are encoded as in lm_eval's Hugging Face model, so that results are comparable:
+#
+# * Spaces at the end of a context belong to the continuation.
+# * Context and continuation are encoded together. If the context alone has n tokens, the tokens after the first n are
+#   the continuation.
+# * A context that is too long is truncated at its start.
+# * An empty context is replaced by the token that precedes each document in training.
 
 MAX_NEW_TOKENS = 256
-"""Of a text that a task lets the model write without saying how long; lm_eval's own number."""
+"""Default maximum for generated texts if a task specifies none, as in lm_eval."""
 
 
 class DecoderLM(LM):  # type: ignore[misc]
-    """Scores and writes with a decoder; rank 0 makes it, within ``ModelOfAllRanks.lead``.
+    """Scores and generates texts with a decoder; created by rank 0, within ``ModelOfAllRanks.lead``.
 
     Args:
-        chat: what renders messages, where tasks are asked with a chat template.
-        add_bos_token: start each context with the bos_token, unless a chat template has written it; None: if the
+        chat: renders messages if a chat template is applied.
+        add_bos_token: start each context with the bos_token, unless a chat template has written it. None: if the
             tokenizer does so.
     """
 
@@ -44,14 +47,14 @@ class DecoderLM(LM):  # type: ignore[misc]
         self._front = opening_ids(self.tokenizer, add_bos_token)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return (log-probability, whether it is the likeliest text) of each request's continuation."""
+        """Return (log-probability, True if it is the greedy continuation) of each request's continuation."""
         rows = [self.row(*request.args) for request in requests]
         scores = [(score.logprob, score.is_greedy) for score in self.model.score(rows)]
         self._keep("loglikelihood", requests, scores)
         return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each request's whole text; each of its tokens is predicted once."""
+        """Return the log-probability of each request's full text; each token is predicted once."""
         length = self.model.max_length
         texts = [rolling_rows(self.encode(request.args[0]), self.prefix, length) for request in requests]
         scores = iter(self.model.score([row for rows in texts for row in rows]))
@@ -60,36 +63,38 @@ class DecoderLM(LM):  # type: ignore[misc]
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return what the model writes behind each request's context, up to a stop, which is left out.
+        """Return the generated continuation of each request's context, up to and excluding a stop string.
 
-        With a chat template the end of a turn is one, too.
+        With a chat template, the end of a turn also ends the text.
         """
         groups: dict[Writing, list[int]] = {}
         end_id = None if self.chat is None else self.chat.stop_id
-        for place, request in enumerate(requests):
-            groups.setdefault(replace(writing_of(request.args[1]), end_id=end_id), []).append(place)
-        found: dict[int, str] = {}
-        for how, places in groups.items():
-            room = self.model.max_length - how.max_new_tokens
+        for idx, request in enumerate(requests):
+            groups.setdefault(replace(writing_of(request.args[1]), end_id=end_id), []).append(idx)
+        texts_by_idx: dict[int, str] = {}
+        for writing, indices in groups.items():
+            room = self.model.max_length - writing.max_new_tokens
             if room < 1:
                 raise DataError(
                     f"a task must let the model write fewer tokens than the {self.model.max_length} that it reads, got "
-                    f"{how.max_new_tokens}. Lower max_gen_toks of the task, or raise --max-length"
+                    f"{writing.max_new_tokens}. Lower max_gen_toks of the task, or raise --max-length"
                 )
-            prompts = [self._opened(self.encode(requests[place].args[0])) or [self.prefix] for place in places]
-            found.update(zip(places, self.model.write([prompt[-room:] for prompt in prompts], how), strict=True))
-        texts = [found[place] for place in range(len(requests))]
+            prompts = [self._opened(self.encode(requests[idx].args[0])) or [self.prefix] for idx in indices]
+            texts_by_idx.update(
+                zip(indices, self.model.write([prompt[-room:] for prompt in prompts], writing), strict=True)
+            )
+        texts = [texts_by_idx[idx] for idx in range(len(requests))]
         self._keep("generate_until", requests, texts)
         return texts
 
     @property
     def prefix(self) -> int:
-        """The token behind which texts begin."""
+        """The token that precedes each text: the last one that the tokenizer adds, or the end-of-document token."""
         return self._front[-1] if self._front else self.tokenizer.eod_id
 
     @property
     def tokenizer_name(self) -> str:
-        """What lm_eval's cache of requests tells tokenizers and chat templates apart by."""
+        """Key of the tokenizer and the chat template in lm_eval's cache of requests."""
         return f"{self.tokenizer.identity}-{self.chat.key if self.chat else ''}".replace("/", "_")
 
     def chat_template(self, chat_template: bool | str = False) -> str:
@@ -97,38 +102,38 @@ class DecoderLM(LM):  # type: ignore[misc]
         return self.chat.text if self.chat is not None and chat_template else ""
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return messages as a text; without ``add_generation_prompt`` the last of them is to go on."""
+        """Render messages; without ``add_generation_prompt`` the last message is left open to be continued."""
         assert self.chat is not None
         if add_generation_prompt:
             return self.chat.render(chat_history, add_generation_prompt=True)
-        *ahead, last = chat_history
-        return self.chat.render(ahead, add_generation_prompt=True) + last["content"]
+        *previous, last = chat_history
+        return self.chat.render(previous, add_generation_prompt=True) + last["content"]
 
     def encode(self, text: str) -> list[int]:
-        """Return tokens; in a rendered conversation what spells a control token is that token."""
+        """Return the tokens of ``text``; in a rendered conversation, spelled-out control tokens are recognised."""
         if self.chat is None:
             return self.tokenizer.encode(text)
         return self.chat.tokenizer.encode_rendered(text)[0]
 
     def row(self, context: str, continuation: str) -> Row:
-        """Return the row that scores ``continuation`` behind ``context``."""
+        """Return the row that scores ``continuation`` after ``context``."""
         if not context:
             tokens = self.encode(continuation)
             self._require(tokens, continuation)
-            if tokens[0] == self.prefix and len(tokens) > 1:  # it has one already
+            if tokens[0] == self.prefix and len(tokens) > 1:  # starts with the prefix already
                 return row_of(tokens[:1], tokens[1:], self.model.max_length)
             return row_of([self.prefix], tokens, self.model.max_length)
-        kept = context.rstrip()
-        context, continuation = kept, context[len(kept) :] + continuation
-        own = self.encode(context)
-        tokens = self.encode(context + continuation)[len(own) :] or self.encode(continuation)
+        stripped = context.rstrip()
+        context, continuation = stripped, context[len(stripped) :] + continuation
+        context_ids = self.encode(context)
+        tokens = self.encode(context + continuation)[len(context_ids) :] or self.encode(continuation)
         self._require(tokens, continuation)
-        return row_of(self._opened(own) or [self.prefix], tokens, self.model.max_length)
+        return row_of(self._opened(context_ids) or [self.prefix], tokens, self.model.max_length)
 
     def _opened(self, tokens: list[int]) -> list[int]:
-        """Return the tokens of a context after the bos_token, which a chat template may have written already."""
-        has_it = tokens[: len(self._front)] == self._front
-        return tokens if has_it else [*self._front, *tokens]
+        """Return the tokens of a context with the bos_token at the start, unless a chat template has written it."""
+        is_opened = tokens[: len(self._front)] == self._front
+        return tokens if is_opened else [*self._front, *tokens]
 
     def _require(self, tokens: Sequence[int], continuation: str) -> None:
         if not tokens:
@@ -138,7 +143,7 @@ class DecoderLM(LM):  # type: ignore[misc]
             )
 
     def _keep(self, kind: str, requests: Sequence[Any], results: Sequence[Any]) -> None:
-        """Give lm_eval's cache of results what it may keep."""
+        """Add results to lm_eval's cache."""
         for request, result in zip(requests, results, strict=True):
             self.cache_hook.add_partial(kind, request.args, result)
 
@@ -147,22 +152,25 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 
 
 def writing_of(given: dict[str, Any]) -> Writing:
-    """Return how a task wants a text written: its ``generation_kwargs``.
+    """Return the generation parameters in a task's ``generation_kwargs``.
 
     Raises:
-        DataError: something that this project cannot do.
+        DataError: a setting is not supported.
     """
-    left = dict(given)
-    lengths = [left.pop(name) for name in _LENGTHS if name in left]
-    until = left.pop("until", None) or []
+    remaining = dict(given)
+    lengths = [remaining.pop(name) for name in _LENGTHS if name in remaining]
+    until = remaining.pop("until", None) or []
     stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
-    temperature, is_asked = left.pop("temperature", None), left.pop("do_sample", None)
-    is_drawn = bool(temperature) if is_asked is None else bool(is_asked) and temperature != 0
-    drawing: dict[str, Any] = {"top_k": int(left.pop("top_k", 0) or 0), "top_p": float(left.pop("top_p", 1.0) or 1.0)}
-    if left:
+    temperature, do_sample = remaining.pop("temperature", None), remaining.pop("do_sample", None)
+    is_sampled = bool(temperature) if do_sample is None else bool(do_sample) and temperature != 0
+    truncation: dict[str, Any] = {
+        "top_k": int(remaining.pop("top_k", 0) or 0),
+        "top_p": float(remaining.pop("top_p", 1.0) or 1.0),
+    }
+    if remaining:
         raise DataError(
             f"generation_kwargs of a task may be until, {', '.join(_LENGTHS)}, do_sample, temperature, top_k, top_p, "
-            f"got {', '.join(sorted(left))}. Leave it out"
+            f"got {', '.join(sorted(remaining))}. Leave it out"
         )
-    sampling = Sampling(temperature=float(temperature or 1.0), **drawing) if is_drawn else None
+    sampling = Sampling(temperature=float(temperature or 1.0), **truncation) if is_sampled else None
     return Writing(lengths[0] if lengths else MAX_NEW_TOKENS, stops, sampling)

@@ -1,4 +1,4 @@
-"""The options of tools/evaluate.py. Imports no torch: a mistake is told at once."""
+"""The options of tools/evaluate.py. Does not import torch, so that errors appear at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     """Return the tool's options.
 
     Raises:
-        ConfigError: naming everything that cannot be.
+        ConfigError: options are invalid; the message lists all problems.
     """
     parser = model_parser(description)
     add = parser.add_argument
@@ -48,7 +48,7 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
 
 
 def starts_ranks(args: argparse.Namespace) -> bool:
-    """Whether the tool, which nobody has started on several ranks, is to start those of its layout itself."""
+    """Return True if the layout needs several ranks and no launcher has started them, so that the tool must do so."""
     t, p = args.model_parallel_size, args.pipe_parallel_size
     return "WORLD_SIZE" not in os.environ and min(t, p) > 0 and t * p > 1
 
@@ -56,21 +56,21 @@ def starts_ranks(args: argparse.Namespace) -> bool:
 def _problems(args: argparse.Namespace) -> Iterator[str]:
     if not args.tasks and not args.texts:
         yield "--tasks or --texts must say what is evaluated, got neither"
-    of_tasks = {
+    task_flags = {
         "--include-path": args.include_path, "--num-fewshot": args.num_fewshot,
         "--apply-chat-template": args.apply_chat_template, "--log-samples": args.log_samples,
     }  # fmt: skip
-    for flag in (flag for flag, value in of_tasks.items() if value not in (None, False) and not args.tasks):
+    for flag in (flag for flag, value in task_flags.items() if value not in (None, False) and not args.tasks):
         yield f"{flag} is for --tasks, got none. Add --tasks, or leave it out"
-    of_chat = {"--chat-template": args.chat_template, "--system-instruction": args.system_instruction}
-    for flag in (flag for flag, value in of_chat.items() if value is not None and not args.apply_chat_template):
+    chat_flags = {"--chat-template": args.chat_template, "--system-instruction": args.system_instruction}
+    for flag in (flag for flag, value in chat_flags.items() if value is not None and not args.apply_chat_template):
         yield f"{flag} acts with --apply-chat-template only. Add it, or leave {flag} out"
-    for flag, value, least in (
+    for flag, value, minimum in (
         ("--limit", args.limit, 1), ("--num-fewshot", args.num_fewshot, 0), ("--max-length", args.max_length, 1),
         ("--max-tokens", args.max_tokens, 1),
     ):  # fmt: skip
-        if value is not None and value < least:
-            yield f"{flag} must be at least {least}, got {value}"
+        if value is not None and value < minimum:
+            yield f"{flag} must be at least {minimum}, got {value}"
     if args.log_samples and args.output is None:
         yield "--log-samples writes into --output, got none. Name it"
     if args.output is not None and not args.output.parent.is_dir():

@@ -1,4 +1,4 @@
-"""Tasks of lm_eval: which there are, files of one's own checked ahead, and the results of a run of them."""
+"""Tasks of lm_eval: available tasks, checks of the user's task files, and the results of an evaluation."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from megatron.evaluation.lm import DecoderLM
 
 OUTPUT_TYPES = ("loglikelihood", "loglikelihood_rolling", "generate_until", "multiple_choice")
-"""How a task may ask a model."""
+"""Request types of tasks."""
 INSTALL = "pip install -e '.[eval]', or pip install 'lm_eval>=0.4.13,<0.5'"
 
 
 @dataclass(frozen=True)
 class Suite:
-    """What is evaluated.
+    """The tasks to evaluate and their settings.
 
     Args:
         tasks: names of tasks, groups and tags.
-        include_path: a folder of task files of one's own, beside those of lm_eval.
-        num_fewshot: solved examples ahead of each question; None: what the task says.
-        limit: of each task the first so many examples; None: all.
+        include_path: a folder with the user's task files, in addition to those of lm_eval.
+        num_fewshot: solved examples before each question; None: the task's default.
+        limit: number of examples per task, taken from the start; None: all.
         apply_chat_template: render questions as a user's turns.
         system_instruction: with a chat template, the system message.
         fewshot_as_multiturn: with a chat template, solved examples are turns.
@@ -48,13 +48,12 @@ class Suite:
 
 @dataclass(frozen=True)
 class Results:
-    """What was found.
+    """Results of an evaluation.
 
     Args:
-        metrics: of each task and group, in the order in which they were asked for; metric -> number, as "acc" or
-            "acc,none_stderr".
-        notes: of each task what lm_eval says of it: version, number of examples, of solved examples.
-        samples: of each task the questions and answers one by one, where they were asked for.
+        metrics: for each task and group, in the requested order: metric -> value, such as "acc" or "acc,none_stderr".
+        notes: for each task, lm_eval's description: version, number of examples and of solved examples.
+        samples: for each task, the individual questions and answers, if requested.
     """
 
     metrics: dict[str, dict[str, float]]
@@ -66,17 +65,17 @@ def require_lm_eval(flag: str) -> None:
     """Check that lm_eval is installed.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: lm_eval is not installed.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(f"{flag} needs the package lm_eval, which is not installed here. Run {INSTALL}")
 
 
 class LoadedTasks:
-    """The tasks of a suite, opened: a task that cannot be read is an error ahead of the work.
+    """The loaded tasks of a suite; loading fails before the evaluation if a task cannot be read.
 
     Args:
-        kind: of the device whose random numbers are left as they are.
+        kind: device type whose random state is preserved.
 
     Raises:
         ConfigError: lm_eval is missing, or has no such task.
@@ -92,40 +91,45 @@ class LoadedTasks:
             self._names = self._matched()
             try:
                 loaded = self._manager.load(list(self._names))["tasks"]
-            except Exception as error:  # whatever a task's own code raises
+            except Exception as error:  # a task's code can raise anything
                 raise DataError(
                     f"the tasks {', '.join(self._names)} cannot be opened: {type(error).__name__}: {error}. Their "
                     "examples come from the hub, unless the task file names files of your own"
                 ) from error
         self.that_write = [name for name, task in loaded.items() if task.OUTPUT_TYPE == "generate_until"]
-        """Names of the tasks that let the model write."""
+        """Names of the tasks that generate text."""
 
     def _opened(self) -> Any:
-        """Return the index of tasks: of the own folder alone where that has all, since thousands take long."""
+        """Return lm_eval's task index.
+
+        If the user's folder has all tasks, only this folder is indexed, because indexing lm_eval's tasks is slow.
+        """
         from lm_eval.tasks import TaskManager
 
         if self.suite.include_path is None:
             return TaskManager()
-        own = str(self.suite.include_path)
-        few = TaskManager(include_path=own, include_defaults=False)
-        if all(few.match_tasks([name]) for name in self.suite.tasks) and not few.all_groups:  # they may hold theirs
-            return few
-        return TaskManager(include_path=own)
+        folder = str(self.suite.include_path)
+        folder_manager = TaskManager(include_path=folder, include_defaults=False)
+        if (
+            all(folder_manager.match_tasks([name]) for name in self.suite.tasks) and not folder_manager.all_groups
+        ):  # groups may refer to lm_eval's tasks
+            return folder_manager
+        return TaskManager(include_path=folder)
 
     def evaluate(self, lm: DecoderLM, *, keeps_samples: bool = False) -> Results:
-        """Return what ``lm`` makes of the tasks.
+        """Return the results of ``lm`` on the tasks.
 
-        Random numbers of the process are left as they were: lm_eval sets all seeds.
+        The random states of the process are preserved; lm_eval sets all seeds.
 
         Raises:
-            DataError: a task's own templates, functions or metrics fail; where is on standard error.
+            DataError: a task's templates, functions or metrics fail; the traceback is on standard error.
         """
         import lm_eval
 
         suite = self.suite
         with _quiet(), kept_random_state(self._kind):
             try:
-                found = lm_eval.simple_evaluate(
+                lm_eval_results = lm_eval.simple_evaluate(
                     model=lm,
                     tasks=list(self._names),
                     num_fewshot=suite.num_fewshot,
@@ -138,26 +142,26 @@ class LoadedTasks:
                 )
             except JobError:
                 raise
-            except Exception as error:  # whatever a task's own code raises
+            except Exception as error:  # a task's code can raise anything
                 traceback.print_exc()
                 raise DataError(
                     f"the tasks {', '.join(self._names)} must run through, got {type(error).__name__}: {error}. "
                     "Correct their templates, functions or metrics"
                 ) from error
-        assert found is not None  # that is for ranks beyond 0
-        return _results(found)
+        assert lm_eval_results is not None  # lm_eval returns None only on ranks other than 0
+        return _results(lm_eval_results)
 
     def _matched(self) -> tuple[str, ...]:
-        known = self._manager.all_tasks
+        all_tasks = self._manager.all_tasks
         names = []
         for name in self.suite.tasks:
-            if found := self._manager.match_tasks([name]):
-                names += found
+            if matches := self._manager.match_tasks([name]):
+                names += matches
                 continue
-            near = difflib.get_close_matches(name, known, n=3)
+            suggestions = difflib.get_close_matches(name, all_tasks, n=3)
             raise ConfigError(
-                f"a task must be one of lm_eval's {len(known)} or of --include-path, got {name!r}. "
-                + (f"Did you mean {' or '.join(near)}?" if near else "lm_eval ls tasks lists them")
+                f"a task must be one of lm_eval's {len(all_tasks)} or of --include-path, got {name!r}. "
+                + (f"Did you mean {' or '.join(suggestions)}?" if suggestions else "lm_eval ls tasks lists them")
             )
         return tuple(dict.fromkeys(names))
 
@@ -165,8 +169,8 @@ class LoadedTasks:
 def _results(found: Mapping[str, Any]) -> Results:
     metrics, notes = dict[str, dict[str, float]](), dict[str, dict[str, Any]]()
     for name, values in {**found["results"], **found.get("groups", {})}.items():
-        numbers = {key: float(value) for key, value in values.items() if _is_number(key, value)}
-        metrics[name] = {key.removesuffix(",none"): value for key, value in numbers.items()}
+        numeric = {key: float(value) for key, value in values.items() if _is_number(key, value)}
+        metrics[name] = {key.removesuffix(",none"): value for key, value in numeric.items()}
         notes[name] = {
             "alias": str(values.get("alias", name)),
             "version": found.get("versions", {}).get(name),
@@ -182,7 +186,7 @@ def _is_number(key: str, value: Any) -> bool:
 
 @contextmanager
 def kept_random_state(kind: str = "cpu") -> Iterator[None]:
-    """Put the random states of Python, NumPy, torch's CPU and the device back afterwards."""
+    """Restore the random states of Python, NumPy, torch's CPU generator and the device on exit."""
     import numpy as np
 
     from megatron import device
@@ -198,28 +202,28 @@ def kept_random_state(kind: str = "cpu") -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Show of lm_eval's own log what is a warning or worse."""
+    """Log only errors of lm_eval and its libraries."""
     import logging
 
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets", "httpx")]
-    levels = [one.level for one in loggers]
-    for one in loggers:
-        one.setLevel(logging.ERROR)
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for one, level in zip(loggers, levels, strict=True):
-            one.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
-# Task files of one's own, checked before lm_eval reads them: it names neither file nor line.
+# Checks of the user's task files before lm_eval reads them, because its errors name neither file nor line.
 
 
 def check_task_folder(folder: Path | None) -> None:
-    """Check the task files (.yaml) of ``folder`` and the JSONL files that they name.
+    """Check the task files (.yaml) in ``folder`` and the JSONL files that they name.
 
     Raises:
-        DataError: naming file and line of each thing that is wrong.
+        DataError: files are invalid; the message lists each problem with file and line.
     """
     if folder is None:
         return
@@ -251,91 +255,91 @@ def _problems_of_task(path: Path) -> Iterator[str]:
     keys = {key.value: value for key, value in root.value if isinstance(key.value, str)}
     if not {"task", "group", "include"} & set(keys):
         yield f"{path}:{root.start_mark.line + 1}: a task file must name its task, got no key task (or group)"
-    kind = keys.get("output_type")
-    if kind is not None and kind.value not in OUTPUT_TYPES:
-        at = f"{path}:{kind.start_mark.line + 1}"
-        yield f"{at}: output_type must be one of {', '.join(OUTPUT_TYPES)}, got {kind.value!r}"
+    output_type = keys.get("output_type")
+    if output_type is not None and output_type.value not in OUTPUT_TYPES:
+        location = f"{path}:{output_type.start_mark.line + 1}"
+        yield f"{location}: output_type must be one of {', '.join(OUTPUT_TYPES)}, got {output_type.value!r}"
     source = keys.get("dataset_path")
     if source is not None and source.value == "json":
         yield from _problems_of_examples(path, keys.get("dataset_kwargs"))
 
 
 def _problems_of_examples(path: Path, given: Any) -> Iterator[str]:
-    """Yield what is wrong with the JSONL files of a task; other forms are left to the library ``datasets``."""
+    """Yield problems of a task's JSONL files; the ``datasets`` library checks other formats."""
     import yaml
 
-    inner = {key.value: value for key, value in given.value} if isinstance(given, yaml.MappingNode) else {}
-    files = inner.get("data_files")
+    options = {key.value: value for key, value in given.value} if isinstance(given, yaml.MappingNode) else {}
+    files = options.get("data_files")
     if files is None:
         line = given.start_mark.line + 1 if given is not None else 1
         yield f"{path}:{line}: with dataset_path: json, dataset_kwargs must name data_files, got none"
         return
     for node in _scalars(files):
-        place = Path(node.value)
+        data_path = Path(node.value)
         if "://" in node.value or "*" in node.value:
             continue
-        if not place.is_file():
+        if not data_path.is_file():
             yield (
                 f"{path}:{node.start_mark.line + 1}: data_files must be there, got {node.value} (taken from the folder "
                 "where the command runs). Correct the path"
             )
-        elif place.suffix == ".jsonl":
-            yield from _problems_of_lines(place)
+        elif data_path.suffix == ".jsonl":
+            yield from _problems_of_lines(data_path)
 
 
 def _scalars(node: Any) -> Iterator[Any]:
     if node.id == "scalar":
         yield node
         return
-    for each in node.value:
-        yield from _scalars(each[1] if isinstance(each, tuple) else each)
+    for child in node.value:
+        yield from _scalars(child[1] if isinstance(child, tuple) else child)
 
 
 def _problems_of_lines(path: Path) -> Iterator[str]:
     first: set[str] | None = None
     with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
+        for line_number, line in enumerate(file, 1):
             try:
                 example = json.loads(line)
                 problem = None if isinstance(example, dict) else f"a {type(example).__name__}"
             except ValueError as error:
                 problem = str(error)
             if problem is not None:
-                yield f"{path}:{number}: each line must be a JSON object, got {problem}. Correct it"
+                yield f"{path}:{line_number}: each line must be a JSON object, got {problem}. Correct it"
                 return
             first = set(example) if first is None else first
-            if missing := first - set(example):
+            if missing_fields := first - set(example):
                 yield (
-                    f"{path}:{number}: each example must have the fields of the first, got none for "
-                    f"{', '.join(sorted(missing))}. Add them"
+                    f"{path}:{line_number}: each example must have the fields of the first, got none for "
+                    f"{', '.join(sorted(missing_fields))}. Add them"
                 )
                 return
 
 
 def read_suite(path: Path) -> Suite:
-    """Return the suite that a YAML (or TOML, JSON) file describes; include_path is taken from the file's folder.
+    """Return the suite described by a YAML (or TOML, JSON) file; include_path is relative to the file's folder.
 
     Raises:
-        ConfigError: naming file and line of what cannot be.
+        ConfigError: a setting is invalid; the message names file and line.
     """
     from megatron.arguments.config_file import read_file
 
     text = read_file(str(path))
-    known = {each.name for each in fields(Suite)}
+    names = {suite_field.name for suite_field in fields(Suite)}
     for name in text.values:
-        if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{text.where(name)}: keys may be {', '.join(sorted(known))}, got {name}.{hint}")
+        if name not in names:
+            matches = difflib.get_close_matches(name, sorted(names), n=1)
+            hint = f" Did you mean {matches[0]}?" if matches else ""
+            raise ConfigError(f"{text.where(name)}: keys may be {', '.join(sorted(names))}, got {name}.{hint}")
     values = dict(text.values)
     tasks = values.pop("tasks", None)
     tasks = [tasks] if isinstance(tasks, str) else tasks
     if not isinstance(tasks, list) or not tasks or not all(isinstance(task, str) for task in tasks):
         raise ConfigError(f"{text.where('tasks')}: tasks must be a list of names, got {tasks!r}")
-    for name, kind in _KINDS.items():
+    for name, field_type in _KINDS.items():
         value = values.get(name)
-        if value is not None and (type(value) is not kind or (type(value) is int and value < 0)):
-            raise ConfigError(f"{text.where(name)}: {name} must be of the kind {kind.__name__}, got {value!r}")
+        if value is not None and (type(value) is not field_type or (type(value) is int and value < 0)):
+            raise ConfigError(f"{text.where(name)}: {name} must be of the kind {field_type.__name__}, got {value!r}")
     if values.get("include_path") is not None:
         values["include_path"] = path.parent / values["include_path"]
     return Suite(tuple(tasks), **values)

@@ -1,4 +1,4 @@
-"""Perplexity and bits per byte of texts, by domain: files of text, JSON lines, or token files."""
+"""Perplexity and bits per byte of texts, by domain: text files, JSON lines, or token files."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ if TYPE_CHECKING:
     from megatron.evaluation.all_ranks import ModelOfAllRanks
     from megatron.tokenizer import Tokenizer
 
-# Each document is read alone, after the bos_token where the tokenizer adds one, otherwise after the end-of-document
-# token, and each of its tokens is predicted once (``rolling_rows``). The end of a document is not predicted. Bits per
-# byte are the sum of -log2 p over the UTF-8 bytes of the text: unlike a perplexity by tokens they compare models with
-# different vocabularies.
+# Documents are scored separately. A document follows the bos_token if the tokenizer adds one, otherwise the
+# end-of-document token. Each token is predicted once (``rolling_rows``), except for the end of the document. Bits per
+# byte are the sum of -log2 p divided by the UTF-8 bytes of the text; unlike perplexity per token, they are comparable
+# between models with different vocabularies.
 #
-# | name | a document is |
+# | path | documents |
 # |---|---|
-# | FILE.txt, or any other file | the whole file |
-# | FILE.jsonl | the text under "text" (--field) of each line |
-# | PREFIX of PREFIX.bin and PREFIX.idx | one of the token file; its bytes are those of its tokens' text |
+# | FILE.txt, or any other file | the full file |
+# | FILE.jsonl | the "text" (--field) of each line |
+# | PREFIX of PREFIX.bin and PREFIX.idx | the documents of the token file; bytes are counted in the decoded text |
 
 TOKENS_AT_ONCE = 1 << 20
-"""Of documents that are scored together, about: rows are sorted by length among these."""
+"""Approximate number of tokens that are scored in one call; rows are sorted by length within a call."""
 
 
 @dataclass(frozen=True)
 class Domain:
-    """Texts that are counted together."""
+    """A named set of texts that receives one score."""
 
     name: str
     path: Path
 
     @classmethod
     def of(cls, word: str) -> Domain:
-        """Return the domain that a word of --texts means: NAME=PATH, or PATH, which is named after itself."""
+        """Return the domain of an argument of --texts: NAME=PATH, or PATH, whose stem is the name."""
         name, is_named, path = word.partition("=")
         return cls(name, Path(path)) if is_named and path else cls(Path(word).stem, Path(word))
 
 
 @dataclass(frozen=True)
 class TextScore:
-    """What a model says to a domain.
+    """Score of a domain.
 
     Args:
-        nats: minus the log-probability of all tokens.
+        nats: negative log-probability of all tokens.
     """
 
     name: str
@@ -63,12 +63,12 @@ class TextScore:
 
     @property
     def perplexity(self) -> float:
-        """By tokens: of models with one vocabulary alone."""
+        """Perplexity per token; only comparable between models with the same vocabulary."""
         return math.exp(min(self.nats / self.tokens, 700.0)) if self.tokens else math.nan
 
     @property
     def bits_per_byte(self) -> float:
-        """Comparable over vocabularies."""
+        """Bits per byte; comparable between vocabularies."""
         return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
 
     @property
@@ -78,7 +78,7 @@ class TextScore:
 
 @dataclass(frozen=True)
 class Document:
-    """A text's tokens and its number of UTF-8 bytes."""
+    """The tokens of a text and its number of UTF-8 bytes."""
 
     tokens: Sequence[int]
     num_bytes: int
@@ -87,14 +87,14 @@ class Document:
 def score_domains(
     model: ModelOfAllRanks, domains: Sequence[Domain], *, field: str = "text", limit: int | None = None
 ) -> list[TextScore]:
-    """Return the score of each domain; called by rank 0, within ``model.lead``.
+    """Return the score of each domain. Called only on rank 0, within ``model.lead``.
 
     Args:
-        field: of JSON lines, where the text is.
-        limit: of each domain the first so many documents.
+        field: key of the text in JSON lines.
+        limit: number of documents per domain, taken from the start; None: all.
 
     Raises:
-        DataError: a file that cannot be read, naming file and line.
+        DataError: a file cannot be read; the message names file and line.
     """
     return [
         _score(model, domain.name, islice(documents(domain.path, model.prompts.tokenizer, field), limit))
@@ -103,13 +103,13 @@ def score_domains(
 
 
 def together(scores: Sequence[TextScore]) -> TextScore:
-    """Return the score of all domains as one, in which each byte counts alike."""
+    """Return the score of all domains together: sums over all texts, not means over domains."""
     return TextScore(
         "all",
-        sum(one.documents for one in scores),
-        sum(one.tokens for one in scores),
-        sum(one.bytes for one in scores),
-        math.fsum(one.nats for one in scores),
+        sum(score.documents for score in scores),
+        sum(score.tokens for score in scores),
+        sum(score.bytes for score in scores),
+        math.fsum(score.nats for score in scores),
     )
 
 
@@ -118,20 +118,20 @@ def _score(model: ModelOfAllRanks, name: str, found: Iterable[Document]) -> Text
     prefix = prompts.opening[-1] if prompts.opening else prompts.tokenizer.eod_id
     count = tokens = num_bytes = 0
     nats = list[float]()
-    for some in _portions(found):
-        rows = [row for one in some for row in rolling_rows(one.tokens, prefix, model.max_length)]
+    for portion in _portions(found):
+        rows = [row for document in portion for row in rolling_rows(document.tokens, prefix, model.max_length)]
         nats += [-score.logprob for score in model.score(rows)]
-        count += len(some)
-        tokens += sum(len(one.tokens) for one in some)
-        num_bytes += sum(one.num_bytes for one in some)
+        count += len(portion)
+        tokens += sum(len(document.tokens) for document in portion)
+        num_bytes += sum(document.num_bytes for document in portion)
     return TextScore(name, count, tokens, num_bytes, math.fsum(nats))
 
 
 def _portions(found: Iterable[Document]) -> Iterator[list[Document]]:
     portion, size = list[Document](), 0
-    for one in found:
-        portion.append(one)
-        size += len(one.tokens)
+    for document in found:
+        portion.append(document)
+        size += len(document.tokens)
         if size >= TOKENS_AT_ONCE:
             yield portion
             portion, size = [], 0
@@ -140,10 +140,10 @@ def _portions(found: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def documents(path: Path, tokenizer: Tokenizer, field: str = "text") -> Iterator[Document]:
-    """Yield the documents of a file, in its order; empty ones are left out.
+    """Yield the documents of a file in order, without empty ones.
 
     Raises:
-        DataError: naming the file, and the line where there is one.
+        DataError: the file, or a line in it, is invalid; the message names both.
     """
     if not path.is_file():
         if path.with_name(f"{path.name}.idx").is_file():
@@ -163,14 +163,14 @@ def _of_token_file(path: Path, tokenizer: Tokenizer) -> Iterator[Document]:
     eod = tokenizer.eod_id if tokenizer.has_eod else None
     if corpus.sidecar is not None and corpus.sidecar.eod_id is not None:
         eod = corpus.sidecar.eod_id
-    for number in range(corpus.num_documents):
-        tokens = corpus.read(number).tolist()
+    for idx in range(corpus.num_documents):
+        tokens = corpus.read(idx).tolist()
         while tokens and tokens[-1] == eod:
             tokens.pop()
         if tokens:
-            wrong = next((token for token in tokens if token >= tokenizer.vocab_size), None)
-            if wrong is not None:
-                raise DataError(f"{path}: token {wrong} of document {number} is not in the tokenizer's vocabulary")
+            invalid = next((token for token in tokens if token >= tokenizer.vocab_size), None)
+            if invalid is not None:
+                raise DataError(f"{path}: token {invalid} of document {idx} is not in the tokenizer's vocabulary")
             yield Document(tokens, len(tokenizer.decode(tokens).encode()))
 
 
@@ -183,7 +183,7 @@ def _whole(path: Path) -> str:
 
 def _lines(path: Path, field: str) -> Iterator[str]:
     with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+        for line_number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
@@ -193,6 +193,7 @@ def _lines(path: Path, field: str) -> Iterator[str]:
                 problem = f"{type(error).__name__}: {error}"
             if problem is not None:
                 raise DataError(
-                    f"{path}:{number}: each line must be a JSON object with a text under {field!r} (--field): {problem}"
+                    f"{path}:{line_number}: each line must be a JSON object with a text under {field!r} "
+                    f"(--field): {problem}"
                 )
             yield text

@@ -1,12 +1,12 @@
-"""Tokens from a model in any layout, the same ones in each.
+"""Text generation with a model in any layout; the tokens do not depend on the layout.
 
     from megatron.generate import generate_t5
 
     rows = generate_t5(model, sources, start_id=0, eos_id=1, max_new_tokens=64)
 
-``model`` is this rank's module without a pipeline, the engine that trains a model, or what ``load`` makes of a
-checkpoint; every rank of the replica makes the call and gets all rows. Keys and values are cached: after the prompts
-the model reads one new token of each row at a time. ``tools/generate.py`` is the command.
+``model`` is a module without pipeline stages, the engine that trains a model, or the result of ``load``. Every rank of
+the replica makes the call and receives all rows. Keys and values are cached: after the prompts, the model processes one
+new token per row at a time. ``tools/generate.py`` is the command line tool.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MODULES = {
     "load": "megatron.generate.load_model",
     "open_model": "megatron.generate.load_model",
 }
-"""Where each name is: imported when it is asked for, so that the command's --help needs no torch."""
+"""Name -> module, imported on first use, so that the command's --help does not import torch."""
 
 
 def __getattr__(name: str) -> Any:

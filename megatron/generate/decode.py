@@ -1,4 +1,4 @@
-"""The decoding loop and what a model can be asked for."""
+"""The generation loop, and the checks of its inputs."""
 
 from __future__ import annotations
 
@@ -14,56 +14,59 @@ from megatron.models.common.model_args import ModelArgs
 from megatron.models.t5.generate import T5Reader
 from megatron.models.t5.layers import T5ModelArgs
 
-# What a model can be asked for, checked alike on every rank before any rank waits for another.
+# Checks of requests; identical on every rank, and made before any collective.
 
 USUAL_TOKENS = 64
-"""New tokens of a row where no number is asked for."""
+"""Default number of new tokens per row."""
 
 
 def check_rows(what: str, rows: Rows, vocab_size: int) -> None:
-    """Check the tokens that a user gave.
+    """Check the tokens of the user's rows.
+
+    Args:
+        what: name of the rows in messages.
 
     Raises:
-        DataError: no rows, an empty one, or a token outside the vocabulary.
+        DataError: there are no rows, a row is empty, or a token is outside the vocabulary.
     """
     if not rows or not all(len(row) for row in rows):
         lengths = [len(row) for row in rows]
         raise DataError(f"{what} must be one or more rows of one or more tokens, got rows of lengths {lengths}")
-    for number, row in enumerate(rows):
-        wrong = [token for token in row if not 0 <= token < vocab_size]
-        if wrong:
+    for row_idx, row in enumerate(rows):
+        invalid = [token for token in row if not 0 <= token < vocab_size]
+        if invalid:
             raise DataError(
-                f"tokens of {what} must be from 0 to {vocab_size - 1}, got {wrong[0]} in row {number}. "
+                f"tokens of {what} must be from 0 to {vocab_size - 1}, got {invalid[0]} in row {row_idx}. "
                 "Were they made with another tokenizer?"
             )
 
 
 def limits_of(what: str, lengths: Sequence[int], max_new_tokens: int | None, positions: int | None) -> list[int]:
-    """Return how many new tokens each row may have: ``max_new_tokens``, else the usual number where they fit.
+    """Return the maximum number of new tokens per row: ``max_new_tokens``, or the default limited by the positions.
 
-    The last new token is chosen and not read, so it needs no position.
+    The last new token is not read by the model, so it needs no position.
 
     Args:
-        what: the rows' name in messages.
-        lengths: tokens that stand before the new ones in each row.
-        positions: how many the model learned; None: it has no end.
+        what: name of the rows in messages.
+        lengths: number of existing tokens in each row.
+        positions: number of learned positions; None: unlimited.
 
     Raises:
-        DataError: a row with its new tokens has more tokens than there are positions.
+        DataError: a row and its new tokens exceed the positions.
     """
     if max_new_tokens is not None and max_new_tokens < 1:
         raise DataError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     limits = []
-    for number, length in enumerate(lengths, 1):
+    for row_number, length in enumerate(lengths, 1):
         room = positions - length + 1 if positions is not None else None
-        wanted = max_new_tokens or USUAL_TOKENS
+        limit = max_new_tokens or USUAL_TOKENS
         if room is not None and room < (max_new_tokens or 1):
             new = f" and {max_new_tokens} new ones, of which all but the last are read," if max_new_tokens else ""
             raise DataError(
-                f"{what} {number} has {length} tokens; they{new} must fit into the {positions} positions that the "
+                f"{what} {row_number} has {length} tokens; they{new} must fit into the {positions} positions that the "
                 f"model learned (--max-position-embeddings). {_cure(room, max_new_tokens)}"
             )
-        limits.append(wanted if room is None else min(wanted, room))
+        limits.append(limit if room is None else min(limit, room))
     return limits
 
 
@@ -72,25 +75,30 @@ def _cure(room: int, max_new_tokens: int | None) -> str:
 
 
 def check_length(what: str, lengths: Sequence[int], positions: int) -> None:
-    """Check that rows that the model only reads have positions.
+    """Check that rows fit into the learned positions; no new tokens are appended to these rows.
+
+    Args:
+        what: name of the rows in messages.
+        lengths: number of tokens in each row.
+        positions: number of learned positions.
 
     Raises:
-        DataError: a row has more tokens than the model learned positions.
+        DataError: a row has more tokens than there are positions.
     """
-    for number, length in enumerate(lengths, 1):
+    for row_number, length in enumerate(lengths, 1):
         if length > positions:
             raise DataError(
-                f"{what} {number} has {length} tokens and must fit into the {positions} positions that the model "
+                f"{what} {row_number} has {length} tokens and must fit into the {positions} positions that the model "
                 "learned (--max-position-embeddings). Shorten it"
             )
 
 
-# The loop of generation: a token is chosen for each row and read in its turn, until all rows have ended.
+# The generation loop: choose a token for each row and feed it to the model, until all rows have ended.
 
 OnToken = Callable[[int, int], Any]
 """Called with (row, token) for each new token, on every rank."""
 Ends = Callable[[int, Sequence[int]], bool]
-"""From (row, its new tokens) to whether it is ended by them; the same on every rank."""
+"""Function from (row, its new tokens) to True if they end the row; the same on every rank."""
 
 
 def generate(
@@ -104,48 +112,50 @@ def generate(
     on_token: OnToken | None = None,
     ends: Ends | None = None,
 ) -> list[list[int]]:
-    """Return the new tokens of each row: up to and with ``eos_id``, or as many as its limit. Collective.
+    """Return the new tokens of each row, up to and including ``eos_id`` or up to the row's limit. Collective.
 
     Args:
-        read: a ``CachedModel``, or what has its methods ``read`` and ``keep``.
-        starts: the rows at the start, of any lengths above 0.
-        limits: how many new tokens each row may have, at least 1.
-        eos_id: ends a row; None: none does.
-        ends: says what else ends a row.
+        read: a ``CachedModel``, or an object with its methods ``read`` and ``keep``.
+        starts: the initial rows, of any length above 0.
+        limits: maximum number of new tokens of each row, at least 1.
+        eos_id: token that ends a row; None: no token does.
+        ends: additional condition that ends a row.
 
     Raises:
-        NumericsError: a logit is not a number; on every rank.
+        NumericsError: a logit is NaN; raised on every rank.
     """
-    new: list[list[int]] = [[] for _ in starts]
+    new_tokens: list[list[int]] = [[] for _ in starts]
     rows = list(range(len(starts)))
     tokens, last = filled_up(starts)
     positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
     for step in range(max(limits)):
         logits = read.read(tokens, positions, last)
         for row, token in zip(rows, _chosen(part, logits, choose, rows, step), strict=True):
-            new[row].append(token)
+            new_tokens[row].append(token)
             if on_token is not None:
                 on_token(row, token)
-        still = [
-            place
-            for place, row in enumerate(rows)
-            if new[row][-1] != eos_id and len(new[row]) < limits[row] and not (ends and ends(row, new[row]))
+        unfinished = [
+            idx
+            for idx, row in enumerate(rows)
+            if new_tokens[row][-1] != eos_id
+            and len(new_tokens[row]) < limits[row]
+            and not (ends and ends(row, new_tokens[row]))
         ]
-        if not still:
+        if not unfinished:
             break
-        if len(still) < len(rows):
-            read.keep(still)
-            rows = [rows[place] for place in still]
-        tokens = torch.tensor([[new[row][-1]] for row in rows])  # [b, 1]
+        if len(unfinished) < len(rows):
+            read.keep(unfinished)
+            rows = [rows[idx] for idx in unfinished]
+        tokens = torch.tensor([[new_tokens[row][-1]] for row in rows])  # [b, 1]
         positions = torch.tensor([[len(starts[row]) + step] for row in rows])
         last = torch.zeros(len(rows), dtype=torch.long)
-    return new
+    return new_tokens
 
 
 def _chosen(part: ModelStage, logits: torch.Tensor | None, choose: Choose, rows: list[int], step: int) -> list[int]:
     """Return the tokens that the last stage chooses, on every rank."""
-    own = None if logits is None else choose(logits, rows, step)
-    tokens = tokens_to_all_stages(part, own, len(rows))
+    local_tokens = None if logits is None else choose(logits, rows, step)
+    tokens = tokens_to_all_stages(part, local_tokens, len(rows))
     if (tokens == NONE).any():
         raise NumericsError("logits must be numbers, got NaN. Are the weights finite? Load another checkpoint.")
     return tokens.tolist()
@@ -165,43 +175,45 @@ def generate_gpt2(
     on_token: OnToken | None = None,
     ends: Ends | None = None,
 ) -> list[list[int]]:
-    """Return how a decoder goes on from each prompt, without the prompt. Collective over the replica.
+    """Return the continuation of each prompt by a decoder, without the prompt. Collective over the replica.
 
-    Prompts may have any lengths: each gets what it would get alone.
+    Prompts may have different lengths; the result of a prompt does not depend on the others.
 
     Args:
-        model: as ``stage_of`` takes it.
+        model: as in ``stage_of``.
         prompts: rows of tokens, the same on every rank of the replica.
-        max_new_tokens: for each prompt; None: 64, or fewer where the model's positions end.
-        eos_id: ends a row, and is its last token then; None: nothing does.
-        sampling: None: the likeliest token each time.
-        keys: of the random numbers; None: ``keys_of(prompts)``.
-        on_token: called with (row, token) as tokens come, on every rank.
-        ends: from (row, its new tokens) to whether that ends it, as a stop string does; the same on every rank.
+        max_new_tokens: maximum per prompt; None: 64, or fewer if the learned positions do not suffice.
+        eos_id: token that ends a row, and is its last token; None: no token does.
+        sampling: None: choose the most likely token each time.
+        keys: keys of the random numbers; None: ``keys_of(prompts)``.
+        on_token: called with (row, token) for each new token, on every rank.
+        ends: function from (row, its new tokens) to True if they end the row, such as a stop string; must return the
+            same on every rank.
 
     Raises:
-        TypeError: another model.
-        DataError: rows that the model cannot take, or more tokens than it has positions.
-        NumericsError: the logits are not numbers.
+        TypeError: the model is not a decoder.
+        DataError: rows are empty or contain tokens outside the vocabulary, or rows and new tokens exceed the positions.
+        NumericsError: logits are NaN.
     """
-    part = stage_of(model)
-    sizes = part.sizes
+    stage = stage_of(model)
+    sizes = stage.sizes
     if isinstance(sizes, T5ModelArgs):
         raise TypeError("generate_gpt2 needs a decoder, got an encoder-decoder. Use generate_t5.")
     limits = gpt2_limits(sizes, prompts, max_new_tokens)
     capacity = max(len(prompt) + limit - 1 for prompt, limit in zip(prompts, limits, strict=True))
-    choose = make_sampler(part, sampling, keys_of(prompts) if keys is None else keys)
-    with part.evaluating():
-        reader = DecoderReader(part, capacity)
-        how = {"limits": limits, "eos_id": eos_id, "choose": choose, "on_token": on_token, "ends": ends}
-        return generate(part, reader, prompts, **how)  # type: ignore[arg-type]
+    choose = make_sampler(stage, sampling, keys_of(prompts) if keys is None else keys)
+    with stage.evaluating():
+        reader = DecoderReader(stage, capacity)
+        options = {"limits": limits, "eos_id": eos_id, "choose": choose, "on_token": on_token, "ends": ends}
+        return generate(stage, reader, prompts, **options)  # type: ignore[arg-type]
 
 
 def gpt2_limits(sizes: ModelArgs, prompts: Rows, max_new_tokens: int | None) -> list[int]:
-    """Return how many new tokens each prompt may have.
+    """Return the maximum number of new tokens of each prompt.
 
     Raises:
-        DataError: the model cannot take the prompts, or so many new tokens.
+        DataError: prompts are empty or contain tokens outside the vocabulary, or prompts and new tokens exceed the
+            positions.
     """
     check_rows("prompts", prompts, sizes.vocab_size)
     positions = sizes.max_position_embeddings if sizes.has_position_ids else None
@@ -219,40 +231,41 @@ def generate_t5(
     keys: Sequence[bytes] | None = None,
     on_token: OnToken | None = None,
 ) -> list[list[int]]:
-    """Return what T5's decoder says to each source, without ``start_id``. Collective over the replica.
+    """Return the output of T5's decoder for each source, without ``start_id``. Collective over the replica.
 
-    Sources may have any lengths: each gets what it would get alone.
+    Sources may have different lengths; the result of a source does not depend on the others.
 
     Args:
-        model: as ``stage_of`` takes it.
-        sources: the encoder's rows of tokens, the same on every rank of the replica. They end as the model's inputs in
-            training did (``T5Tokens.eos_id``).
+        model: as in ``stage_of``.
+        sources: the encoder's rows of tokens, the same on every rank of the replica. They end like the model's inputs
+            in training (``T5Tokens.eos_id``).
         start_id: the decoder's first token (``T5Tokens.start_id``).
-        others: as ``generate_gpt2``.
+        max_new_tokens, eos_id, sampling, keys, on_token: as in ``generate_gpt2``.
 
     Raises:
-        TypeError: another model.
-        DataError: rows that the model cannot take, or more tokens than it has positions.
-        NumericsError: the logits are not numbers.
+        TypeError: the model is not a T5.
+        DataError: rows are empty or contain tokens outside the vocabulary, or rows and new tokens exceed the positions.
+        NumericsError: logits are NaN.
     """
-    part = stage_of(model)
-    sizes = part.sizes
+    stage = stage_of(model)
+    sizes = stage.sizes
     if not isinstance(sizes, T5ModelArgs):
         raise TypeError("generate_t5 needs a T5, got a model without a decoder of its own. Use generate_gpt2.")
     check_rows("start_id", [[start_id]], sizes.vocab_size)
     limits = t5_limits(sizes, sources, max_new_tokens)
-    choose = make_sampler(part, sampling, keys_of(sources) if keys is None else keys)
-    with part.evaluating():
-        reader = T5Reader(part, sources, max(limits))
+    choose = make_sampler(stage, sampling, keys_of(sources) if keys is None else keys)
+    with stage.evaluating():
+        reader = T5Reader(stage, sources, max(limits))
         starts = [[start_id]] * len(sources)
-        return generate(part, reader, starts, limits=limits, eos_id=eos_id, choose=choose, on_token=on_token)
+        return generate(stage, reader, starts, limits=limits, eos_id=eos_id, choose=choose, on_token=on_token)
 
 
 def t5_limits(sizes: T5ModelArgs, sources: Rows, max_new_tokens: int | None) -> list[int]:
-    """Return how many tokens each answer may have.
+    """Return the maximum number of tokens of each answer.
 
     Raises:
-        DataError: the model cannot take the sources, or so many tokens in an answer.
+        DataError: sources are empty or contain tokens outside the vocabulary, or sources or answers exceed the
+            positions.
     """
     check_rows("sources", sources, sizes.vocab_size)
     positions = None if sizes.is_relative else sizes.max_position_embeddings

@@ -1,4 +1,4 @@
-"""A model that generates, from a checkpoint of any layout."""
+"""Loading a model for generation from a checkpoint of any layout."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.shard import shard_of
 from tds.partition import partition_balanced
 
-# The units of one stage as a module whose parameters have the names of the whole model.
+# The units of a stage, as a module with the parameter names of the full model.
 
 
 class WordTable(nn.Module):
-    """The word table alone, for a tied head on another stage than the embedding."""
+    """The word table without positions, for a tied head on a different stage from the embedding."""
 
     def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
         super().__init__()
@@ -46,7 +46,11 @@ class WordTable(nn.Module):
 
 
 class StageModel(nn.Module):
-    """What a stage holds. ``units`` are its modules by number; a layer's name is its number in the whole model."""
+    """The modules of a stage; layers are named by their index in the full model.
+
+    Attributes:
+        units: the modules by unit index.
+    """
 
     def __init__(self, sizes: ModelArgs, place: ParallelContext, numbers: range) -> None:
         super().__init__()
@@ -58,22 +62,24 @@ class StageModel(nn.Module):
             self._build_decoder(sizes, place, numbers)
 
     def _build_decoder(self, sizes: ModelArgs, place: ParallelContext, numbers: range) -> None:
-        norm, parts = sizes.num_layers + 1, generation_of(sizes.family)
+        norm, layer_types = sizes.num_layers + 1, generation_of(sizes.family)
         self._add_tables(sizes, place, numbers, embeddings=(0,), head=norm + 1)
-        layers = {n: parts.layer(sizes, place, n - 1) for n in numbers if 0 < n < norm}
-        self.layers = nn.ModuleDict({str(n - 1): layer for n, layer in layers.items()})
+        layers = {
+            unit_idx: layer_types.layer(sizes, place, unit_idx - 1) for unit_idx in numbers if 0 < unit_idx < norm
+        }
+        self.layers = nn.ModuleDict({str(unit_idx - 1): layer for unit_idx, layer in layers.items()})
         self.units.update(layers)
         if norm in numbers:
-            self.final_norm = self.units[norm] = parts.norm(sizes)
+            self.final_norm = self.units[norm] = layer_types.norm(sizes)
 
     def _build_t5(self, sizes: T5ModelArgs, place: ParallelContext, numbers: range) -> None:
         units = t5_units(sizes.enc_layers, sizes.dec_layers)
         embeddings = (units.enc_embedding, units.dec_embedding)
         self._add_tables(sizes, place, numbers, embeddings=embeddings, head=units.head)
-        own = [n for n in units.enc_layers if n in numbers]
-        encoder = {n: T5EncoderLayer(sizes, place, units.enc_layers.index(n)) for n in own}
-        own = [n for n in units.dec_layers if n in numbers]
-        decoder = {n: T5DecoderLayer(sizes, place, sizes.enc_layers + units.dec_layers.index(n)) for n in own}
+        local = [n for n in units.enc_layers if n in numbers]
+        encoder = {n: T5EncoderLayer(sizes, place, units.enc_layers.index(n)) for n in local}
+        local = [n for n in units.dec_layers if n in numbers]
+        decoder = {n: T5DecoderLayer(sizes, place, sizes.enc_layers + units.dec_layers.index(n)) for n in local}
         self.encoder = self._side(sizes, place, "encoder", units.enc_layers, encoder, units.enc_norm in numbers)
         self.decoder = self._side(sizes, place, "decoder", units.dec_layers, decoder, units.dec_norm in numbers)
 
@@ -99,25 +105,25 @@ class StageModel(nn.Module):
     def _add_tables(
         self, sizes: ModelArgs, place: ParallelContext, numbers: range, *, embeddings: tuple[int, ...], head: int
     ) -> None:
-        """Add what reads and makes tokens; one table where embedding and tied head meet."""
-        own = [n for n in embeddings if n in numbers]
+        """Add the embedding and the head; a tied head on the same stage shares the embedding's table."""
+        local_embeddings = [n for n in embeddings if n in numbers]
         has_head = head in numbers
-        tied = [head] if has_head and not sizes.untie_embeddings else []
-        if own or tied:
+        tied_heads = [head] if has_head and not sizes.untie_embeddings else []
+        if local_embeddings or tied_heads:
             is_t5 = isinstance(sizes, T5ModelArgs)
-            whole: Any = T5Embedding if is_t5 else generation_of(sizes.family).embedding
-            kind = whole if own else WordTable
-            self.embedding = kind(sizes, place)
-            self.units.update(dict.fromkeys((*own, *tied), self.embedding))
-        if has_head and not tied:
+            embedding_class: Any = T5Embedding if is_t5 else generation_of(sizes.family).embedding
+            table_class = embedding_class if local_embeddings else WordTable
+            self.embedding = table_class(sizes, place)
+            self.units.update(dict.fromkeys((*local_embeddings, *tied_heads), self.embedding))
+        if has_head and not tied_heads:
             self.head = self.units[head] = Head(sizes, place)
 
 
 def bounds_of(sizes: ModelArgs, num_stages: int) -> list[int]:
-    """Return where the list of units is cut into stages: by what a stage reads for a token, its weights.
+    """Return the unit bounds of the stages, balanced by the weights that a stage reads per token.
 
-    A layer of T5's decoder has a third more than one of its encoder; embeddings and norms cost nothing, since a token
-    reads a row of them; the head costs its table.
+    A T5 decoder layer costs a third more than an encoder layer. Embeddings and norms cost nothing, because a token
+    reads one row of them. The head costs its full table.
 
     Raises:
         ValueError: fewer layers than stages.
@@ -139,38 +145,38 @@ def bounds_of(sizes: ModelArgs, num_stages: int) -> list[int]:
 def build(
     sizes: ModelArgs, place: ParallelContext, pipe: Group, *, dtype: torch.dtype, device: torch.device
 ) -> ModelStage:
-    """Return this rank's part of a model, its weights zero, of ``dtype`` and on ``device`` from the start.
+    """Build this rank's part of a model with zero weights, directly in ``dtype`` and on ``device``.
 
     Raises:
-        ValueError: the sizes cannot be cut so.
+        ValueError: the sizes cannot be sharded this way.
     """
     bounds = bounds_of(sizes, pipe.size)
-    usual = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
             module = StageModel(sizes, place, range(bounds[pipe.rank], bounds[pipe.rank + 1]))
     finally:
-        torch.set_default_dtype(usual)
+        torch.set_default_dtype(default_dtype)
     stages = [stage for stage in range(pipe.size) for _ in range(bounds[stage], bounds[stage + 1])]
     return ModelStage(module.eval(), sizes, place, module.units, stages, pipe, module.biases)
 
 
-# A model that generates, from a checkpoint of any layout in any layout.
+# Loading checkpoints of any layout into any layout.
 
 WRITES = ("decoder", "encoder-decoder")
-"""Kinds of families that write text."""
+"""Kinds of families that generate text."""
 
 
 def open_model(path: Path, stack: ExitStack, world: Group = SINGLE) -> tuple[Checkpoint | Pretrained, Config]:
-    """Return what ``path`` holds and the configuration of its model, with its tokenizer where it names one. Collective.
+    """Open a model and return (checkpoint, configuration of the model and, if present, its tokenizer). Collective.
 
     Args:
         path: a run folder (its newest checkpoint), a checkpoint, or a Hugging Face folder.
-        stack: how long a Hugging Face folder stays open.
+        stack: closes a Hugging Face folder on exit.
 
     Raises:
-        CheckpointError: it holds no model of ours, or a damaged one.
+        CheckpointError: the path contains no model that this package can load, or the model is damaged.
     """
     if not weights.is_folder(path):
         checkpoint = open_folder(path, world)
@@ -191,37 +197,37 @@ def load(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> ModelStage:
-    """Return this rank's part of the model in ``checkpoint``, of which it reads just that part.
+    """Load this rank's part of the model in ``checkpoint``; other parts are not read.
 
     Args:
-        checkpoint: or a Hugging Face folder.
-        config: the model's, as ``open_model`` finds it there.
-        tensor, pipe: the groups over which it is cut; nothing of how it was saved matters.
-        dtype: of weights and activations.
+        checkpoint: a checkpoint or a Hugging Face folder.
+        config: the model's configuration, from ``open_model``.
+        tensor, pipe: groups over which the model is sharded and split, independent of the saved layout.
+        dtype: dtype of weights and activations.
 
     Raises:
-        ConfigError: the model cannot be cut so; the same on every rank.
+        ConfigError: the model cannot be sharded this way; raised on every rank.
         CheckpointError: tensors are missing or have other shapes.
     """
     sizes = _sizes(config)
     try:
-        part = build(sizes, ParallelContext(tensor), pipe, dtype=dtype, device=torch.device(device))
+        stage = build(sizes, ParallelContext(tensor), pipe, dtype=dtype, device=torch.device(device))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    parameters = named_parameters(part.module)
+    parameters = named_parameters(stage.module)
     records = [TensorRecord(WEIGHTS + name, parameter, shard_of(parameter)) for name, parameter in parameters]
     if isinstance(checkpoint, Checkpoint):
         _refuse_others(checkpoint, config)
     with torch.no_grad():
         checkpoint.load(records)
-    return part
+    return stage
 
 
 def _sizes(config: Config) -> ModelArgs:
-    """Return the sizes of ``config`` without dropout and without more padding than the cut needs.
+    """Return the arguments of the model of ``config`` without dropout and with minimal padding.
 
     Raises:
-        ConfigError: models of this family do not generate.
+        ConfigError: models of this family do not generate text.
     """
     family = registry.FAMILIES[config.family]
     if family.kind not in WRITES:
@@ -232,13 +238,13 @@ def _sizes(config: Config) -> ModelArgs:
 
 
 def _refuse_others(checkpoint: Checkpoint, config: Config) -> None:
-    """Check that no weight would be left unread: the model would be another one."""
-    whole = build(_sizes(config), ParallelContext(), SINGLE, dtype=torch.float32, device=torch.device("meta"))
-    own = {name for name, _ in named_parameters(whole.module)}
-    others = [name for name in checkpoint.names() if name.startswith(WEIGHTS) and name[len(WEIGHTS) :] not in own]
-    if others:
+    """Check that the model uses all weights of the checkpoint; otherwise it would be a different model."""
+    full_model = build(_sizes(config), ParallelContext(), SINGLE, dtype=torch.float32, device=torch.device("meta"))
+    known = {name for name, _ in named_parameters(full_model.module)}
+    unused = [name for name in checkpoint.names() if name.startswith(WEIGHTS) and name[len(WEIGHTS) :] not in known]
+    if unused:
         programs = ", ".join(family.command for family in registry.FAMILIES.values() if family.kind in WRITES)
         raise CheckpointError(
-            f"{checkpoint.path} holds weights that its configuration does not tell of: {', '.join(sorted(others))}. Is "
+            f"{checkpoint.path} holds weights that its configuration does not tell of: {', '.join(sorted(unused))}. Is "
             f"it a model of a script of its own? Only those of {programs} generate text here"
         )

@@ -1,4 +1,4 @@
-"""The options of tools/generate.py, and the prompts that they name. Imports no torch: a mistake is told at once."""
+"""The options of tools/generate.py and its prompts. Does not import torch, so that errors appear at once."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ DTYPES = ("fp32", "bf16", "fp64")
 
 
 def model_parser(description: str) -> RaisingParser:
-    """Return a parser for a tool that loads a model; ``parsed`` adds what all such tools have in common."""
+    """Return a parser for a tool that loads a model; ``parsed`` adds the options that all such tools share."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = RaisingParser(allow_abbrev=False, description=description, formatter_class=formatter)
-    what = "a run folder (its newest checkpoint), one checkpoint, or a Hugging Face folder"
-    parser.add_argument("--load", type=Path, required=True, help=what)
+    sources = "a run folder (its newest checkpoint), one checkpoint, or a Hugging Face folder"
+    parser.add_argument("--load", type=Path, required=True, help=sources)
     return parser
 
 
 def parsed(parser: RaisingParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options of ``parser``, with those that say how the model is loaded and cut.
+    """Add the options for loading and sharding the model, and parse ``argv``.
 
     Raises:
-        ConfigError: an option that is none, or lacks its value.
+        ConfigError: an option is unknown or lacks its value.
     """
     add = parser.add_argument
     add("--tokenizer-path", type=Path, help="in place of the tokenizer that the checkpoint names")
@@ -46,7 +46,7 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     """Return the tool's options.
 
     Raises:
-        ConfigError: naming everything that cannot be.
+        ConfigError: options are invalid; the message lists all problems.
     """
     parser = model_parser(description)
     add = parser.add_argument
@@ -104,7 +104,7 @@ def add_bos_option(parser: RaisingParser) -> None:
 
 
 def device_problems(args: argparse.Namespace) -> Iterator[str]:
-    """Yield why there is no such device as ``args`` ask for."""
+    """Yield a problem if the device of ``args`` is not available."""
     try:
         accelerators.load()
     except ValueError as error:
@@ -116,8 +116,8 @@ def device_problems(args: argparse.Namespace) -> Iterator[str]:
 def _input_problems(args: argparse.Namespace) -> Iterator[str]:
     if args.prompt and args.input:
         yield "prompts must come by --prompt or by --input, got both. Leave one of the two out"
-    of_chat = {"--system": args.system, "--chat-template": args.chat_template}
-    for flag, value in of_chat.items() if not args.chat else ():
+    chat_flags = {"--system": args.system, "--chat-template": args.chat_template}
+    for flag, value in chat_flags.items() if not args.chat else ():
         if value is not None:
             yield f"{flag} is for --chat, got none. Add --chat, or leave it out"
     if args.chat and args.add_bos_token is not None:
@@ -130,10 +130,10 @@ def _input_problems(args: argparse.Namespace) -> Iterator[str]:
     if args.field is not None and (args.input is None or args.input.suffix != ".jsonl"):
         yield f"--field is for --input FILE.jsonl, got --input {args.input}"
     if not (args.prompt or args.input):
-        for_many = {"--json": args.json, "--output": args.output, "--batch-size": args.batch_size}
-        given = [flag for flag, value in for_many.items() if value]
-        if given:
-            yield f"{', '.join(given)}: only with --prompt or --input, got none of them"
+        batch_flags = {"--json": args.json, "--output": args.output, "--batch-size": args.batch_size}
+        used_flags = [flag for flag, value in batch_flags.items() if value]
+        if used_flags:
+            yield f"{', '.join(used_flags)}: only with --prompt or --input, got none of them"
         if world_size() > 1 and os.environ.get("RANK", "0") == "0" and _is_without_input():
             yield (
                 "asking for lines needs a standard input, and the launcher gives rank 0 none. Add --stdin to the "
@@ -144,11 +144,11 @@ def _input_problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _number_problems(args: argparse.Namespace) -> Iterator[str]:
-    drawing = {"--temperature": args.temperature, "--top-k": args.top_k, "--top-p": args.top_p}
-    given = [flag for flag, value in drawing.items() if value is not None]
-    if args.greedy and given:
-        yield f"--greedy draws nothing, got {', '.join(given)} too. Leave one of them out"
-    if args.seed is not None and not given:
+    sampling_flags = {"--temperature": args.temperature, "--top-k": args.top_k, "--top-p": args.top_p}
+    used_flags = [flag for flag, value in sampling_flags.items() if value is not None]
+    if args.greedy and used_flags:
+        yield f"--greedy draws nothing, got {', '.join(used_flags)} too. Leave one of them out"
+    if args.seed is not None and not used_flags:
         yield "--seed is for drawing, got none of --temperature, --top-k, --top-p"
     counts = {"--max-new-tokens": args.max_new_tokens, "--top-k": args.top_k, "--batch-size": args.batch_size}
     for flag, value in counts.items():
@@ -161,7 +161,7 @@ def _number_problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def layout_problems(args: argparse.Namespace, tool: str) -> Iterator[str]:
-    """Yield why the ranks that were started cannot have the layout that ``args`` ask for."""
+    """Yield a problem if the layout in ``args`` does not fit the number of started ranks."""
     t, p, size = args.model_parallel_size, args.pipe_parallel_size, world_size()
     if t < 1 or p < 1:
         yield f"--model-parallel-size and --pipe-parallel-size must be at least 1, got {t} and {p}"
@@ -174,20 +174,23 @@ def layout_problems(args: argparse.Namespace, tool: str) -> Iterator[str]:
 
 
 def world_size() -> int:
-    """Return how many ranks were started."""
+    """Return the number of started ranks."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _is_without_input() -> bool:
-    """Whether file 0 is the null device, as the launcher's ranks have it; all but the first have it in any case."""
+    """Return True if standard input is the null device.
+
+    The launcher connects the standard input of all ranks to the null device, except that of rank 0 with --stdin.
+    """
     return os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev
 
 
 def read_prompts(args: argparse.Namespace) -> list[str] | None:
-    """Return the prompts, None where a person is to be asked.
+    """Return the prompts, or None for interactive use.
 
     Raises:
-        DataError: naming the file, and the first line that is no prompt.
+        DataError: the file cannot be read, or a line is not a prompt. The message names the file and the line.
     """
     if args.prompt:
         return args.prompt
@@ -201,7 +204,10 @@ def read_prompts(args: argparse.Namespace) -> list[str] | None:
     if not lines:
         raise DataError(f"--input {args.input} must have a prompt on each line, got none")
     if args.input.suffix == ".jsonl":
-        return [_field(line, args.field or "text", f"{args.input}:{number}") for number, line in enumerate(lines, 1)]
+        return [
+            _field(line, args.field or "text", f"{args.input}:{line_number}")
+            for line_number, line in enumerate(lines, 1)
+        ]
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Greedy, temperature, top-k, top-p over a cut vocabulary."""
+"""Greedy decoding and sampling (temperature, top-k, top-p) with logits sharded over the vocabulary."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatron.models.common.generation import ModelStage, Rows
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.layers import vocab_range
 
-# The likeliest token where the logits are cut over the tensor group.
+# Argmax of logits that are sharded over the tensor group.
 
 NONE = -1
-"""In place of a token where no logit is the largest, since one is not a number."""
+"""Returned instead of a token if a logit is NaN."""
 
 
 def vocab_parallel_argmax(
     logits: torch.Tensor, *, vocab_size: int, divisible_by: int = 1, group: Group = SINGLE
 ) -> torch.Tensor:
-    """Return the token with the largest logit in each row, the lowest of equals; ``NONE`` where a logit is NaN.
+    """Return the token with the largest logit in each row; the lowest token of a tie, ``NONE`` if a logit is NaN.
 
-    Padded columns never win. Collective: two numbers for each row travel, and every rank gets the same tokens.
+    Padded columns are ignored. Collective: ranks exchange two numbers per row, and all ranks return the same tokens.
 
     Shapes:
         logits [b, v/t] of this rank, padded columns last
@@ -37,46 +37,46 @@ def vocab_parallel_argmax(
         value, token = _of_all(value, token, group)  # 2 x [t, b]
     else:
         value, token = value[None], token[None]
-    largest = value.amax(dim=0)  # NaN where there is one
+    largest = value.amax(dim=0)  # NaN if any is NaN
     lowest = token.masked_fill(value != largest, vocab_size).amin(dim=0)
     return lowest.masked_fill(largest.isnan(), NONE)
 
 
 def _own_best(logits: torch.Tensor, start: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest logit of this rank and its token; -inf from a rank that holds nothing but padding."""
+    """Return this rank's largest logit and its token; -inf if the rank has only padded columns."""
     if logits.shape[-1] == 0:
         rows = logits.shape[0]
         return logits.new_full((rows,), float("-inf")), torch.zeros(rows, dtype=torch.long, device=logits.device)
-    local = logits.argmax(dim=-1)  # of equals torch's argmax takes the first; of NaN and numbers the NaN
+    local = logits.argmax(dim=-1)  # the first of a tie; NaN takes precedence over numbers
     return logits.gather(-1, local[:, None])[:, 0], local + start
 
 
 def _of_all(value: torch.Tensor, token: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-    own = torch.stack([value, token.double()])  # a token is exact in fp64
-    parts = [torch.empty_like(own) for _ in range(group.size)]
-    dist.all_gather(parts, own, group=group.handle)
-    whole = torch.stack(parts, dim=1)  # [2, t, b]
-    return whole[0], whole[1].long()
+    local = torch.stack([value, token.double()])  # tokens are exact in fp64
+    gathered = [torch.empty_like(local) for _ in range(group.size)]
+    dist.all_gather(gathered, local, group=group.handle)
+    stacked = torch.stack(gathered, dim=1)  # [2, t, b]
+    return stacked[0], stacked[1].long()
 
 
 Choose = Callable[[torch.Tensor, list[int], int], torch.Tensor]
 
 
-"""From (logits [b, v/t], numbers of their rows, number of the new token) to the tokens [b]."""
+"""Function from (logits [b, v/t], row indices, index of the new token) to the tokens [b]."""
 
 
-# Choosing the next token: the likeliest, or one drawn at random with numbers that depend on no layout or batch.
+# Choosing the next token, greedily or at random. Random numbers do not depend on the layout or the batch.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn: logits are divided by ``temperature``, then ``top_k``, then ``top_p`` leave tokens out.
+    """Sampling parameters; ``temperature`` is applied first, then ``top_k``, then ``top_p``.
 
     Args:
-        temperature: above 0; below 1 the likely become likelier.
-        top_k: only the k likeliest (and their equals); 0: all.
-        top_p: only the likeliest that together reach this probability, above 0; 1: all.
-        seed: other numbers for the same prompts.
+        temperature: divisor of the logits, above 0; values below 1 favour likely tokens.
+        top_k: sample only from the k most likely tokens and ties; 0: from all.
+        top_p: sample only from the most likely tokens that together reach this probability, above 0; 1: from all.
+        seed: seed of the random numbers.
 
     Sources: Fan et al. 2018, "Hierarchical neural story generation" (top-k); Holtzman et al. 2020, "The curious case of
     neural text degeneration" (top-p).
@@ -89,24 +89,28 @@ class Sampling:
 
 
 def make_sampler(part: ModelStage, sampling: Sampling | None, keys: Sequence[bytes]) -> Choose:
-    """Return the function that chooses; without ``sampling`` it takes the likeliest. It is collective over the tensor
-    group of the last stage.
+    """Return the function that chooses tokens, collective over the last stage's tensor group.
 
     Args:
-        keys: of each row, from ``keys_of``.
+        sampling: None: choose the most likely token.
+        keys: the key of each row, from ``keys_of``.
     """
     sizes, group = part.sizes, part.place.group
 
     def take(logits: torch.Tensor, rows: list[int], step: int) -> torch.Tensor:
-        how = {"vocab_size": sizes.vocab_size, "divisible_by": sizes.make_vocab_size_divisible_by, "group": group}
-        return vocab_parallel_argmax(logits, **how)  # type: ignore[arg-type]
+        vocabulary = {
+            "vocab_size": sizes.vocab_size,
+            "divisible_by": sizes.make_vocab_size_divisible_by,
+            "group": group,
+        }
+        return vocab_parallel_argmax(logits, **vocabulary)  # type: ignore[arg-type]
 
     def draw(logits: torch.Tensor, rows: list[int], step: int) -> torch.Tensor:
         assert sampling is not None
-        whole = _gathered(logits, sizes.vocab_size, sizes.make_vocab_size_divisible_by, group)  # [b, v]
-        numbers = torch.tensor([uniform(sampling.seed, keys[row], step) for row in rows], dtype=torch.float64)
-        tokens = drawn(probabilities(whole, sampling), numbers).to(logits.device)
-        if group.size > 1:  # one rank's word: a last bit of another processor could lead to another token
+        all_logits = _gathered(logits, sizes.vocab_size, sizes.make_vocab_size_divisible_by, group)  # [b, v]
+        uniforms = torch.tensor([uniform(sampling.seed, keys[row], step) for row in rows], dtype=torch.float64)
+        tokens = drawn(probabilities(all_logits, sampling), uniforms).to(logits.device)
+        if group.size > 1:  # rounding on another processor could lead to another token
             dist.broadcast(tokens, group.ranks[0], group=group.handle)
         return tokens
 
@@ -114,7 +118,7 @@ def make_sampler(part: ModelStage, sampling: Sampling | None, keys: Sequence[byt
 
 
 def keys_of(rows: Rows) -> list[bytes]:
-    """Return what names the random numbers of each row: its tokens, and how many equal rows come before it."""
+    """Return the key of each row's random numbers, a hash of its tokens and the number of equal rows before it."""
     seen: Counter[tuple[int, ...]] = Counter()
     keys = []
     for row in map(tuple, rows):
@@ -124,34 +128,34 @@ def keys_of(rows: Rows) -> list[bytes]:
 
 
 def uniform(seed: int, key: bytes, step: int) -> float:
-    """Return a number from 0 (with) to 1 (without) for new token ``step`` of the row with this key."""
+    """Return a uniform random number in [0, 1) for new token ``step`` of the row with this key."""
     digest = hashlib.blake2b(key + f" {seed} {step}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
 def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return the probability of each token; 0 for those that are left out.
+    """Return the probability of each token; 0 for tokens excluded by top-k or top-p.
 
     Shapes:
         logits, output fp64 [b, v]
     """
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature  # the largest stays finite
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / sampling.temperature  # keeps the largest logit finite
     if 0 < sampling.top_k < logits.shape[-1]:
         lowest = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < lowest, float("-inf"))
-    found = logits.softmax(dim=-1)
+    probs = logits.softmax(dim=-1)
     if sampling.top_p < 1:
-        falling, order = found.sort(dim=-1, descending=True, stable=True)
-        before = falling.cumsum(dim=-1) - falling
-        before[:, 0] = 0  # the likeliest always stays
-        falling = falling.masked_fill(before >= sampling.top_p, 0)
-        found = torch.zeros_like(found).scatter_(-1, order, falling)
-        found = found / found.sum(dim=-1, keepdim=True)
-    return found
+        sorted_probs, order = probs.sort(dim=-1, descending=True, stable=True)
+        cumulative = sorted_probs.cumsum(dim=-1) - sorted_probs
+        cumulative[:, 0] = 0  # always keep the most likely token
+        sorted_probs = sorted_probs.masked_fill(cumulative >= sampling.top_p, 0)
+        probs = torch.zeros_like(probs).scatter_(-1, order, sorted_probs)
+        probs = probs / probs.sum(dim=-1, keepdim=True)
+    return probs
 
 
 def drawn(found: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return for each row the token at which the running sum of probabilities passes its number; ``NONE`` for NaN.
+    """Return, for each row, the token at which the cumulative probability exceeds the row's number; ``NONE`` for NaN.
 
     Shapes:
         found [b, v], numbers [b] from 0 to 1
@@ -159,20 +163,21 @@ def drawn(found: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """
     sums = found.cumsum(dim=-1)
     tokens = torch.searchsorted(sums, (numbers * sums[:, -1])[:, None], right=True)[:, 0]
-    last = found.shape[-1] - 1 - (found > 0).flip(-1).long().argmax(dim=-1)  # rounding must not lead beyond it
+    # last possible token, in case of rounding errors
+    last = found.shape[-1] - 1 - (found > 0).flip(-1).long().argmax(dim=-1)
     return torch.minimum(tokens, last).masked_fill(found.isnan().any(dim=-1), NONE)
 
 
 def _gathered(logits: torch.Tensor, vocab_size: int, divisible_by: int, group: Group) -> torch.Tensor:
-    """Return the logits of all ranks without padding in fp64 on the CPU. Collective.
+    """Return the logits of all ranks without padding, in fp64 on the CPU. Collective.
 
     Shapes:
         logits [b, v/t]
         output [b, v]
     """
     rows, _, _ = vocab_range(vocab_size, group, divisible_by)
-    parts = [logits[:, :rows]]
+    shards = [logits[:, :rows]]
     if group.size > 1:
-        parts = [torch.empty_like(logits, memory_format=torch.contiguous_format) for _ in range(group.size)]
-        dist.all_gather(parts, logits.contiguous(), group=group.handle)
-    return torch.cat(parts, dim=-1)[:, :vocab_size].double().cpu()
+        shards = [torch.empty_like(logits, memory_format=torch.contiguous_format) for _ in range(group.size)]
+        dist.all_gather(shards, logits.contiguous(), group=group.handle)
+    return torch.cat(shards, dim=-1)[:, :vocab_size].double().cpu()

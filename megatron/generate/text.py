@@ -1,4 +1,4 @@
-"""Prompts, answers, a conversation."""
+"""Text generation: prompts, answers and interactive conversations."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from megatron.mpu.groups import SINGLE, Group
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.chat import ASSISTANT, ChatTemplate, special_names
 
-# A person's text as the tokens that a model reads, and what it says as text.
+# Conversion between text and tokens.
 
 SENTINEL = "<extra_id_{}>"
-"""How a text spells the place of a span, whatever the vocabulary calls it; the first is number 0."""
+"""Spelling of a span's sentinel in text, independent of the vocabulary; the first is number 0."""
 _SENTINEL = re.compile(r"\s*<extra_id_(\d+)>")
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""Stands for an id that the tokenizer does not have: the model's table may be larger."""
+"""Replaces ids that the tokenizer does not have: the model's table may be larger."""
 
 
 class Prompts:
-    """Texts to tokens and back for one model.
+    """Conversion of texts to tokens and back for one model.
 
-    Text that spells another control token is ordinary text, as in training.
+    Apart from T5's sentinels, special tokens spelled out in a text are encoded as ordinary text, as in training.
 
     Args:
-        tokens: T5's control tokens; None: a GPT-2.
-        mode: the kind of denoiser (R, X, S) whose token opens the inputs; for a T5 that was trained with several.
-        adds_bos: start a decoder's prompts with the tokens that the tokenizer puts in front of a text; None: if it
-            does so; True: with its bos_token in any case.
+        tokens: T5's special tokens; None: the model is a decoder.
+        mode: denoiser kind (R, X, S) whose token starts the inputs, for a T5 trained with several denoisers.
+        adds_bos: start a decoder's prompts with the tokens that the tokenizer puts before a text. None: if the
+            tokenizer does so; True: in any case, with its bos_token.
 
     Raises:
-        DataError: If ``mode`` is not one of the model's, or ``adds_bos`` is True and the tokenizer has no bos_token.
+        DataError: ``mode`` is not one of the model's modes, or ``adds_bos`` is True and the tokenizer has no bos_token.
     """
 
     def __init__(
@@ -63,84 +63,89 @@ class Prompts:
 
     @property
     def eos_id(self) -> int | None:
-        """The token that ends what the model says; None: the vocabulary has none."""
+        """The token that ends the model's output; None if the vocabulary has none."""
         if self.tokens is not None:
             return self.tokens.eos_id
         return self.tokenizer.eod_id if self.tokenizer.has_eod else None
 
     def encode(self, text: str) -> list[int]:
-        """Return what the model reads.
+        """Return the model's input for ``text``.
 
-        Decoder: bos where the tokenizer adds it, text; for an empty prompt without bos the end-of-document token,
-        since documents begin after one.
-        T5: mode token, text with its sentinels, end.
+        Decoder: the bos_token if the tokenizer adds one, then the text. An empty prompt without bos_token becomes the
+        end-of-document token, because documents start after such a token in training.
+        T5: the mode token, the text with its sentinels, the end token.
 
         Raises:
-            DataError: a sentinel that the model does not have, or an empty text without a token to start from.
+            DataError: the text has a sentinel that the model does not have, or it is empty and the tokenizer has
+                neither a bos_token nor an end-of-document token.
         """
         if self.tokens is not None:
             return [*self.opening, *self._with_sentinels(text), self.tokens.eos_id]
         return [*self.opening, *self.tokenizer.encode(text)] or [self.tokenizer.eod_id]
 
     def _with_sentinels(self, text: str) -> list[int]:
-        """Return the tokens of ``text``. What follows a sentinel is encoded as the rest of the text, not as a new one;
-        blanks before a sentinel go, since the words of a span carry their own."""
+        """Return the tokens of ``text``.
+
+        Text after a sentinel is encoded as a continuation, not as a new text. Blanks before a sentinel are removed,
+        because the tokens of a span include the blank before its first word.
+        """
         ids: list[int] = []
         pieces: list[str] = []
-        known = 0
-        for place, part in enumerate(_SENTINEL.split(text)):
-            if place % 2:
-                ids.append(self._sentinel(int(part)))
-            elif part:
-                pieces.append(part)
+        num_encoded = 0
+        for idx, group in enumerate(_SENTINEL.split(text)):
+            if idx % 2:
+                ids.append(self._sentinel(int(group)))
+            elif group:
+                pieces.append(group)
                 tokens = self.tokenizer.encode_pieces(pieces).tolist()
-                ids += tokens[known:]
-                known = len(tokens)
+                ids += tokens[num_encoded:]
+                num_encoded = len(tokens)
         return ids
 
     def _sentinel(self, number: int) -> int:
         assert self.tokens is not None
         if number >= len(self.tokens.sentinels):
-            there = len(self.tokens.sentinels)
+            num_sentinels = len(self.tokens.sentinels)
             raise DataError(
-                f"{SENTINEL.format(number)} must be one of the model's {there} sentinels, "
-                f"{SENTINEL.format(0)} to {SENTINEL.format(there - 1)}"
-                if there
+                f"{SENTINEL.format(number)} must be one of the model's {num_sentinels} sentinels, "
+                f"{SENTINEL.format(0)} to {SENTINEL.format(num_sentinels - 1)}"
+                if num_sentinels
                 else f"{SENTINEL.format(number)} stands for a span, and this model has no sentinels"
             )
         return self.tokens.sentinels[number]
 
     def decode(self, ids: Sequence[int], *, behind: Sequence[int] = ()) -> str:
-        """Return the text of what the model said, without its end.
+        """Return the text of the model's output ``ids``, without the end token.
 
         Args:
-            behind: the prompt, for a GPT-2: whether a word begins with a blank may hang on what is before it.
+            behind: the prompt, for a decoder. It is needed because a tokenizer may drop the leading blank of the
+                first token that it decodes.
         """
-        said = list(ids[:-1] if ids and ids[-1] == self.eos_id else ids)
+        output = list(ids[:-1] if ids and ids[-1] == self.eos_id else ids)
         if self.tokens is not None:
-            return " ".join(text.strip() for text in self._texts(said))
-        before, whole = "".join(self._texts(behind)), "".join(self._texts([*behind, *said]))
-        return whole[len(before) :] if whole.startswith(before) else "".join(self._texts(said))
+            return " ".join(text.strip() for text in self._texts(output))
+        prompt_text, full_text = "".join(self._texts(behind)), "".join(self._texts([*behind, *output]))
+        return full_text[len(prompt_text) :] if full_text.startswith(prompt_text) else "".join(self._texts(output))
 
     def _texts(self, ids: Sequence[int]) -> Iterator[str]:
         """Yield the text of each run of ordinary ids, and the name of each sentinel."""
         names = {}
         if self.tokens is not None:
-            names = {token: SENTINEL.format(number) for number, token in enumerate(self.tokens.sentinels)}
+            names = {token: SENTINEL.format(idx) for idx, token in enumerate(self.tokens.sentinels)}
         size = self.tokenizer.vocab_size
         for (is_sentinel, is_known), run in groupby(ids, lambda token: (token in names, token < size)):
             if is_sentinel:
                 yield from (names[token] for token in run)
             else:
-                same = list(run)
-                yield self.tokenizer.decode(same) if is_known else UNKNOWN * len(same)
+                run_ids = list(run)
+                yield self.tokenizer.decode(run_ids) if is_known else UNKNOWN * len(run_ids)
 
 
 def opening_ids(tokenizer: Tokenizer, adds_bos: bool | None) -> list[int]:
-    """Return the ids in front of a decoder's prompt, with ``adds_bos`` as in ``Prompts``.
+    """Return the ids before a decoder's prompt, with ``adds_bos`` as in ``Prompts``.
 
     Raises:
-        DataError: If ``adds_bos`` is True and the tokenizer has no bos_token.
+        DataError: ``adds_bos`` is True and the tokenizer has no bos_token.
     """
     if adds_bos is False:
         return []
@@ -154,14 +159,14 @@ def opening_ids(tokenizer: Tokenizer, adds_bos: bool | None) -> list[int]:
 
 
 class ChatPrompts(Prompts):
-    """Texts as a user's turns of a conversation, rendered by a chat template; what the model says ends a turn.
+    """Prompts for conversations: renders texts as the user's turns and the model's outputs as the assistant's turns.
 
     Args:
-        template: with the tokenizer.
-        system: the message that opens each conversation; None: none does.
+        template: the template with its tokenizer.
+        system: system message at the start of each conversation; None: no system message.
 
     Attributes:
-        history: the turns up to now, as ``remember`` adds them; empty where each text is a conversation of its own.
+        history: previous turns, added by ``remember``; empty if each text is a separate conversation.
     """
 
     def __init__(self, template: ChatTemplate, system: str | None = None) -> None:
@@ -172,20 +177,20 @@ class ChatPrompts(Prompts):
 
     @property
     def eos_id(self) -> int | None:
-        """The token that the template ends the assistant's turn with, else that which ends a document."""
+        """The token with which the template ends the assistant's turn, otherwise the end-of-document token."""
         stop_id = self.template.stop_id
         return stop_id if stop_id is not None else super().eos_id
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of the conversation with ``text`` as the user's next turn, up to where the model speaks.
+        """Return the tokens of the conversation with ``text`` as the user's next turn, up to the assistant's turn.
 
         Raises:
-            DataError: the template refuses it.
+            DataError: the template rejects the conversation.
         """
         return self.template.prompt_ids([*self.opening_messages, *self.history, _turn("user", text)])
 
     def remember(self, text: str, answer: str) -> None:
-        """Let a turn of the user and the answer to it be part of the conversation."""
+        """Append a turn of the user and the answer to the conversation."""
         self.history += [_turn("user", text), _turn(ASSISTANT, answer)]
 
 
@@ -194,29 +199,29 @@ def _turn(role: str, content: str) -> dict[str, str]:
 
 
 def with_gaps_filled(text: str, spans: str) -> str:
-    """Return ``text`` with what T5 said for each sentinel in its place, in brackets; [...] where it said nothing.
+    """Return ``text`` with T5's output for each sentinel in brackets, or [...] if there is none.
 
     Args:
-        spans: what it said: each sentinel with its span behind it.
+        spans: T5's output: each sentinel followed by its span.
     """
-    said = _SENTINEL.split(spans)
-    found = dict(zip(said[1::2], (span.strip() for span in said[2::2]), strict=True))
-    return re.sub(r"<extra_id_(\d+)>", lambda gap: f"[{found.get(gap[1]) or '...'}]", text)
+    parts = _SENTINEL.split(spans)
+    span_by_number = dict(zip(parts[1::2], (span.strip() for span in parts[2::2]), strict=True))
+    return re.sub(r"<extra_id_(\d+)>", lambda gap: f"[{span_by_number.get(gap[1]) or '...'}]", text)
 
 
-# Texts in, texts out: a model and its tokenizer, over the replicas of a job.
+# Text generation over the replicas of a job.
 
 OnText = Callable[[str], Any]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model made of a prompt.
+    """The model's answer to a prompt.
 
     Args:
-        text: without the prompt, and without the token that ended it.
-        tokens: with it.
-        is_ended: the model ended it; else it was cut at its number of tokens.
+        text: generated text, without the prompt and the end token.
+        tokens: generated tokens, including the end token.
+        is_ended: the model ended the answer; otherwise the answer reached its maximum number of tokens.
     """
 
     prompt: str
@@ -228,14 +233,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class TextGenerator:
-    """Answers prompts.
+    """Answers prompts with a model.
 
     Args:
-        part: what this rank holds of the model.
-        data: the replicas, which share the prompts.
-        batch_size: prompts that go through the model together.
-        max_new_tokens: of each answer; None: 64, or fewer where the learned positions end.
-        sampling: None: the likeliest token each time.
+        part: this rank's stage of the model.
+        data: the replicas, among which prompts are distributed.
+        batch_size: prompts per forward pass.
+        max_new_tokens: maximum per answer; None: 64, or fewer if the learned positions do not suffice.
+        sampling: None: choose the most likely token each time.
     """
 
     part: ModelStage
@@ -248,36 +253,37 @@ class TextGenerator:
     def answer(self, texts: Sequence[str], on_text: OnText | None = None) -> list[Answer]:
         """Return the answer to each of ``texts``, the same on every rank. Collective over all ranks.
 
-        What a text gets depends neither on the layout nor on the other texts, but for drawing: of equal texts each gets
-        numbers of its own.
+        Answers do not depend on the layout or on the other texts. One exception: when sampling, equal texts get
+        different random numbers.
 
         Args:
-            on_text: called with each new piece of the answer as it comes; for one text.
+            on_text: called with each new piece of the answer as it is generated; only for a single text.
 
         Raises:
-            DataError: a text that the model cannot take.
+            DataError: the model cannot process a text.
         """
         rows = self.encoded(texts)
         keys = keys_of(rows)
         by_length = sorted(range(len(rows)), key=lambda place: len(rows[place]))
-        own = by_length[self.data.rank :: self.data.size]
-        found: dict[int, list[int]] = {}
-        for first in range(0, len(own), self.batch_size):
-            batch = own[first : first + self.batch_size]
+        local_indices = by_length[self.data.rank :: self.data.size]
+        tokens_by_idx: dict[int, list[int]] = {}
+        for first in range(0, len(local_indices), self.batch_size):
+            batch = local_indices[first : first + self.batch_size]
             on_token = streaming(self.prompts, rows[batch[0]], on_text) if on_text is not None else None
-            given = {"keys": [keys[place] for place in batch], "on_token": on_token}
-            found.update(zip(batch, self._generate([rows[place] for place in batch], **given), strict=True))
-        answers = self.data.gather_objects(found)
-        found = {place: tokens for one in answers for place, tokens in one.items()}
+            options = {"keys": [keys[place] for place in batch], "on_token": on_token}
+            tokens_by_idx.update(zip(batch, self._generate([rows[place] for place in batch], **options), strict=True))
+        answers = self.data.gather_objects(tokens_by_idx)
+        tokens_by_idx = {place: tokens for answers_of_rank in answers for place, tokens in answers_of_rank.items()}
         return [
-            self._answer(text, row, found[place]) for place, (text, row) in enumerate(zip(texts, rows, strict=True))
+            self._answer(text, row, tokens_by_idx[place])
+            for place, (text, row) in enumerate(zip(texts, rows, strict=True))
         ]
 
     def encoded(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of all texts; checked at once, so that their numbers are those of the user's prompts.
+        """Return the tokens of all texts. They are checked together, so that messages have the user's prompt numbers.
 
         Raises:
-            DataError: a text that the model cannot take.
+            DataError: the model cannot process a text.
         """
         rows, sizes = [self.prompts.encode(text) for text in texts], self.part.sizes
         if isinstance(sizes, T5ModelArgs):
@@ -288,10 +294,10 @@ class TextGenerator:
 
     def _generate(self, rows: list[list[int]], **others: Any) -> list[list[int]]:
         prompts = self.prompts
-        given = {"max_new_tokens": self.max_new_tokens, "eos_id": prompts.eos_id, "sampling": self.sampling, **others}
+        options = {"max_new_tokens": self.max_new_tokens, "eos_id": prompts.eos_id, "sampling": self.sampling, **others}
         if prompts.tokens is not None:
-            return generate_t5(self.part, rows, start_id=prompts.tokens.start_id, **given)
-        return generate_gpt2(self.part, rows, **given)
+            return generate_t5(self.part, rows, start_id=prompts.tokens.start_id, **options)
+        return generate_gpt2(self.part, rows, **options)
 
     def _answer(self, text: str, row: list[int], tokens: list[int]) -> Answer:
         is_ended = tokens[-1] == self.prompts.eos_id
@@ -299,7 +305,10 @@ class TextGenerator:
 
 
 def streaming(prompts: Prompts, row: list[int], on_text: OnText) -> Callable[[int, int], None]:
-    """Return what takes (row, token) and tells the text behind the prompt ``row`` as soon as it is whole characters."""
+    """Return a callback for (row, token) that passes the text after the prompt ``row`` to ``on_text``.
+
+    Only complete characters are passed on.
+    """
     tokens: list[int] = []
     shown = ""
 
@@ -314,23 +323,23 @@ def streaming(prompts: Prompts, row: list[int], on_text: OnText) -> Callable[[in
     return on_token
 
 
-# A conversation line by line: each line is a prompt, and its answer comes as it is made.
+# Interactive generation: each line is a prompt, and its answer is streamed.
 
 ROUND_S = 60.0
-"""Ranks hear from the one that reads the lines so often: a person may take longer than ranks wait for each other."""
+"""Interval at which rank 0 notifies waiting ranks: the user may take longer than ranks wait for each other."""
 
 
 def interactive(writer: TextGenerator, world: Group) -> None:
-    """Answer each line of standard input on standard output, until it ends. Collective; rank 0 reads and writes.
+    """Answer each line of standard input on standard output, until the input ends. Collective.
 
-    A line that cannot be answered is told, and the next one is read.
+    Only rank 0 reads and writes. A line that cannot be answered is reported and skipped.
     """
     for line in _lines(world):
         if not line.strip():
             continue
         try:
             _answer(writer, _text(line), is_teller=world.rank == 0)
-        except DataError as error:  # on every rank, ahead of anything that they do together
+        except DataError as error:  # raised on every rank, before any collective
             log.info(str(error))
 
 
@@ -354,17 +363,17 @@ def _answer(writer: TextGenerator, text: str, *, is_teller: bool) -> None:
     if isinstance(writer.prompts, ChatPrompts):
         writer.prompts.remember(text, answer.text)
     if is_teller:
-        sys.stdout.write(answer.text.removeprefix("".join(shown)) + "\n")  # what was no whole character, too
+        sys.stdout.write(answer.text.removeprefix("".join(shown)) + "\n")  # including incomplete characters
         sys.stdout.flush()
 
 
 def _lines(world: Group) -> Iterator[bytes]:
     """Yield the lines of rank 0's standard input on every rank."""
-    asked: queue.Queue[bytes] = queue.Queue()
+    input_lines: queue.Queue[bytes] = queue.Queue()
     if world.rank == 0:
-        threading.Thread(target=_read_lines, args=(asked,), daemon=True).start()
+        threading.Thread(target=_read_lines, args=(input_lines,), daemon=True).start()
     while True:
-        line = _next(asked, world)
+        line = _next(input_lines, world)
         if line == b"":
             return
         if line is not None:
@@ -380,7 +389,7 @@ def _read_lines(asked: queue.Queue[bytes]) -> None:
 
 
 def _next(asked: queue.Queue[bytes], world: Group) -> bytes | None:
-    """Return the next line, nothing at the end, None when none came in a round."""
+    """Return the next line, an empty one at the end of the input, or None if there was none within ``ROUND_S``."""
     line = None
     if world.rank == 0:
         with suppress(queue.Empty):

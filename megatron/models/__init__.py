@@ -1,6 +1,6 @@
-"""The families of models: a folder each, a line each in ``registry``, and what they share in ``common``.
+"""Model families: one folder per family, a table of families in ``registry``, and shared code in ``common``.
 
-Sections of the families come with the import, without torch; models and pipelines are found on first use.
+The families' configuration sections are imported here, without torch; models and pipelines are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The decoders that ``--model`` names: registered families and Hugging Face model types. No torch."""
+"""The decoders that ``--model`` accepts: registered families and Hugging Face model types. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.config.model import ModelConfig
 from megatron.models.registry import FAMILIES, huggingface_formats
 
 ALIKE = 0.6
-"""Least similarity of an unknown name to the name that the message suggests."""
+"""Minimum similarity between an unknown name and the name suggested in the error message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +21,10 @@ class Architecture:
 
     Args:
         name: the family or model type.
-        family: the family that holds it.
-        settings: field -> value of ``decoder.ARCHITECTURE``.
-        fixed: those of ``settings`` that every model of the type has; empty for a family.
-        needs: sizes without a default that a model of the type cannot be without.
+        family: the family that implements it.
+        settings: values of the fields listed in ``decoder.ARCHITECTURE``, by field name.
+        fixed: the subset of ``settings`` that all models of a model type share; empty for a family.
+        needs: names of the size settings that a model of the type requires; they have no default.
     """
 
     name: str
@@ -39,31 +39,31 @@ class Architecture:
 
 
 def families() -> list[str]:
-    """Return the families of decoders."""
+    """Return the names of the decoder families."""
     return [name for name, family in FAMILIES.items() if family.kind == "decoder"]
 
 
 def model_types() -> dict[str, Architecture]:
-    """Return the Hugging Face model types that are no families, by name."""
-    found = {each.name: each for family in families() for each in _types_of(family)}
-    return {name: each for name, each in found.items() if name not in FAMILIES}
+    """Return the Hugging Face model types that are not families, by name."""
+    by_name = {entry.name: entry for family in families() for entry in _types_of(family)}
+    return {name: entry for name, entry in by_name.items() if name not in FAMILIES}
 
 
 def architecture(name: str) -> Architecture | None:
-    """Return the architecture ``name``; None if there is none."""
+    """Return the architecture ``name``, or None if it is unknown."""
     if name in FAMILIES:
         return _of_family(name) if name in families() else None
     return model_types().get(name)
 
 
 def problem_of(name: str) -> str:
-    """Return the message for a value of ``--model`` that names no decoder."""
+    """Return the error message for a value of ``--model`` that is not a decoder."""
     if name in FAMILIES:
         family = FAMILIES[name]
         return f"--model must name a decoder, got {name}. {family.title} is trained by {family.program}"
-    types, known = [*model_types()], [*families(), *model_types()]
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=ALIKE)
-    guess = f"; did you mean {near[0]}?" if near else "."
+    types, names = [*model_types()], [*families(), *model_types()]
+    matches = difflib.get_close_matches(name.lower(), names, n=1, cutoff=ALIKE)
+    guess = f"; did you mean {matches[0]}?" if matches else "."
     return (
         f"--model must be a family ({', '.join(families())}) or a Hugging Face model type ({', '.join(types)}), "
         f"got {name!r}{guess}"
@@ -77,12 +77,14 @@ def _of_family(name: str) -> Architecture:
 
 def _types_of(family: str) -> Iterator[Architecture]:
     """Yield the model types of a family with their settings."""
-    for one in huggingface_formats(family):
-        if one.architecture is None:
+    for hf_format in huggingface_formats(family):
+        if hf_format.architecture is None:
             continue
-        settings = {**_of_family(family).settings, **_parts_of(one.architecture())}
-        for name in one.model_types:
-            yield Architecture(name=name, family=family, settings=settings, fixed=one.fixed, needs=one.needs)
+        settings = {**_of_family(family).settings, **_parts_of(hf_format.architecture())}
+        for name in hf_format.model_types:
+            yield Architecture(
+                name=name, family=family, settings=settings, fixed=hf_format.fixed, needs=hf_format.needs
+            )
 
 
 def _default_settings() -> dict[str, Any]:

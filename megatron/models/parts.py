@@ -1,11 +1,11 @@
-"""The parts of a model family: the types of the objects that ``ModelFamily`` names and ``registry`` imports.
+"""The parts of a model family: types of the objects that ``ModelFamily`` names and ``registry`` imports.
 
-| field of ``ModelFamily`` | object | a decoder's default |
+| field of ``ModelFamily`` | type | default for decoders |
 |---|---|---|
 | ``model`` | ``ModelParts`` | ``megatron.models.common.decoder:MODEL`` |
 | ``pipeline`` | ``PipelineClass`` | ``megatron.models.common.pipeline:DecoderPipe`` |
 | ``costs`` | ``CostsOf`` | ``megatron.costs.decoder_cost:costs`` |
-| ``data`` | ``DataParts`` | none: samples are runs of tokens |
+| ``data`` | ``DataParts`` | none: samples are plain token sequences |
 | ``huggingface`` | ``tuple[HFFormat, ...]`` | none: no Hugging Face folders |
 """
 
@@ -35,21 +35,27 @@ Tokens = TypeVar("Tokens", bound="Vocabulary")
 
 
 class ArgsOf(Protocol[Args_co]):
-    """Returns the sizes and switches of the model of a configuration."""
+    """Function that returns the model arguments of a configuration."""
 
     def __call__(self, config: Config, *, recomputes: bool = False) -> Args_co:
-        """``recomputes``: with the activation recomputation of the run; otherwise without any."""
+        """Return the model arguments of ``config``.
+
+        Args:
+            recomputes: apply the activation recomputation settings of the run; otherwise nothing is recomputed.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderLayers:
-    """The layers with which a decoder generates text.
+    """The layer types with which a decoder generates text.
 
     Args:
-        embedding: built from (sizes, place); its table is ``word``, its ``forward`` takes tokens and positions [b, s].
-        layer: built from (sizes, place, number); its ``forward`` takes hidden states, mask, cache, positions and the
-            mask of a window, and finds the positions of the pass in ``cache.slots.positions``.
-        norm: builds the final norm from the sizes.
+        embedding: class of the embedding, constructed with (sizes, place). The word table is its attribute ``word``;
+            its ``forward`` takes tokens [b, s] and positions [b, s].
+        layer: class of the layers, constructed with (sizes, place, layer index). Its ``forward`` takes hidden states,
+            mask, cache, positions and the mask of layers with a window. With a cache, the positions of the current
+            tokens are in ``cache.slots.positions``.
+        norm: function that builds the final norm from the sizes.
     """
 
     embedding: type[nn.Module]
@@ -59,14 +65,15 @@ class DecoderLayers:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParts(Generic[Args]):
-    """The model of a family without a pipeline, its sizes and its initial weights.
+    """The model of a family for runs without a pipeline, its arguments and its initial weights.
 
     Args:
-        args: sizes and switches of a configuration.
-        model: the class of the model, of ``args`` and a ``ParallelContext``.
-        weight_init: the standard deviation of each initial weight.
-        example_inputs: inputs of ``model`` without labels; ``words(length)`` draws tokens [b, length].
-        generation: the layers that generate text; None for a family that does not or is no decoder.
+        args: returns the model arguments of a configuration.
+        model: builds the model from its arguments and a ``ParallelContext``.
+        weight_init: returns the rule for the standard deviation of the initial weights.
+        example_inputs: returns keyword arguments of the model's ``forward``, without labels, from a configuration and a
+            function that draws random tokens [b, length] for a given length.
+        generation: layer types for text generation; None for families that do not support it or are not decoders.
     """
 
     args: ArgsOf[Args]
@@ -77,7 +84,7 @@ class ModelParts(Generic[Args]):
 
 
 class PipelineClass(Protocol):
-    """The class of a model over pipeline stages: a subclass of ``megatron.models.common.pipeline.ModelPipe``."""
+    """Pipelined model class: a subclass of ``megatron.models.common.pipeline.ModelPipe``."""
 
     def for_run(
         self,
@@ -89,36 +96,41 @@ class PipelineClass(Protocol):
         partition: str | list[int],
         batch_fn: BatchFn | None,
     ) -> nn.Module:
-        """Return this rank's stage of the model that the run of ``config`` trains."""
+        """Return this rank's stage of the model for the run of ``config``."""
 
 
 class CostsOf(Protocol):
-    """Returns the parameters, FLOPs and memory of the model of a configuration, at the lengths of its samples."""
+    """Function that returns parameters, FLOPs and memory of the model of a configuration, for its sample lengths."""
 
     def __call__(self, config: Config, is_on_cpu: bool = False) -> Costs:
-        """``is_on_cpu``: the model is trained on a CPU, which saves other activations for backward."""
+        """Return the costs of the model of ``config``.
+
+        Args:
+            is_on_cpu: the model is trained on a CPU, where different activations are saved for backward.
+        """
 
 
 class Vocabulary(Protocol):
-    """A tokenizer, or its ids and those that a family adds."""
+    """A tokenizer, or the special token ids of a tokenizer and a family."""
 
     @property
     def vocab_size(self) -> int: ...
 
 
 class Samples(Protocol):
-    """A data set: sample ``index`` as arrays by name."""
+    """A dataset: sample ``index`` as arrays by name."""
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataParts(Generic[Tokens]):
-    """The samples of a family that are no plain runs of tokens.
+    """The samples of a family whose samples are not plain token sequences.
 
     Args:
-        special_tokens: the ids of a tokenizer and those that the samples of the family add.
-        random_dataset: samples of random documents, given their ids and a seed.
+        special_tokens: returns the special token ids of a tokenizer, including the ids that the family adds.
+        random_dataset: returns a dataset of random documents from the configuration, the documents, the special token
+            ids and a seed.
     """
 
     special_tokens: Callable[[Any, Config], Tokens]

@@ -1,7 +1,7 @@
-"""The table of model families, and their parts, imported by name on first use. No torch.
+"""The table of model families. Their parts are imported by name on first use. Does not import torch.
 
-A family is the object ``FAMILY`` in the config.py of its folder: its section of the configuration, its program and the
-dotted names of its parts, whose types are in ``megatron.models.parts``.
+A family is the object ``FAMILY`` in the config.py of its folder: its configuration section, its program and the dotted
+names of its parts. The types of the parts are in ``megatron.models.parts``.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ FAMILIES: dict[str, ModelFamily] = {}
 
 
 def register(family: ModelFamily) -> None:
-    """Add a family: its flags are accepted and its parts are used from here on.
+    """Register a family: its flags are accepted and its parts are used from now on.
 
     Raises:
-        ValueError: its name is that of another family or of a section of every run.
+        ValueError: the name is already used by another family or by a configuration section of all families.
     """
     if family.name in FAMILIES or family.name in SECTIONS:
         raise ValueError(f"a family needs a name of its own, got {family.name}, which is taken. Rename it")
@@ -48,10 +48,10 @@ for _family in (GPT2, T5, LLAMA, MPT, BERT):
 
 
 def family_of(name: str) -> ModelFamily:
-    """Return the family of that name.
+    """Return the family called ``name``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such family.
     """
     if name not in FAMILIES:
         raise ValueError(f"family must be {' or '.join(FAMILIES)}, got {name!r}")
@@ -59,57 +59,61 @@ def family_of(name: str) -> ModelFamily:
 
 
 def titles(*kinds: str) -> str:
-    """Return the titles of the families of ``kinds``, of all families without ``kinds``, as messages list them."""
+    """Return a comma-separated list of family titles for messages.
+
+    Args:
+        kinds: kinds of families to include, such as "decoder" or "encoder"; default: all families.
+    """
     return ", ".join(family.title for family in FAMILIES.values() if not kinds or family.kind in kinds)
 
 
 def is_common_decoder(family: str) -> bool:
-    """Return True if a model of ``family`` is the common decoder with settings that other families may have too."""
-    line = FAMILIES.get(family)
-    return line is not None and line.kind == "decoder" and not line.has_section and line.model == DECODER_MODEL
+    """Return True if ``family`` uses the common decoder and its settings, and only changes their defaults."""
+    entry = FAMILIES.get(family)
+    return entry is not None and entry.kind == "decoder" and not entry.has_section and entry.model == DECODER_MODEL
 
 
 # The parts of a family.
 
 
 def model_parts(family: str) -> ModelParts[Any]:
-    """Return the model of a family without a pipeline, its sizes and its initial weights."""
+    """Return the model builder, model arguments and initial weights of ``family``, for runs without a pipeline."""
     parts: ModelParts[Any] = _imported(family_of(family).model)
     return parts
 
 
 def pipeline_class(family: str) -> PipelineClass:
-    """Return the class of a family's model over pipeline stages."""
+    """Return the pipelined model class of ``family``."""
     pipeline: PipelineClass = _imported(family_of(family).pipeline)
     return pipeline
 
 
 def data_parts(family: str) -> DataParts[Any] | None:
-    """Return the samples of a family; None: they are runs of tokens."""
+    """Return the data parts of a family, or None if its samples are plain token sequences."""
     name = family_of(family).data
     parts: DataParts[Any] | None = _imported(name) if name else None
     return parts
 
 
 def huggingface_formats(family: str) -> tuple[HFFormat, ...]:
-    """Return the Hugging Face formats of a family, one for each model type; none: ()."""
+    """Return the Hugging Face formats of a family, one per model type; empty if it has none."""
     name = family_of(family).huggingface
     formats: tuple[HFFormat, ...] = _imported(name) if name else ()
     return formats
 
 
 def costs_of(config: Config, *, is_on_cpu: bool = False) -> Costs:
-    """Return the costs of the model of ``config`` at the lengths of its samples.
+    """Return the costs of the model of ``config`` for its sample lengths.
 
     Args:
-        is_on_cpu: the model is trained on a CPU, which saves other activations for backward.
+        is_on_cpu: the model is trained on a CPU, where different activations are saved for backward.
     """
     costs: CostsOf = _imported(family_of(config.family).costs)
     return costs(config, is_on_cpu)
 
 
 def _imported(name: str) -> Any:
-    """Return the object ``module:attribute``."""
+    """Import and return the object ``module:attribute``."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -118,7 +122,7 @@ def _imported(name: str) -> Any:
 
 
 def bounds_of(config: Config, stages: int) -> list[int]:
-    """Return the bounds of the pipeline's chunks in layers: --pipeline-model-parallel-layout, otherwise balanced."""
+    """Return the layer bounds of the pipeline chunks, from --pipeline-model-parallel-layout or balanced by cost."""
     parallel = config.parallel
     if parallel.pipeline_layout is not None and stages > 1:
         return layout_bounds(parse_layout(parallel.pipeline_layout))
@@ -131,9 +135,9 @@ def build_model(
     """Return the model of ``config``, sharded over the tensor-parallel group of ``context``.
 
     Args:
-        topology: of the run that trains the model: the model recomputes activations as ``config`` says and, with a
-            pipeline, is this rank's stage. None: the full model, without recomputation.
-        batch_fn: with a pipeline, converts a micro-batch.
+        topology: rank topology of the training run. If given, activation recomputation is set up as configured, and
+            with a pipeline only this rank's stage is built. None: build the full model without recomputation.
+        batch_fn: with a pipeline, converts a micro-batch to the inputs of the first stage and arguments of the loss.
     """
     parts = model_parts(config.family)
     args = parts.args(config, recomputes=topology is not None)

@@ -1,1 +1,1 @@
-"""BERT: its section, checks and line (config.py), and the parts that are its own."""
+"""The BERT family: its entry in the registry (config.py), model, pipeline, data, costs and Hugging Face format."""

@@ -1,4 +1,4 @@
-"""What BERT adds: masked tokens, pairs of texts and whether the second follows the first; its checks and line."""
+"""BertConfig, its checks, and FAMILY."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHORTEST_TEXT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(FamilyConfig):
-    """Masked language modelling, with the next-sentence task or without."""
+    """Masked language modelling, with or without next-sentence prediction."""
 
     KIND: ClassVar = "encoder"
     DEFAULTS: ClassVar = {"hidden_bias": True, "layernorm_epsilon": 1e-12}

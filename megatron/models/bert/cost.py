@@ -1,11 +1,11 @@
-"""Costs of a BERT: an encoder's layers, and between them and the vocabulary a transform. Units as GPT-2's.
+"""Costs of a BERT. Its units are GPT-2's, with a transform between the layers and the head.
 
-| unit | more than a GPT-2 of these sizes has |
+| unit | in addition to GPT-2 of the same sizes |
 |---|---|
 | embedding | token types, a norm |
-| layers | the other half of the attention matrix |
-| transform, in place of the final norm | a product; with two heads two more, of one token each |
-| head | a bias for each word |
+| layers | the upper half of the attention matrix |
+| transform, instead of the final norm | a linear layer; with two heads two more, applied to one token per sample |
+| head | a bias per word |
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TOKEN_TYPES = 2
 
 
 class Heads(Protocol):
-    """What is read of BERT's section; ``BertConfig`` has it."""
+    """Attributes of ``BertConfig`` on which the costs depend."""
 
     @property
     def binary_head(self) -> bool: ...
@@ -32,7 +32,7 @@ class Heads(Protocol):
 
 @dataclass(frozen=True)
 class BertCosts(DecoderCosts):
-    """The costs of a BERT of ``sizes`` on samples of ``seq_length`` tokens."""
+    """Costs of a BERT with ``sizes`` for samples of ``seq_length`` tokens."""
 
     is_causal: ClassVar[bool] = False
     heads: Heads
@@ -51,10 +51,10 @@ class BertCosts(DecoderCosts):
         return [norm, *[1.0] * sizes.num_layers, norm + 2 * h * h / layer, decoder_cost.head_cost(sizes) / layer]
 
     def flops_per_token(self, *, causal: bool = False) -> float:
-        """Return the FLOPs of forward and backward for one token; there is no causal half."""
+        """Return the forward and backward FLOPs per token. ``causal`` counts half of the attention matrix."""
         h, transform = self.sizes.hidden_size, self._transform_parameters() / self.seq_length
-        second = 6.0 * transform if self.heads.binary_head else 0.0
-        return super().flops_per_token(causal=causal) + 6.0 * h * h + second
+        second_head = 6.0 * transform if self.heads.binary_head else 0.0
+        return super().flops_per_token(causal=causal) + 6.0 * h * h + second_head
 
     def unit_parameters(self, tensor: int = 1) -> list[int]:
         h = self.sizes.hidden_size
@@ -74,19 +74,20 @@ class BertCosts(DecoderCosts):
     ) -> list[Kept]:
         embedding, *layers, _, head = super().unit_kept(samples, tensor, width, sequence, is_joined=is_joined)
         if self.heads.pads_samples and not self.is_by_length:
-            mask = samples * self.own_length * self.seq_length * width  # which keys are padding, as numbers
+            # mask of padded keys, in the dtype of activations
+            mask = samples * self.own_length * self.seq_length * width
             layers = [replace(layer, full=layer.full + mask) for layer in layers]
         hidden = samples * self.own_length * self.sizes.hidden_size * width // sequence
         return [embedding, *layers, Kept(5 * hidden, 3 * hidden), head]
 
     def _transform_parameters(self) -> int:
-        """Return the parameters of the second head: a product of one token, and two scores."""
+        """Return the number of parameters of the next-sentence head: the pooler and the linear layer of two scores."""
         h = self.sizes.hidden_size
         return h * h + h + 2 * h + 2
 
 
 def costs(config: Any, is_on_cpu: bool = False) -> BertCosts:
-    """Return the costs of the model of ``config``, a ``Config``; what it keeps depends on where it is trained."""
+    """Return the costs of the model of ``config``, a ``Config``; saved activations depend on ``is_on_cpu``."""
     return BertCosts(
         config.model, config.batch.seq_length, config.own, is_on_cpu=is_on_cpu,
         is_by_length=mask_reason(config, "cpu" if is_on_cpu else "cuda", is_causal=False) is None,

@@ -1,4 +1,4 @@
-"""BertDataset: control tokens, masking, pairs, batch fields, builder."""
+"""BERT samples: special tokens, masking, segment pairs, and the dataset builder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.data.sample_index import SampleIndex, TokenSource, prefetch_pieces
 from megatron.errors import DataError
 from megatron.models.parts import DataParts
 
-# The control tokens that BERT's samples are framed and masked with: the tokenizer's own, or appended ones.
+# BERT's special tokens, from the tokenizer or appended to its vocabulary.
 
 NAMES = {
     "cls_id": ("[CLS]", "<cls>", "<|cls|>", "<s>"),
@@ -31,11 +31,11 @@ NAMES = {
     "mask_id": ("[MASK]", "<mask>", "<|mask|>"),
     "pad_id": ("[PAD]", "<pad>", "<|pad|>", "<|padding|>"),
 }
-"""Which names each may have, the first that the vocabulary has counts."""
+"""Candidate names of each special token; the first one in the vocabulary is used."""
 
 
 class Vocabulary(Protocol):
-    """What BERT must know of a tokenizer: ``megatron.tokenizer.Tokenizer``, or what stands in for one."""
+    """The part of a tokenizer that BERT uses; implemented by ``megatron.tokenizer.Tokenizer``."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -49,12 +49,12 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class BertTokens:
-    """Where BERT's control tokens lie.
+    """Ids of BERT's special tokens.
 
     Args:
-        text_vocab_size: ids of text are below it.
-        control_ids: those below it that are never masked and never put in place of a word, ascending: separators of
-            documents and the like. The token for unknown words is none of them.
+        text_vocab_size: upper bound of text ids.
+        control_ids: ids below ``text_vocab_size`` that are never masked and never substituted for a word, such as
+            document separators, in ascending order. The token for unknown words is not one of them.
     """
 
     cls_id: int
@@ -66,92 +66,98 @@ class BertTokens:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids the model must have."""
+        """Minimum vocabulary size of the model."""
         return max(self.text_vocab_size, 1 + max(self.cls_id, self.sep_id, self.mask_id, self.pad_id))
 
     @cached_property
     def is_word(self) -> np.ndarray:
-        """bool[text_vocab_size], whether an id is of text and no control token."""
-        found = np.ones(self.text_vocab_size, bool)
-        found[list(self.control_ids)] = False
-        return found
+        """bool[text_vocab_size], True for ids of text that are not control tokens."""
+        is_word = np.ones(self.text_vocab_size, bool)
+        is_word[list(self.control_ids)] = False
+        return is_word
 
     @cached_property
     def word_ids(self) -> np.ndarray:
-        """int64, the ids of text."""
+        """int64, ids of text that are not control tokens."""
         return np.flatnonzero(self.is_word)
 
 
 def bert_tokens(tokenizer: Vocabulary) -> BertTokens:
-    """Return the tokenizer's own control tokens, and behind its vocabulary, in the order of NAMES, what it lacks."""
-    known, size = tokenizer.control_tokens, tokenizer.vocab_size
-    found: dict[str, int] = {}
-    top = size
+    """Return the special tokens of a tokenizer; missing ones are appended to its vocabulary in the order of NAMES."""
+    control_tokens, vocab_size = tokenizer.control_tokens, tokenizer.vocab_size
+    ids: dict[str, int] = {}
+    next_id = vocab_size
     for field, names in NAMES.items():
-        own = next((known[name] for name in names if name in known), None)
-        found[field] = top if own is None else own
-        top += own is None
-    controls = sorted({token for token in known.values() if token < size and token != tokenizer.unk_id})
-    return BertTokens(**found, text_vocab_size=size, control_ids=tuple(controls))
+        token_id = next((control_tokens[name] for name in names if name in control_tokens), None)
+        ids[field] = next_id if token_id is None else token_id
+        next_id += token_id is None
+    controls = sorted({token for token in control_tokens.values() if token < vocab_size and token != tokenizer.unk_id})
+    return BertTokens(**ids, text_vocab_size=vocab_size, control_ids=tuple(controls))
 
 
-# Which tokens of a text are masked, and what stands in their place. All of it works on whole arrays.
+# Masking; the computation is vectorised.
 #
-# | share of what is masked | becomes |
+# | share of masked tokens | replaced by |
 # |---|---|
 # | 0.8 | the mask token |
-# | 0.1 | a token of the vocabulary, all alike but for control tokens |
-# | 0.1 | what it was |
+# | 0.1 | a random token, uniform over the vocabulary without control tokens |
+# | 0.1 | not replaced |
 #
 # Source: Devlin et al. 2019, "BERT", section 3.1; whole words: the authors' code of May 2019.
 
 NOTHING = -1
-"""Label of a token that is not to be predicted."""
+"""Label of a token that is not predicted."""
 _MASKED, _MASKED_OR_RANDOM = np.uint64(0.8 * 2**64), np.uint64(0.9 * 2**64)
 DRAWS = 3
-"""Random words that a token takes."""
+"""Random words per token."""
 
 
 class Masked(NamedTuple):
-    """Tokens with some masked, and what these were; ``NOTHING`` elsewhere. int64 both."""
+    """Tokens after masking, and labels: the original token where masked, ``NOTHING`` elsewhere. Both int64."""
 
     tokens: np.ndarray
     labels: np.ndarray
 
 
 def num_to_mask(length: int, probability: float) -> int:
-    """Return how many of ``length`` tokens are masked: that share, rounded, and one at least."""
+    """Return the number of tokens to mask out of ``length``: the rounded share, at least 1."""
     return max(1, round(probability * length))
 
 
 def mask(
     text: np.ndarray, count: int, words: np.ndarray, tokens: BertTokens, is_start: np.ndarray | None = None
 ) -> Masked:
-    """Return ``text`` with ``count`` tokens masked, or all that may be where there are fewer.
+    """Return ``text`` with ``count`` tokens masked, or all tokens that can be masked if there are fewer.
 
     Args:
         words: uint64[3 n], random.
-        is_start: bool[n], where a word begins; given, words are masked whole. One that has more tokens than are left to
-            mask is passed over, so that a few tokens fewer may be masked.
+        is_start: bool[n], True where a word starts; if given, words are masked as a whole. Words with more tokens than
+            remain to be masked are skipped, so that slightly fewer tokens may be masked.
     """
-    by_place, by_kind, by_token = words.reshape(DRAWS, len(text))
-    may = tokens.is_word[text]
-    places = _tokens(may, count, by_place) if is_start is None else _whole_words(may, is_start, count, by_place)
+    position_keys, action_keys, token_keys = words.reshape(DRAWS, len(text))
+    is_maskable = tokens.is_word[text]
+    positions = (
+        _tokens(is_maskable, count, position_keys)
+        if is_start is None
+        else _whole_words(is_maskable, is_start, count, position_keys)
+    )
     labels = np.full(len(text), NOTHING, np.int64)
-    labels[places] = text[places]
-    masked, kind = text.copy(), by_kind[places]
-    random = tokens.word_ids[by_token[places] % np.uint64(len(tokens.word_ids))]
-    masked[places] = np.where(kind < _MASKED, tokens.mask_id, np.where(kind < _MASKED_OR_RANDOM, random, text[places]))
+    labels[positions] = text[positions]
+    masked, action = text.copy(), action_keys[positions]
+    random = tokens.word_ids[token_keys[positions] % np.uint64(len(tokens.word_ids))]
+    masked[positions] = np.where(
+        action < _MASKED, tokens.mask_id, np.where(action < _MASKED_OR_RANDOM, random, text[positions])
+    )
     return Masked(masked, labels)
 
 
 def _tokens(may: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
-    places = np.flatnonzero(may)
-    return places[keys[places].argsort(kind="stable")[:count]]
+    positions = np.flatnonzero(may)
+    return positions[keys[positions].argsort(kind="stable")[:count]]
 
 
 def _whole_words(may: np.ndarray, is_start: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
-    """Return the places of words in a random order, each taken if it still fits. A control token is a word."""
+    """Return the positions of words in random order, skipping words that no longer fit. A control token is a word."""
     is_start = is_start | ~may
     is_start[0] = True
     is_start[1:] |= ~may[:-1]
@@ -159,33 +165,33 @@ def _whole_words(may: np.ndarray, is_start: np.ndarray, count: int, keys: np.nda
     sizes = np.diff(firsts, append=len(may))
     free = np.flatnonzero(may[firsts])
     order = free[keys[firsts[free]].argsort(kind="stable")]
-    taken = order[_fitting(sizes[order], count)]
-    places: np.ndarray = np.repeat(firsts[taken] - (sizes[taken].cumsum() - sizes[taken]), sizes[taken])
-    return places + np.arange(len(places))
+    chosen = order[_fitting(sizes[order], count)]
+    positions: np.ndarray = np.repeat(firsts[chosen] - (sizes[chosen].cumsum() - sizes[chosen]), sizes[chosen])
+    return positions + np.arange(len(positions))
 
 
 def _fitting(sizes: np.ndarray, room: int) -> np.ndarray:
-    """Return which of ``sizes``, tried one after the other, find room."""
-    found, start = [], 0
+    """Return the indices of the ``sizes`` that fit into ``room`` when they are added in order."""
+    chosen, start = [], 0
     while room > 0 and start < len(sizes):
         ends = sizes[start:].cumsum()
-        number = int(ends.searchsorted(room, "right"))
-        found.append(np.arange(start, start + number))
-        room -= int(ends[number - 1]) if number else 0
-        start += number
+        num_fitting = int(ends.searchsorted(room, "right"))
+        chosen.append(np.arange(start, start + num_fitting))
+        room -= int(ends[num_fitting - 1]) if num_fitting else 0
+        start += num_fitting
         smaller = np.flatnonzero(sizes[start:] <= room)
         start = start + int(smaller[0]) if len(smaller) else len(sizes)
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+    return np.concatenate(chosen) if chosen else np.zeros(0, np.int64)
 
 
-# A BERT sample as the arrays that travel, and what the model takes of a micro-batch of them.
+# The arrays of a BERT sample.
 #
-# | key | type | holds |
+# | key | type | contents |
 # |---|---|---|
 # | text | int64[s] | cls, first segment, sep[, second segment, sep], padding |
-# | labels | int64[s] | what a token to predict was; -1 elsewhere |
+# | labels | int64[s] | the original token at predicted positions; -1 elsewhere |
 # | parts | int32[s] | 0 for the first segment, 1 for the second, each with its sep; -1: padding |
-# | is_random | int64[] | 1 where the second segment is from elsewhere |
+# | is_random | int64[] | 1 if the second segment does not follow the first (a random segment) |
 
 PADDING = -1
 
@@ -193,8 +199,8 @@ PADDING = -1
 def sample(
     masked: Masked, seam: int, is_random: bool, tokens: BertTokens, length: int, has_pairs: bool
 ) -> dict[str, np.ndarray]:
-    """Return the arrays of the table above for a text whose second segment begins at ``seam``."""
-    first, second = 1, len(masked.tokens) + (2 if has_pairs else 1)  # places of the text, and of the last sep
+    """Return the arrays of the table above for a text whose second segment starts at ``seam``."""
+    first, second = 1, len(masked.tokens) + (2 if has_pairs else 1)  # positions of the text and of the last sep
     text, labels = np.full(length, tokens.pad_id, np.int64), np.full(length, NOTHING, np.int64)
     parts = np.full(length, PADDING, np.int32)
     for row, values in ((text, masked.tokens), (labels, masked.labels)):
@@ -205,38 +211,42 @@ def sample(
     return {"text": text, "labels": labels, "parts": parts, "is_random": np.array(int(is_random), np.int64)}
 
 
-# BERT's samples from the token file that GPT-2 reads too: a text is paired and masked when it is read.
+# BERT samples from ordinary token files; texts are paired and masked when they are read.
 #
-# A text is a window of the documents laid end to end, as RoBERTa's FULL-SENTENCES. Token files know documents and no
-# sentences, so the seam of a pair is drawn within the document that has most of the window, as a segment of RoBERTa's
-# SEGMENT-PAIR may be any run of sentences. Half of the time the second segment is a run of as many tokens from
-# elsewhere, which begins within a document that the window does not touch. Everything follows from (seed, index of the
-# sample), so it is new in each epoch and the same in every layout, worker and resumed run.
+# A text is a window of the concatenated documents, as in RoBERTa's FULL-SENTENCES. Token files have documents but no
+# sentences. The boundary between the segments of a pair is therefore drawn within the document that has the largest
+# part of the window; in RoBERTa's SEGMENT-PAIR, too, a segment may be any run of sentences. For half of the samples,
+# the second segment is replaced by a random segment: a run of equal length that starts inside a document outside of the
+# window. All draws depend on (seed, sample index), so samples differ between epochs and are the same in every layout,
+# worker and resumed run.
 #
 # Source: Devlin et al. 2019, "BERT", section 3.1 and appendix A.2; Liu et al. 2019, "RoBERTa", section 4.2.
 
 SHORTEST = 2
-"""Tokens of the shortest text: one for each segment."""
+"""Tokens of the shortest text: one per segment."""
 _TRIES = 8
-_IS_SHORT, _LENGTH, _IS_RANDOM, _SEAM, _PLACES, _HEAD = 0, 1, 2, 3, 4, 4 + _TRIES  # which random word is for what
+_IS_SHORT, _LENGTH, _IS_RANDOM, _SEAM, _PLACES, _HEAD = 0, 1, 2, 3, 4, 4 + _TRIES  # uses of random words
 
 
 class BertDataset:
-    """Sample i, for any i >= 0, is the dictionary of ``bert_layout``; i // samples_per_epoch is its epoch.
+    """BERT samples from a token file; sample i is the dictionary that ``sample`` returns.
+
+    Any i >= 0 is valid; its epoch is i // samples_per_epoch.
 
     Args:
-        documents: (start, stop) of the documents to take, or their ascending numbers.
-        seq_length: tokens of a sample, with what frames it.
-        has_pairs: two segments; else one run of text.
+        documents: (start, stop) of the documents to use, or their indices in ascending order.
+        seq_length: tokens of a sample, including special tokens.
+        has_pairs: samples have two segments; otherwise one.
         mask_prob: share of the text that is masked.
-        short_seq_prob: share of the samples that have a text of any length from 2 on, and are padded.
-        word_starts: bool[vocabulary], whether a token begins a word; given, words are masked whole.
+        short_seq_prob: share of samples with a text of random length, at least 2 tokens; these samples are padded.
+        word_starts: bool[vocabulary], True for tokens that start a word; if given, words are masked as a whole.
         seed: the same on all ranks.
-        cache: where the order of many documents is kept for all processes of this host; None: in each one's memory.
-        draws: as ``T5Dataset``.
+        cache: stores long document orders in files shared by all processes of this host; None: each process keeps them
+            in memory.
+        draws: as in ``T5Dataset``.
 
     Raises:
-        DataError: fewer tokens than one text, or for pairs fewer than two documents.
+        DataError: the file has fewer tokens than one text or, for pairs, fewer than two documents.
     """
 
     def __init__(
@@ -277,9 +287,9 @@ class BertDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short text that changes with all that changes a sample or the order of samples."""
+        """Short hash that changes with anything that affects samples or their order."""
         starts = None if self.word_starts is None else hashlib.sha256(self.word_starts.tobytes()).hexdigest()
-        parts = (
+        identity = (
             "bert",
             self.token_file.fingerprint,
             documents_key(self.documents),
@@ -291,30 +301,32 @@ class BertDataset:
             self.tokens,
             self.seed,
         )
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
     @cached_property
     def share_of_random(self) -> float:
-        """About how many of the pairs have a second segment from elsewhere: half of them, or fewer where one document
-        is nearly all of the text, in which places that are drawn mostly fall.
+        """Approximate share of pairs with a random second segment.
+
+        It is 0.5, or lower if one document makes up nearly all text, because random positions in that document are
+        rejected.
         """
         longest = longest_of(self.token_file.sizes, self.documents)
-        beside = min((longest + self.text_length) / self.num_tokens, 1.0)
-        return 0.5 * (1.0 - beside * beside**_TRIES)
+        rejected_share = min((longest + self.text_length) / self.num_tokens, 1.0)
+        return 0.5 * (1.0 - rejected_share * rejected_share**_TRIES)
 
     def num_predicted(self, index: int) -> int:
-        """Return how many tokens of sample ``index`` are to be predicted, without reading it."""
+        """Return the number of tokens to predict in sample ``index``, without reading it."""
         return num_to_mask(self._length(self._words(index, _LENGTH + 1)), self.mask_prob)
 
     def prefetch(self, index: int) -> None:
-        """Have what sample ``index`` is made of fetched, where the tokens lie in an object store."""
+        """Prefetch the tokens of sample ``index`` if they are in an object store."""
         prefetch_pieces(self.token_file, self._windows.pieces(index))
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return sample ``index``.
 
         Raises:
-            DataError: it cannot be read; names the sample, the document and the place in the file.
+            SampleError: the sample cannot be read. The message names sample, document and position in the file.
         """
         words = self._words(index, _HEAD + DRAWS * self.text_length)
         length = self._length(words)
@@ -326,7 +338,7 @@ class BertDataset:
         is_start = None
         if self.word_starts is not None:
             is_start = self.word_starts[text]
-            is_start[seam : seam + 1] = True  # no word goes on in the second segment
+            is_start[seam : seam + 1] = True  # words do not continue in the second segment
         draws = words[_HEAD : _HEAD + DRAWS * length]
         masked = mask(text, num_to_mask(length, self.mask_prob), draws, self.tokens, is_start)
         return sample(masked, seam, is_random, self.tokens, self.seq_length, self.has_pairs)
@@ -340,24 +352,24 @@ class BertDataset:
         return SHORTEST + int(words[_LENGTH]) % (self.text_length - SHORTEST + 1)
 
     def _paired(self, index: int, pieces: list[Piece], words: np.ndarray) -> tuple[int, bool, list[Piece]]:
-        """Return where the second segment begins, whether it is from elsewhere, and what both are made of."""
+        """Return (start of the second segment, True if that segment is random, pieces of both segments)."""
         length = sum(piece.length for piece in pieces)
         start, stop = _longest(pieces)
-        if stop - start < 2:  # nothing but documents of one token: any seam parts two
+        if stop - start < 2:  # each document has one token, so that any boundary separates two documents
             return length // 2, True, pieces
         seam = start + 1 + int(words[_SEAM]) % (stop - start - 1)
         if _unit(words[_IS_RANDOM]) < 0.5:
-            epoch, beside = int(index) // self.samples_per_epoch, {piece.document for piece in pieces}
+            epoch, window_documents = int(index) // self.samples_per_epoch, {piece.document for piece in pieces}
             for word in words[_PLACES : _PLACES + _TRIES].tolist():
-                place = word % (self.num_tokens - (length - seam) + 1)
-                found = self._windows.run(epoch, place, length - seam)
-                if found[0].offset and found[0].document not in beside:
-                    return seam, True, _first(pieces, seam) + found
-        return seam, False, pieces  # also where nearly all text is of one document
+                position = word % (self.num_tokens - (length - seam) + 1)
+                random_pieces = self._windows.run(epoch, position, length - seam)
+                if random_pieces[0].offset and random_pieces[0].document not in window_documents:
+                    return seam, True, _first(pieces, seam) + random_pieces
+        return seam, False, pieces  # also if all tries failed, because nearly all text is in one document
 
 
 def text_length(seq_length: int, has_pairs: bool) -> int:
-    """Return the tokens of text in a sample of ``seq_length``."""
+    """Return the number of text tokens in a sample of ``seq_length``."""
     return seq_length - (3 if has_pairs else 2)
 
 
@@ -367,17 +379,17 @@ def _unit(word: np.uint64) -> float:
 
 def _first(pieces: Sequence[Piece], length: int) -> list[Piece]:
     """Return the pieces of the first ``length`` tokens."""
-    found = []
+    first_pieces = []
     for piece in pieces:
         if length <= 0:
             break
-        found.append(piece._replace(length=min(piece.length, length)))
+        first_pieces.append(piece._replace(length=min(piece.length, length)))
         length -= piece.length
-    return found
+    return first_pieces
 
 
 def _longest(pieces: Sequence[Piece]) -> tuple[int, int]:
-    """Return where the longest piece, the first of several, begins and ends in the text."""
+    """Return the start and end of the longest piece in the text, the first one if there are several."""
     start, stop, end = 0, 0, 0
     for piece in pieces:
         if piece.length > stop - start:
@@ -386,37 +398,37 @@ def _longest(pieces: Sequence[Piece]) -> tuple[int, int]:
     return start, stop
 
 
-# What BERT's samples hold beside the text, and random ones.
+# The data parts of the BERT family.
 
 
 def special_tokens(tokenizer: Any, config: Config) -> BertTokens:
-    """Return the ids that frame texts and stand for masked tokens."""
+    """Return the special tokens of a run."""
     return bert_tokens(tokenizer)
 
 
 def random_dataset(config: Config, texts: Any, tokens: BertTokens, seed: int) -> BertDataset:
-    """Return samples of ``texts``, as a token file has them; ``texts.vocab_size``: ids of text are below it."""
-    own, every_third = config.own, np.arange(texts.vocab_size) % 3 != 0
+    """Return samples of the random documents ``texts``, whose ids are below ``texts.vocab_size``."""
+    bert_config, word_starts = config.own, np.arange(texts.vocab_size) % 3 != 0
     return BertDataset(
         texts,
         documents=(0, texts.num_documents),
         seq_length=config.batch.seq_length,
         tokens=tokens,
         seed=seed,
-        has_pairs=own.binary_head,
-        mask_prob=own.mask_prob,
-        short_seq_prob=own.short_seq_prob,
-        word_starts=every_third if own.whole_word_masking else None,
+        has_pairs=bert_config.binary_head,
+        mask_prob=bert_config.mask_prob,
+        short_seq_prob=bert_config.short_seq_prob,
+        word_starts=word_starts if bert_config.whole_word_masking else None,
     )
 
 
 DATA = DataParts(special_tokens=special_tokens, random_dataset=random_dataset)
 
 
-# The three data sets of a BERT run, with every check that can be made before training starts.
+# The datasets of a BERT run, with all checks that are possible before training starts.
 
 FEW = 0.25
-"""Share of pairs from elsewhere below which the start tells: half of what it should be."""
+"""Share of random pairs below which a warning is logged: half of the intended share."""
 
 
 def build_bert_train_valid_test(
@@ -432,16 +444,16 @@ def build_bert_train_valid_test(
     needed: Sequence[bool] = (True, True, True),
     tokenizer_identity: str | None = None,
 ) -> Three:
-    """Return the samples of train, valid and test; None for a split that is not needed.
+    """Return the training, validation and test samples; None for a split that is not needed.
 
     Args:
-        seq_length, seed, has_pairs, mask_prob, short_seq_prob, word_starts: as ``BertDataset``.
-        tokens: every token id of a text must be below its ``text_vocab_size``.
-        tokenizer_identity: compared with the one in the sidecar where there is one.
+        seq_length, seed, has_pairs, mask_prob, short_seq_prob, word_starts: as in ``BertDataset``.
+        tokens: all token ids of a text must be below its ``text_vocab_size``.
+        tokenizer_identity: identity of the tokenizer, compared with the identity in the corpus's sidecar file, if any.
 
     Raises:
-        DataError: rows D02 and D09-D14 of the list of faults; paths and weights that cannot be used; a split of one
-            document, for pairs.
+        DataError: the data fail a check (D02, D09-D14 in docs/reliability.md), paths or weights are invalid, or, for
+            pairs, a split has only one document.
     """
 
     def open_corpus(prefix: str, cache: IndexCache) -> OpenCorpus:

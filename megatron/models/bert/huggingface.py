@@ -1,14 +1,14 @@
-"""Weights and settings of Hugging Face's BERT under our names and back.
+"""Conversion of BERT weights and settings to and from Hugging Face.
 
-| ours | theirs |
+| ours | Hugging Face |
 |---|---|
 | embedding.word, .position, .token_type, .norm | bert.embeddings.word_embeddings, position_embeddings, ... |
 | layers.i.attention.query_key_value, by head | bert.encoder.layer.i.attention.self.query, key, value |
 | layers.i.post_attention_norm, post_mlp_norm | bert.encoder.layer.i.attention.output.LayerNorm, output.LayerNorm |
-| transform, head.bias | cls.predictions.transform, cls.predictions.bias, of which decoder.bias is a copy |
+| transform, head.bias | cls.predictions.transform, cls.predictions.bias (decoder.bias is a copy of it) |
 | next_sentence.pooler, .classifier | bert.pooler.dense, cls.seq_relationship |
 
-With the two heads it is a ``BertForPreTraining``, with ``--bert-no-binary-head`` a ``BertForMaskedLM``.
+A model with two heads is a ``BertForPreTraining``; with ``--bert-no-binary-head`` it is a ``BertForMaskedLM``.
 """
 
 from __future__ import annotations
@@ -58,29 +58,31 @@ _FIXED = {
 
 
 def recipes(config: Config) -> dict[str, WeightMapping]:
-    """Return how each of our weights is made of theirs, by our logical name."""
+    """Return the mapping of each of our weights, by logical name."""
     model = config.model
     return dict(_recipes(model.num_layers, model.num_attention_heads, has_both=config.own.binary_head))
 
 
 def _recipes(num_layers: int, heads: int, *, has_both: bool) -> Iterator[tuple[str, WeightMapping]]:
     yield _WORD, WeightMapping((_THEIR_WORD,))
-    for ours, theirs in _TABLES.items():
-        yield f"embedding.{ours}.weight", WeightMapping((f"bert.embeddings.{theirs}.weight",))
+    for our_name, their_name in _TABLES.items():
+        yield f"embedding.{our_name}.weight", WeightMapping((f"bert.embeddings.{their_name}.weight",))
     yield "head.bias", WeightMapping((_THEIR_BIAS,))
-    for kind in ("weight", "bias"):
-        for ours, theirs in (_TOP | (_SECOND_HEAD if has_both else {})).items():
-            yield f"{ours}.{kind}", WeightMapping((f"{theirs}.{kind}",))
+    for suffix in ("weight", "bias"):
+        for our_name, their_name in (_TOP | (_SECOND_HEAD if has_both else {})).items():
+            yield f"{our_name}.{suffix}", WeightMapping((f"{their_name}.{suffix}",))
         for layer in range(num_layers):
-            at, there = f"layers.{layer}", f"bert.encoder.layer.{layer}"
-            three = tuple(f"{there}.attention.self.{part}.{kind}" for part in ("query", "key", "value"))
-            yield f"{at}.attention.query_key_value.{kind}", WeightMapping(three, blocks=heads)
-            for ours, theirs in _LAYER.items():
-                yield f"{at}.{ours}.{kind}", WeightMapping((f"{there}.{theirs}.{kind}",))
+            our_layer, their_layer = f"layers.{layer}", f"bert.encoder.layer.{layer}"
+            query_key_value = tuple(
+                f"{their_layer}.attention.self.{projection}.{suffix}" for projection in ("query", "key", "value")
+            )
+            yield f"{our_layer}.attention.query_key_value.{suffix}", WeightMapping(query_key_value, blocks=heads)
+            for our_name, their_name in _LAYER.items():
+                yield f"{our_layer}.{our_name}.{suffix}", WeightMapping((f"{their_layer}.{their_name}.{suffix}",))
 
 
 def named(name: str, config: Config) -> str | None:
-    """Return today's name of a tensor; None for those of a second head that ``config`` does not have."""
+    """Return the current name of a tensor; None for tensors of a second head that ``config`` does not have."""
     for old, new in _OLD.items():
         name = name.replace(old, new)
     is_second = name.startswith(tuple(_SECOND_HEAD.values()))
@@ -88,7 +90,7 @@ def named(name: str, config: Config) -> str | None:
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield what of ``config`` has no form there."""
+    """Yield a message for each setting of ``config`` that the format cannot express."""
     model = config.model
     if model.activation not in _THEIR_ACTIVATIONS:
         yield f"BERT has the activations {', '.join(_THEIR_ACTIVATIONS)} there, got {model.activation}"
@@ -100,7 +102,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def fields(config: Config) -> dict[str, Any]:
-    """Return config.json of ``config``."""
+    """Return the contents of config.json for ``config``."""
     model = config.model
     return {
         "architectures": [their_class(config)],
@@ -121,19 +123,19 @@ def fields(config: Config) -> dict[str, Any]:
 
 
 def values(theirs: dict[str, Any]) -> dict[str, Any]:
-    """Return flat fields of our configuration of their config.json.
+    """Convert the contents of a config.json to our settings, by field name (without sections).
 
     Raises:
-        CheckpointError: listing the settings that our BERT does not have.
+        CheckpointError: a setting is not supported; the message lists all of them.
     """
-    found = [
+    unsupported = [
         f"{key} {theirs[key]!r} (known: {value!r})" for key, value in _FIXED.items() if theirs.get(key, value) != value
     ]
     activation = theirs.get("hidden_act", "gelu")
     if activation not in _ACTIVATIONS:
-        found.append(f"hidden_act {activation!r} (known: {', '.join(_ACTIVATIONS)})")
-    if found:
-        raise CheckpointError(f"our BERT has no counterpart of these settings: {'; '.join(found)}")
+        unsupported.append(f"hidden_act {activation!r} (known: {', '.join(_ACTIVATIONS)})")
+    if unsupported:
+        raise CheckpointError(f"our BERT has no counterpart of these settings: {'; '.join(unsupported)}")
     return {
         "num_layers": theirs["num_hidden_layers"],
         "hidden_size": theirs["hidden_size"],
@@ -151,16 +153,16 @@ def values(theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def their_class(config: Config) -> str:
-    """Return the name of their model with the heads of ``config``."""
+    """Return the name of the Hugging Face class with the heads of ``config``."""
     return _BOTH if config.own.binary_head else _WORDS
 
 
 def our_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits of all heads, those of a sample in a row: [b, s v + 2] or [b, s v].
+    """Return the logits of all heads, concatenated per sample: [b, s v + 2] or [b, s v].
 
-    The tokens are taken for one segment.
+    All tokens are in the first segment.
     """
-    import torch  # half a second, which a dry run that reads settings alone does not wait
+    import torch  # takes half a second; a dry run that reads only settings does not need it
 
     logits = model(tokens, torch.zeros_like(tokens))
     words, *scores = (logits,) if isinstance(logits, torch.Tensor) else logits
@@ -168,8 +170,8 @@ def our_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def their_logits(out: Any) -> torch.Tensor:
-    """Return the same of what their model gives."""
-    import torch  # half a second, which a dry run that reads settings alone does not wait
+    """Return the logits of all heads from the output of the Hugging Face model, as ``our_logits`` does."""
+    import torch  # takes half a second; a dry run that reads only settings does not need it
 
     if hasattr(out, "logits"):
         words: torch.Tensor = out.logits.flatten(1)

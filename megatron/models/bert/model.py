@@ -1,4 +1,4 @@
-"""BertModel: encoder layers, heads, loss."""
+"""BertModel: encoder layers, heads and loss."""
 
 from __future__ import annotations
 
@@ -38,23 +38,25 @@ from tds.linear_function import linear
 if TYPE_CHECKING:
     from torch import Tensor
 
-# BERT's loss: the mean over masked tokens and the mean over samples, added.
+# BERT's loss: the mean over masked tokens plus the mean over samples.
 #
-# Both means are over the global batch, and a batch in a loss is known to no micro-batch. So what is summed is
+# Both means are over the global batch, whose size a micro-batch does not know. Each micro-batch therefore contributes
+# the sum
 #
-#     masked + next_sentence * predictions / samples      counted by masked tokens
+#     masked + next_sentence * predictions / samples      with the number of masked tokens as its count
 #
-# with the tokens to predict and the samples of the whole step, which follow from the numbers of its samples
-# (``megatron.data.data_loader``). Divided by all masked tokens that is the sum of the two means, in any layout.
-# Whole words may leave a token of what is to be predicted unmasked; then the second mean weighs that much more than 1.
+# where predictions and samples are the tokens to predict and the samples of the whole step, which are computed from the
+# sample indices (``megatron.data.data_loader``). Divided by the number of all masked tokens, the total is the sum of
+# the two means in every layout. With whole-word masking, slightly fewer tokens than planned may be masked; the second
+# mean then has a weight slightly above 1.
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Outputs = Logits | tuple[Logits, torch.Tensor]
-"""Logits of words, or these and the scores of the second segment [b, 2]."""
+"""Logits of words, or a pair of these and the next-sentence scores [b, 2]."""
 
 
 def whole_outputs(outputs: Outputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return ``outputs`` with the logits themselves."""
+    """Return ``outputs`` with the logits as a tensor."""
     if isinstance(outputs, (torch.Tensor, LazyLogits)):
         return materialize_logits(outputs)
     words, scores = outputs
@@ -71,13 +73,13 @@ def bert_loss(
     sizes: BertModelArgs,
     place: ParallelContext,
 ) -> Pair | dict[str, Pair]:
-    """Return (sum, count) over the masked tokens; with two heads both losses and, as "loss", what is trained on.
+    """Return (sum, count) over the masked tokens; with two heads a dictionary of both losses and the total, "loss".
 
     Shapes:
-        logits    [s, b, v/t] or what they are made of; or that and [b, 2]
-        labels    [b, s] token ids, looked at where ``loss_mask`` [b, s] is not 0
-        is_random [b], 1 where the second segment is from elsewhere
-        step_predictions [2], tokens to predict and samples of the step; None: those of this batch
+        logits    [s, b, v/t] or ``LazyLogits``; with two heads a pair of these and [b, 2]
+        labels    [b, s] token ids, used where ``loss_mask`` [b, s] is not 0
+        is_random [b], 1 if the second segment does not follow the first
+        step_predictions [2], number of tokens to predict and of samples in the step; None: computed from this batch
     """
     if isinstance(logits, (torch.Tensor, LazyLogits)):
         return model_loss(logits, labels, loss_mask, sizes, place)
@@ -85,29 +87,29 @@ def bert_loss(
     if is_random is None:
         raise ValueError("a BERT with two heads needs is_random, whether the second segment is from elsewhere")
     masked, num_masked = model_loss(words, labels, loss_mask, sizes, place)
-    wide = scores.dtype if scores.dtype == torch.float64 else torch.float32
-    following = F.cross_entropy(scores.to(wide), is_random, reduction="sum")
+    dtype = scores.dtype if scores.dtype == torch.float64 else torch.float32
+    next_sentence = F.cross_entropy(scores.to(dtype), is_random, reduction="sum")
     num_samples = num_masked.new_full((), len(is_random))
     if sizes.loss_average == "micro-batch" and torch.is_grad_enabled():
         # Each context rank divides by its own masked tokens, and the ranks' quotients are averaged.
-        share = num_masked.clamp(min=1) * place.context.size / num_samples
+        predictions_per_sample = num_masked.clamp(min=1) * place.context.size / num_samples
     elif step_predictions is None:
-        share = all_reduce(num_masked.clone(), place.context) / num_samples
+        predictions_per_sample = all_reduce(num_masked.clone(), place.context) / num_samples
     else:
-        predictions, samples = step_predictions.to(wide)  # not fp64, which some devices lack
-        share = predictions / samples
+        predictions, samples = step_predictions.to(dtype)  # not fp64, which some devices lack
+        predictions_per_sample = predictions / samples
     if place.context.rank:  # the first token of a sample is on the first rank of the context group
-        following, num_samples = following * 0.0, num_samples * 0.0
+        next_sentence, num_samples = next_sentence * 0.0, num_samples * 0.0
     return {
-        "loss": (masked + following * share, num_masked),
+        "loss": (masked + next_sentence * predictions_per_sample, num_masked),
         "mlm loss": (masked.detach(), num_masked),
-        "nsp loss": (following.detach(), num_samples),
+        "nsp loss": (next_sentence.detach(), num_samples),
     }
 
 
 @dataclass(frozen=True, kw_only=True)
 class BertModelArgs(ModelArgs):
-    """Sizes of an encoder that finds masked words; ``binary_head``: and tells whether two segments belong together."""
+    """Sizes and switches of a masked language model; ``binary_head`` adds next-sentence prediction."""
 
     family: str = "bert"
     binary_head: bool = True
@@ -116,20 +118,20 @@ class BertModelArgs(ModelArgs):
 
 
 def bert_model_args_from(model: Any, bert: Any, **overrides: Any) -> BertModelArgs:
-    """Return the sizes held by the configuration sections ``model`` and ``bert``."""
+    """Build ``BertModelArgs`` from the configuration sections ``model`` and ``bert``."""
     return BertModelArgs(**{**fields_held(BertModelArgs, model), **fields_held(BertModelArgs, bert), **overrides})
 
 
-# The layers of BERT's encoder, and what comes before them.
+# Embedding and encoder layers.
 
 
 class SharedWordEmbedding(nn.Module):
-    """The sum of word, position and token type, with norm and dropout; ``word`` is a table that others have too.
+    """Sum of word, position and token type embeddings, with norm and dropout; ``word`` is a shared table.
 
     Shapes:
         tokens [b, s]
         token_types [b, s], 0 in the first segment of a sample, 1 in the second
-        output [s, b, h], or this rank's part of it, by ``place``
+        output [s, b, h], or this rank's shard of the sequence, depending on ``place``
     """
 
     word: VocabParallelEmbedding
@@ -151,7 +153,7 @@ class SharedWordEmbedding(nn.Module):
 
 
 class BertEmbedding(SharedWordEmbedding):
-    """The same with a word table of its own."""
+    """``SharedWordEmbedding`` with its own word table."""
 
     def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
         super().__init__(sizes, place)
@@ -161,11 +163,11 @@ class BertEmbedding(SharedWordEmbedding):
 
 
 class BertAttention(SelfAttention):
-    """Self-attention in both directions.
+    """Bidirectional self-attention.
 
     Shapes:
         x      [s, b, h]
-        mask   of ``padding_mask``, or None
+        mask   from ``padding_mask``, or None
         output [s, b, h]
     """
 
@@ -180,14 +182,16 @@ class BertAttention(SelfAttention):
 def padding_mask(
     segments: torch.Tensor, x: torch.Tensor, sizes: BertModelArgs, place: ParallelContext
 ) -> torch.Tensor:  # fmt: skip
-    """Return where this rank's queries may look, of segments [b, s], -1 in padding, which no other token sees.
+    """Return the attention mask of this rank's queries for segments [b, s] with -1 for padding.
 
-    With context parallelism of segments [b, s/c], and collective.
+    Other tokens do not attend to padding. With context parallelism, segments are [b, s/c] and the function is
+    collective.
 
     Shapes:
-        x      hidden states, as layers read them
-        output int32 [2, b, s], the first key and one more than the last, where nothing is dropped from attention and
-               the device has a kernel; else bool [b, 1, s, s]; of queries [.., s/c] or all, by ``place``
+        x      hidden states, the input of the layers
+        output int32 [2, b, s], start and stop of the keys of each query, if there is no attention dropout and a kernel
+               for the device; otherwise bool [b, 1, s, s]. With context parallelism, the queries are this rank's
+               (see ``ParallelContext.query_positions``)
     """
     queries, keys = place.queries_and_keys(segments)
     way = None if sizes.attention_dropout else way_of(x, keys.shape[1], sizes.kv_hidden_size, is_plain=False)
@@ -198,15 +202,15 @@ def padding_mask(
 
 
 class BertLayer(nn.Module):
-    """A post-norm layer: ``norm(x + dropout(attention(x)))``, then ``norm(x + dropout(mlp(x)))``.
+    """Post-norm layer: ``norm(x + dropout(attention(x)))``, then ``norm(x + dropout(mlp(x)))``.
 
     Shapes:
         x        [s, b, h]
-        mask     of ``padding_mask``, or None
+        mask     from ``padding_mask``, or None
         output   [s, b, h]
 
     Args:
-        layer: number of this layer in the whole model, from 0; part of the keys of its dropout masks.
+        layer: index of this layer in the full model, from 0; part of the keys of its dropout masks.
 
     Source: Vaswani et al. 2017, "Attention is all you need", section 3.1; Devlin et al. 2019, "BERT".
     """
@@ -229,11 +233,11 @@ class BertLayer(nn.Module):
         return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
 
 
-# From BERT's hidden states to its two answers: which words are masked, and whether the segments belong together.
+# The two heads: masked words and next-sentence prediction.
 
 
 class WholeLinear(nn.Module):
-    """``Y = X A^T + b``. Every rank of the tensor group holds all of it and does the same.
+    """Unsharded linear layer ``Y = X A^T + b``. Every tensor rank holds the full weights and computes the full output.
 
     Shapes:
         input  [..., input_size]
@@ -251,10 +255,10 @@ class WholeLinear(nn.Module):
 
 
 class Transform(nn.Module):
-    """What lies between the last layer and the vocabulary: a product, activation, norm.
+    """Linear layer, activation and norm between the last layer and the word head.
 
     Shapes:
-        input, output [s, b, h], or this rank's part of it, by ``place``
+        input, output [s, b, h], or this rank's shard of the sequence, depending on ``place``
     """
 
     def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
@@ -268,17 +272,17 @@ class Transform(nn.Module):
 
 
 class NextSentence(nn.Module):
-    """Whether the second segment goes on where the first stops, from the first token of a sample.
+    """Next-sentence prediction from the first token of a sample.
 
-    Where the sequence is cut the first tensor rank has that token and hands it to the others, which do the same. With
-    context parallelism the first rank of the context group has it; what the others make of theirs does not count.
+    With sequence parallelism, the first tensor rank has that token and sends it to the others, which all compute the
+    scores. With context parallelism, the first rank of the context group has it; the scores of other ranks are ignored.
 
     Shapes:
-        input  [s, b, h], or this rank's part of it, by ``place``
-        output [b, 2], scores of: it does, it is from elsewhere
+        input  [s, b, h], or this rank's shard of the sequence, depending on ``place``
+        output [b, 2], scores of the classes "the second segment follows the first" and "random second segment"
     """
 
-    gives_whole = True  # for the debugger: what it returns is the same on every rank
+    gives_whole = True  # read by the debugger: the output is the same on every rank
 
     def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
         super().__init__()
@@ -292,17 +296,17 @@ class NextSentence(nn.Module):
     def _first_token(self, x: torch.Tensor) -> torch.Tensor:
         if not self.place.sequence_parallel:
             return x[0]
-        own = x[0] if self.place.group.rank == 0 else torch.zeros_like(x[0])
-        return reduce_from_tensor_region(own, self.place.group)
+        first_token = x[0] if self.place.group.rank == 0 else torch.zeros_like(x[0])
+        return reduce_from_tensor_region(first_token, self.place.group)
 
 
 class WordHead(nn.Module):
-    """Logits by the word table, with a bias for each word, which is cut as the table is.
+    """Head tied to the word table, with a bias per word that is sharded like the table.
 
     Shapes:
-        x      [s, b, h], the same on every rank, or this rank's part of it, by ``place``
+        x      [s, b, h], the same on every rank, or this rank's shard of the sequence, depending on ``place``
         table  [v/t, h], padded rows last
-        output [s, b, v/t], or what they are made of
+        output [s, b, v/t], or ``LazyLogits``
     """
 
     def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
@@ -316,24 +320,24 @@ class WordHead(nn.Module):
 
 
 def bert_rule(std: float) -> Rule:
-    """Return ``std`` for all weights: what joins the residual stream is normed at once.
+    """Return the rule with ``std`` for all weights; post-norm layers need no smaller residual projections.
 
     Source: Devlin et al.'s code.
     """
     return lambda name, shape: std
 
 
-# BERT on one pipeline rank.
+# BERT without pipeline stages.
 
 
 class BertModel(nn.Module):
-    """An encoder that finds masked words and, with ``binary_head``, tells whether two segments belong together.
+    """Encoder that predicts masked words and, with ``binary_head``, whether the second segment follows the first.
 
     Shapes:
         tokens, token_types [b, s]
-        segments [b, s] or None; given, -1 is padding, which no other token sees
-        output logits [s, b, v/t], with ``binary_head`` also [b, 2]; with ``labels`` and the rest of what
-            ``bert_loss`` takes its losses
+        segments [b, s] or None; if given, -1 is padding, to which other tokens do not attend
+        output logits [s, b, v/t], with ``binary_head`` also [b, 2]; with ``labels`` and the other arguments of
+            ``bert_loss``, its losses
 
     Source: Devlin et al. 2019, "BERT: Pre-training of deep bidirectional transformers for language understanding".
     """
@@ -372,22 +376,26 @@ class BertModel(nn.Module):
 
 
 def model_args(config: Config, *, recomputes: bool = False) -> BertModelArgs:
-    """Return the sizes of the model of ``config``; ``recomputes``: with the activation recomputation of its run."""
+    """Return the ``BertModelArgs`` of ``config``.
+
+    Args:
+        recomputes: apply the activation recomputation settings of the run; otherwise nothing is recomputed.
+    """
     switches = recompute_switches(config) if recomputes else {}
     return bert_model_args_from(config.model, config.own, **switches)
 
 
 def weight_init(config: Config) -> Rule:
-    """Return the standard deviation of the initial weights, by name."""
+    """Return the rule for the standard deviation of the initial weights."""
     return bert_rule(config.model.init_method_std)
 
 
 def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the inputs of a BERT without labels; ``words(length)`` draws tokens [b, length]."""
+    """Return example inputs of a BERT without labels; ``words(length)`` draws tokens [b, length]."""
     tokens = words(config.batch.seq_length)
-    nothing = torch.zeros_like(tokens)
-    inputs = {"tokens": tokens, "token_types": nothing, "is_random": nothing[:, 0]}
-    return inputs | ({"segments": nothing.int()} if config.own.pads_samples else {})
+    zeros = torch.zeros_like(tokens)
+    inputs = {"tokens": tokens, "token_types": zeros, "is_random": zeros[:, 0]}
+    return inputs | ({"segments": zeros.int()} if config.own.pads_samples else {})
 
 
 MODEL = ModelParts(args=model_args, model=BertModel, weight_init=weight_init, example_inputs=example_inputs)
@@ -396,11 +404,12 @@ MODEL = ModelParts(args=model_args, model=BertModel, weight_init=weight_init, ex
 def bert_fields(
     text: Tensor, labels: Tensor, parts: Tensor, is_random: Tensor | None = None, *, has_segments: bool
 ) -> dict[str, Tensor | None]:
-    """Return tokens, token_types, segments, labels, loss_mask and, where it is given, is_random of a micro-batch.
+    """Return tokens, token_types, segments, labels, loss_mask and, if given, is_random of a micro-batch.
 
     Shapes:
         text, labels, parts [b, s]; is_random [b]
-        results alike; loss_mask is float32, segments are None without ``has_segments``, else -1 for padding, 0 else
+        results with the same shapes; loss_mask is float32; segments are None without ``has_segments``, otherwise -1 for
+            padding and 0 elsewhere
     """
     fields: dict[str, Tensor | None] = {
         "tokens": text,

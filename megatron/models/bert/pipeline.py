@@ -1,7 +1,7 @@
 """BERT as a list of layers for the pipeline engine.
 
-Between stages travel the hidden states [s, b, h] and, where samples are padded, their segments [b, s]; never a mask.
-Ahead of the head it is what the transform made of the hidden states and, with two heads, the scores [b, 2].
+Stages send the hidden states [s, b, h] and, if samples are padded, segments [b, s]. Masks are never sent. Before the
+head, the output of the transform is sent and, with two heads, the next-sentence scores [b, 2].
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BertLayerPipe = layer_pipe(BertLayer)
 
 
 class TransformPipe(nn.Module):
-    """Hidden states[, segments] to what the head takes[, scores of the second segment]; segments end here."""
+    """Transform and next-sentence head: hidden states[, segments] -> transformed states[, scores]."""
 
     def __init__(self, sizes: BertModelArgs, place: ParallelContext) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class TransformPipe(nn.Module):
 
 
 class WordHeadPipe(WordHead):
-    """Logits of words by the table that the embedding has too; scores of the second segment pass by."""
+    """Head tied to the word table shared with the embedding; next-sentence scores are passed through."""
 
     word: VocabParallelEmbedding
 
@@ -62,7 +62,7 @@ class WordHeadPipe(WordHead):
 
 
 def layer_specs(sizes: BertModelArgs, place: ParallelContext) -> list[LayerSpec]:
-    """Return embedding, ``num_layers`` layers, transform and head."""
+    """Return the specs of embedding, ``num_layers`` layers, transform and head."""
     word = Shared(
         "word", VocabParallelEmbedding, sizes.vocab_size, sizes.hidden_size,
         divisible_by=sizes.make_vocab_size_divisible_by, **place.cut,
@@ -77,7 +77,7 @@ def layer_specs(sizes: BertModelArgs, place: ParallelContext) -> list[LayerSpec]
 
 
 def boundary_before(layer: int, sizes: BertModelArgs, has_segments: bool) -> list[Boundary]:
-    """Return what crosses into a stage that begins with ``layer`` of the list."""
+    """Return the tensors sent to a stage that starts with ``layer``, an index into ``layer_specs``."""
     if layer == sizes.num_layers + 2:
         return [Boundary("transformed states"), *([Boundary("next-sentence scores")] if sizes.binary_head else [])]
     return [Boundary("hidden states"), *([Boundary("segments", "int")] if has_segments else [])]
@@ -87,17 +87,17 @@ def random_batch(sizes: BertModelArgs, shape: tuple[int, ...], has_segments: boo
     """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank.
 
     Shapes:
-        each tensor [b, s], by ``shape``, but for is_random [b] and the step's predictions [2]
+        all tensors [b, s], with (b, s) given by ``shape``, except is_random [b] and step_predictions [2]
     """
     tokens = torch.randint(sizes.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     types = torch.zeros_like(tokens)
     segments = (torch.zeros(shape, dtype=torch.int32),) if has_segments else ()
-    more = (types[:, 0], torch.tensor([shape[1], 1])) if sizes.binary_head else ()
-    return (tokens, types, *segments), (tokens, torch.ones(shape), *more)
+    second_head_labels = (types[:, 0], torch.tensor([shape[1], 1])) if sizes.binary_head else ()
+    return (tokens, types, *segments), (tokens, torch.ones(shape), *second_head_labels)
 
 
 class BertModelPipe(ModelPipe):
-    """BERT over the pipeline stages of ``topology``; its layers are embedding, layers, transform and head."""
+    """BERT split over the pipeline stages of ``topology``; its layers are embedding, layers, transform and head."""
 
     layer_classes = (BertLayerPipe,)
 
@@ -106,8 +106,8 @@ class BertModelPipe(ModelPipe):
         return {"has_segments": config.own.pads_samples}
 
     def _declare_boundaries(self) -> None:
-        ends = enumerate(self.parts[1:-1])
-        self.boundary = {piece: boundary_before(end, self.sizes, self.has_segments) for piece, end in ends}
+        bounds = enumerate(self.parts[1:-1])
+        self.boundary = {piece: boundary_before(end, self.sizes, self.has_segments) for piece, end in bounds}
 
     def specs(self) -> list[LayerSpec]:
         return layer_specs(self.sizes, self.place)
@@ -116,7 +116,7 @@ class BertModelPipe(ModelPipe):
         return random_batch(self.sizes, shape, self.has_segments)
 
     def made_output(self, output: Outputs) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits to who asks an evaluation for outputs."""
+        """Return the logits as a tensor, for evaluations that return outputs."""
         return whole_outputs(output)
 
     def _loss(self, logits: Outputs, labels: tuple[torch.Tensor, ...]) -> Weighted | dict[str, Weighted]:
@@ -126,12 +126,12 @@ class BertModelPipe(ModelPipe):
         return Weighted(*losses)
 
     def logical_name(self, local_name: str) -> str:
-        """Return the name that this parameter has in the single-stage model."""
+        """Return the name of this parameter in the single-stage model."""
         head, _, rest = local_name.partition(".")
         last = self.sizes.num_layers + 2
         if head in ("tied_modules", "0"):
-            return f"embedding.{rest}"  # tied is "word.weight"
-        index = int(head)
-        if index == last:
+            return f"embedding.{rest}"  # for the tied table, rest is "word.weight"
+        unit_idx = int(head)
+        if unit_idx == last:
             return f"head.{rest}"
-        return rest if index == last - 1 else f"layers.{index - 1}.{rest}"
+        return rest if unit_idx == last - 1 else f"layers.{unit_idx - 1}.{rest}"

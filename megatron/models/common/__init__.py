@@ -1,1 +1,1 @@
-"""What the families share."""
+"""Code shared by the model families."""

@@ -1,4 +1,4 @@
-"""Attention and SelfAttention: grouped queries, rotary positions, norms of queries and keys."""
+"""Multi-head self-attention with grouped queries, rotary positions and query and key norms."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from megatron.ops.softcapped_attention import softcapped_attention
 
 
 class Attention(nn.Module):
-    """Heads and their dropout: what all kinds of attention share.
+    """Base class of the attention layers: heads, attention dropout and recomputation.
 
     Args:
-        site: tells this attention's dropout masks from others of the layer.
+        site: part of the key of the dropout masks; distinguishes several attentions in one layer.
     """
 
     def __init__(self, sizes: ModelArgs, place: ParallelContext, layer: int, site: str = "attention") -> None:
@@ -42,7 +42,7 @@ class Attention(nn.Module):
         self.is_recomputed = sizes.recompute_attention
 
     def split_heads(self, packed: torch.Tensor, parts: int) -> list[torch.Tensor]:
-        """Return the parts of each head, whose columns lie together.
+        """Split ``packed`` into ``parts`` tensors; the columns of one head are contiguous.
 
         Shapes:
             packed [s, b, parts a d / t]
@@ -51,17 +51,22 @@ class Attention(nn.Module):
         return heads_of(self.by_head(packed, parts))
 
     def by_head(self, packed: torch.Tensor, parts: int) -> torch.Tensor:
-        """Return ``packed`` as [s, b, a/t, parts, d]."""
+        """Return ``packed`` viewed as [s, b, a/t, parts, d]."""
         return packed.view(*packed.shape[:2], self.num_heads, parts, self.head_size)
 
     def attend(
         self, function: Callable[..., torch.Tensor], query: torch.Tensor, *args: Any, **how: Any
     ) -> torch.Tensor:
-        """Return what ``function`` makes of query, key and value, with the dropout masks of this place.
+        """Apply an attention function with this layer's dropout masks and merge the heads.
 
         Shapes:
-            query  [b, a/t, s, d], or [s, b, a/t, 3, d] with key and value beside it
+            query  [b, a/t, s, d], or [s, b, a/t, 3, d] with query, key and value packed
             output [s, b, a d / t]
+
+        Args:
+            function: attention function of ``megatron.ops``, called as ``function(query, *args, **how)``.
+            args: further tensors, such as key and value.
+            how: keyword arguments of ``function``, such as the mask.
         """
         core = partial(self._core, partial(function, **how))
         if self.is_recomputed and torch.is_grad_enabled():
@@ -84,22 +89,22 @@ class Attention(nn.Module):
 
 
 class SelfAttention(Attention):
-    """Multi-head attention of a sequence to itself, with a head of keys and values for each group of queries.
+    """Multi-head self-attention with grouped queries.
 
-    The weights of queries, keys and values are one matrix whose rows are ordered by group (the query heads of the first
-    group, its key, its value, then the second group's), so that a contiguous cut gives each rank whole groups. Groups
-    must so be a multiple of the ranks: a key that several ranks share would be computed on each of them, and its
-    gradient would be a sum over them.
+    The query, key and value weights are one matrix with rows ordered by query group (the query heads of group 0, its
+    key, its value, then group 1), so that a contiguous shard contains full groups. The number of groups must be a
+    multiple of the tensor-parallel size: a key shared by several ranks would be computed on each of them, and its
+    gradient would need an all-reduce.
 
     Shapes:
-        x         [s, b, h], or this rank's part of it, by ``place``
-        mask      of ``Masks``: bool [b or 1, 1, s, s] or numbers [b or 1, a/t, s, s], or None for causal; or int32
-                  [b, s], where the document of each position begins
-        positions [b, s] of rotary positions, or None for 0 ... s-1
+        x         [s, b, h], or this rank's shard of the sequence, depending on ``place``
+        mask      from ``Masks``: bool [b or 1, 1, s, s] or additive [b or 1, a/t, s, s], or None for causal; or int32
+                  [b, s], the start of each position's document
+        positions [b, s] rotary positions, or None for 0 ... s-1
         output    as x
 
-    With a ``cache`` the keys and values of earlier passes count too, the mask is [b or 1, 1 or a/t, s, s_k], and the
-    cache tells the positions; it keeps keys as they were turned at theirs.
+    With a ``cache``, keys and values of earlier passes are attended to as well, the mask is [b or 1, 1 or a/t, s, s_k],
+    and positions come from the cache, which stores keys after rotary embedding.
 
     Source: Vaswani et al. 2017, "Attention is all you need", section 3.2.2; Su et al. 2021, "RoFormer"; Ainslie et al.
     2023, "GQA".
@@ -120,8 +125,8 @@ class SelfAttention(Attention):
         self.function = _function_of(sizes)
         self.within_documents = _documents_function(sizes, place, layer)
         if place.context.size > 1:
-            over_ranks = ContextAttention(self.function, self.within_documents, sizes, place)
-            self.function, self.within_documents = over_ranks, over_ranks.within_documents
+            context_attention = ContextAttention(self.function, self.within_documents, sizes, place)
+            self.function, self.within_documents = context_attention, context_attention.within_documents
         bias, packed = sizes.hidden_bias or sizes.add_qkv_bias, (heads + 2 * groups) * sizes.kv_hidden_size
         self.query_key_value = ColumnParallelLinear(sizes.hidden_size, packed, bias=bias, **place.cut)
         d = sizes.kv_hidden_size
@@ -146,7 +151,7 @@ class SelfAttention(Attention):
         cache: LayerKVCache | None,
         positions: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return the context [s, b, a d / t] where queries, keys and values go ways of their own, or with a mask."""
+        """Return the context [s, b, a d / t], computed from separate queries, keys and values."""
         query, key, value = self.split_groups(packed)  # [b, a/t, s, d], 2 x [b, g/t, s, d]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -165,14 +170,17 @@ class SelfAttention(Attention):
         return self.attend(self.function, query, key, value, mask=mask)
 
     def _in_whole(self, query: torch.Tensor, positions: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-        """Return the positions of this rank's tokens, those that are given or places in the whole, and their limit."""
-        own = query.shape[2]
+        """Return the rotary positions of this rank's tokens and their exclusive upper bound.
+
+        The positions are ``positions`` if given, otherwise indices into the full sequence.
+        """
+        local_length = query.shape[2]
         if positions is None:
-            positions = self.place.positions(own, query.device).unsqueeze(0)
-        return positions, max(self.longest, own * self.place.context.size)
+            positions = self.place.positions(local_length, query.device).unsqueeze(0)
+        return positions, max(self.longest, local_length * self.place.context.size)
 
     def split_groups(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values.
+        """Split ``packed`` into queries, keys and values.
 
         Shapes:
             packed [s, b, (a + 2 g) d / t]
@@ -181,23 +189,23 @@ class SelfAttention(Attention):
         if self.clip:
             packed = packed.clamp(-self.clip, self.clip)
         s, b, _ = packed.shape
-        each = self.num_heads // self.num_groups
-        groups = packed.view(s, b, self.num_groups, each + 2, self.head_size)  # [s, b, g/t, a/g + 2, d]
-        query = groups[:, :, :, :each].flatten(2, 3)  # [s, b, a/t, d]
-        key, value = groups[:, :, :, each], groups[:, :, :, each + 1]  # 2 x [s, b, g/t, d]
+        heads_per_group = self.num_heads // self.num_groups
+        groups = packed.view(s, b, self.num_groups, heads_per_group + 2, self.head_size)  # [s, b, g/t, a/g + 2, d]
+        query = groups[:, :, :, :heads_per_group].flatten(2, 3)  # [s, b, a/t, d]
+        key, value = groups[:, :, :, heads_per_group], groups[:, :, :, heads_per_group + 1]  # 2 x [s, b, g/t, d]
         return query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
 
 
 def _function_of(sizes: ModelArgs) -> Callable[..., torch.Tensor]:
-    """Return what makes the context of query, key and value; it takes ``mask`` and what drops probabilities."""
-    how: dict[str, Any] = {"scale": sizes.softmax_scale} if sizes.softmax_scale else {}
+    """Return the attention function of a model; it accepts ``mask`` and the arguments for attention dropout."""
+    options: dict[str, Any] = {"scale": sizes.softmax_scale} if sizes.softmax_scale else {}
     if sizes.attn_logit_softcapping:
-        return partial(softcapped_attention, cap=sizes.attn_logit_softcapping, **how)
-    return partial(attention, **how) if how else attention
+        return partial(softcapped_attention, cap=sizes.attn_logit_softcapping, **options)
+    return partial(attention, **options) if options else attention
 
 
 def _documents_function(sizes: ModelArgs, place: ParallelContext, layer: int) -> Callable[..., torch.Tensor]:
-    """Return what makes the context of query, key, value and where documents begin, with all that ``layer`` has."""
+    """Return ``document_attention`` with the window, scale, soft-cap and slopes of ``layer``."""
     return partial(
         document_attention,
         window=sizes.window_size if has_window(sizes, layer) else 0,
@@ -208,7 +216,10 @@ def _documents_function(sizes: ModelArgs, place: ParallelContext, layer: int) ->
 
 
 def slopes_of_heads(sizes: ModelArgs, place: ParallelContext) -> list[float] | None:
-    """Return ALiBi's slopes of the heads that this rank attends with, from r a / t on of tensor rank r; or None."""
+    """Return the ALiBi slopes of this rank's attention heads, or None if the model has none.
+
+    The heads of tensor rank r start at r a / t.
+    """
     if sizes.position_embedding_type != ALIBI:
         return None
     heads = divide("--num-attention-heads", sizes.num_attention_heads, place.group)

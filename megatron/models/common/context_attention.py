@@ -24,23 +24,23 @@ from megatron.ops.attention import lower_right_attention
 
 
 class ContextAttention:
-    """What functions make of this rank's queries, and of the keys and values of the whole sequence.
+    """Attention over the full sequence with context parallelism.
 
-    | cp_comm_type | is sent | is kept for the backward |
+    | cp_comm_type | communicated | saved for backward |
     |---|---|---|
-    | all_gather, p2p | keys and values to all ranks, again in backward; their gradients back | own tokens |
-    | a2a | queries, keys and values to the ranks of their heads, the context back | all tokens of 1/c of the heads |
+    | all_gather, p2p | all-gather keys and values, again in backward; reduce-scatter gradients | this rank's tokens |
+    | a2a | all-to-all queries, keys, values and output | all tokens of 1/c of the heads |
 
     Shapes:
         query      [b, a/t, s/c, d]
         key, value [b, g/t, s/c, d]
-        mask       of ``Masks``, or None for causal
-        starts     int32 [b, s/c] or [b, s], of the queries that attention has on this rank
+        mask       from ``Masks``, or None for causal
+        starts     int32 [b, s/c] or [b, s], document starts of the queries that this rank attends with
         output     [b, a/t, s/c, d]
 
     Args:
-        function: of ``megatron.ops``; takes ``mask``, and what drops probabilities.
-        by_starts: ``document_attention``.
+        function: attention function of ``megatron.ops``; accepts ``mask`` and the arguments for attention dropout.
+        by_starts: attention function for documents given by their starts: ``document_attention`` with its settings.
     """
 
     def __init__(
@@ -83,7 +83,11 @@ class ContextAttention:
         starts: torch.Tensor,
         stops: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the same where queries see the keys from ``starts`` to their own, or up to ``stops``."""
+        """Compute attention within documents.
+
+        A query attends to the keys from ``starts`` up to and including its own position. With ``stops``, it attends to
+        the keys from ``starts`` up to and excluding ``stops``, which has the same shape.
+        """
         if self._place.cuts_heads:
             return self._by_heads(partial(self._by_starts, starts=starts, stops=stops), query, key, value)
         if stops is not None:
@@ -91,16 +95,16 @@ class ContextAttention:
         return self._gathering(partial(self._by_runs, self._by_starts, starts=starts), query, key, value)
 
     def _by_heads(self, function: Callable[..., torch.Tensor], *parts: torch.Tensor) -> torch.Tensor:
-        """Return what ``function`` makes of whole sequences of 1/c of the heads."""
+        """Apply ``function`` to full sequences of 1/c of the heads."""
         group = self._place.context
         return scatter_sequence_gather_heads(function(*[scatter_heads_gather_sequence(x, group) for x in parts]), group)
 
     def _gathering(
         self, function: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Return what ``function`` makes of own queries and of the keys and values of all ranks."""
-        key, value, as_parts = _gathered(key, value, self._place.context)
-        with nullcontext() if self._is_recomputed else as_parts:
+        """Apply ``function`` to this rank's queries and to the keys and values of all ranks."""
+        key, value, saving_shards = _gathered(key, value, self._place.context)
+        with nullcontext() if self._is_recomputed else saving_shards:
             return function(query, key, value)
 
     def _by_runs(
@@ -111,38 +115,41 @@ class ContextAttention:
         value: torch.Tensor,
         starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the contexts of both runs: each sees the keys up to its end."""
-        parts = []
+        """Compute attention for each of this rank's two chunks of queries and the keys up to the end of the chunk."""
+        contexts = []
         for start, stop, first in runs_of(query.shape[2], self._place.context):
-            seen = first + stop - start
-            known = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
-            parts.append(function(*known) if starts is None else function(*known, starts[:, start:stop], first=first))
-        return torch.cat(parts, dim=2)
+            num_keys = first + stop - start
+            inputs = query[:, :, start:stop], key[:, :, :num_keys], value[:, :, :num_keys]
+            contexts.append(
+                function(*inputs) if starts is None else function(*inputs, starts[:, start:stop], first=first)
+            )
+        return torch.cat(contexts, dim=2)
 
 
 def _gathered(
     key: torch.Tensor, value: torch.Tensor, group: Group
 ) -> tuple[torch.Tensor, torch.Tensor, saved_tensors_hooks]:
-    """Return keys and values of the whole sequence, and the context within which what is saved of them is not kept.
+    """Return keys and values of the full sequence, and hooks with which autograd saves only this rank's shard of them.
 
     Shapes:
         key, value [b, g/t, s/c, d]
         output     2 x [b, g/t, s, d]
     """
-    part = torch.stack((key, value)).permute(3, 0, 1, 2, 4).contiguous()  # [s/c, 2, b, g/t, d]
-    whole = gather_from_context_region(part, group)  # [s, 2, b, g/t, d]
-    kept = _KeptAsPart(part.detach(), whole.untyped_storage().data_ptr(), group)
-    key, value = whole.permute(1, 2, 3, 0, 4).unbind()
-    return key, value, saved_tensors_hooks(kept.pack, kept.unpack)
+    shard = torch.stack((key, value)).permute(3, 0, 1, 2, 4).contiguous()  # [s/c, 2, b, g/t, d]
+    gathered = gather_from_context_region(shard, group)  # [s, 2, b, g/t, d]
+    hooks = _KeptAsPart(shard.detach(), gathered.untyped_storage().data_ptr(), group)
+    key, value = gathered.permute(1, 2, 3, 0, 4).unbind()
+    return key, value, saved_tensors_hooks(hooks.pack, hooks.unpack)
 
 
 class _KeptAsPart:
-    """What autograd saves of rows gathered over ``group``: nothing but this rank's own; they are gathered once more.
+    """Saved-tensor hooks that save only this rank's shard of rows gathered over ``group``; backward gathers them again.
 
-    What is saved of them, or of views of them, becomes a place in their memory. All else is saved as it is.
+    A saved tensor that is the gathered rows or a view of them is replaced by its shape, strides and offset. All other
+    tensors are saved unchanged.
 
     Args:
-        memory: where the gathered rows begin.
+        memory: address of the gathered rows.
     """
 
     def __init__(self, part: torch.Tensor, memory: int, group: Group) -> None:
@@ -151,20 +158,20 @@ class _KeptAsPart:
         self._left = 0
 
     def pack(self, x: torch.Tensor) -> Any:
-        """Return what is kept of ``x``."""
+        """Return the object saved for ``x``."""
         if x.untyped_storage().data_ptr() != self._memory:
             return x
         self._left += 1
         return x.shape, x.stride(), x.storage_offset()
 
     def unpack(self, kept: Any) -> torch.Tensor:
-        """Return what ``pack`` was given. Collective, the first time in a backward."""
+        """Return the tensor that was passed to ``pack``. Collective on the first call in a backward."""
         if isinstance(kept, torch.Tensor):
             return kept
         if self._again is None:
             self._again = gather_rows(self._part, self._group)
-        found = self._again.as_strided(*kept)
+        tensor = self._again.as_strided(*kept)
         self._left -= 1
-        if self._left <= 0:  # the last of them: its reader keeps it as long as it needs it
+        if self._left <= 0:  # the last saved tensor: the returned view keeps the memory alive
             self._again = None
-        return found
+        return tensor

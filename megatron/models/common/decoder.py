@@ -1,4 +1,4 @@
-"""DecoderModel on one pipeline rank: GPT-2, LLaMA, MPT and every other decoder, by its settings."""
+"""DecoderModel: GPT-2, LLaMA, MPT and every other decoder without pipeline stages, configured by ``ModelArgs``."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from megatron.models.parts import DecoderLayers, ModelParts
 
 
 class DecoderModel(nn.Module):
-    """A decoder-only language model, cut over the tensor-parallel group of ``place``.
+    """Decoder-only language model, sharded over the tensor-parallel group of ``place``.
 
     Shapes:
         tokens [b, s]
-        position_ids [b, s], each below ``max_position_embeddings``, of rotary positions or s; None: 0 ... s-1. Looked
-            at by learned and rotary positions alone
-        segment_ids [b, s] or None; given, attention stays within documents
+        position_ids [b, s], or None for 0 ... s-1; used only by learned and rotary positions. Learned positions must be
+            below ``max_position_embeddings``, rotary positions below ``max(max_position_embeddings, s)``
+        segment_ids [b, s] or None; if given, attention stays within documents
         output logits [s, b, v/t]; with ``labels`` and ``loss_mask`` [b, s] the pair (loss sum, token count)
 
     Raises:
-        ValueError: a position is not; of rotary ones on a CPU alone, for another device would have to be waited for.
+        ValueError: a position is out of range. Rotary positions are checked only on a CPU, because the check would
+            synchronize with other devices.
 
     Source: Radford et al. 2019, "Language models are unsupervised multitask learners"; Touvron et al. 2023, "LLaMA:
     open and efficient foundation language models"; MosaicML 2023, "Introducing MPT-7B".
@@ -49,7 +50,7 @@ class DecoderModel(nn.Module):
         self.head = Head(sizes, self.place) if sizes.untie_embeddings else None
 
     def units(self) -> list[nn.Module]:
-        """Return what is cut into pipeline stages, in order; a tied head is the embedding."""
+        """Return the modules that are split into pipeline stages. For a tied head, the last one is the embedding."""
         return [self.embedding, *self.layers, self.final_norm, self.embedding if self.head is None else self.head]
 
     def forward(
@@ -58,8 +59,8 @@ class DecoderModel(nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         x = self.embedding(tokens, position_ids)  # [s, b, h]
         is_plain = segment_ids is None and not self.masks.are_needed and self.sizes.rotary is None
-        beside = () if is_plain else self._beside(x, position_ids, segment_ids)
-        x = self.final_norm(run_layers(list(self.layers), x, *beside, recompute=self.recompute))
+        layer_inputs = () if is_plain else self._beside(x, position_ids, segment_ids)
+        x = self.final_norm(run_layers(list(self.layers), x, *layer_inputs, recompute=self.recompute))
         head = self.head
         logits = head_output(x, self.embedding.word.weight, self.sizes, self.place) if head is None else head(x)
         if labels is None or loss_mask is None:
@@ -69,7 +70,7 @@ class DecoderModel(nn.Module):
     def _beside(
         self, x: torch.Tensor, position_ids: torch.Tensor | None, segment_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return what each layer takes beside ``x``: mask, no cache, rotary positions, mask of a window."""
+        """Return the layers' further inputs: mask, None for the cache, positions, mask of layers with a window."""
         mask = self.masks.of(x, segment_ids)
         positions = None if self.sizes.rotary is None else position_ids
         self._check_positions(positions)
@@ -78,7 +79,7 @@ class DecoderModel(nn.Module):
     def _check_positions(self, position_ids: torch.Tensor | None) -> None:
         if position_ids is None or position_ids.device.type != "cpu":
             return
-        lowest, highest = (int(each) for each in position_ids.aminmax())
+        lowest, highest = (int(position) for position in position_ids.aminmax())
         length = max(self.sizes.max_position_embeddings, position_ids.shape[-1] * self.place.context.size)
         if lowest < 0 or highest >= length:
             raise ValueError(
@@ -88,19 +89,23 @@ class DecoderModel(nn.Module):
 
 
 def model_args(config: Config, *, recomputes: bool = False) -> ModelArgs:
-    """Return the sizes of the model of ``config``; ``recomputes``: with the activation recomputation of its run."""
+    """Return the ``ModelArgs`` of ``config``.
+
+    Args:
+        recomputes: apply the activation recomputation settings of the run; otherwise nothing is recomputed.
+    """
     switches = recompute_switches(config) if recomputes else {}
     return model_args_from(config.model, family=config.family, **switches)
 
 
 def weight_init(config: Config) -> Rule:
-    """Return the standard deviation of the initial weights, by name."""
+    """Return the rule for the standard deviation of the initial weights."""
     model = config.model
     return gpt2_rule(model.init_method_std, model.num_layers, model.width_multiplier)
 
 
 def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the inputs of a decoder without labels; ``words(length)`` draws tokens [b, length]."""
+    """Return example inputs of a decoder without labels; ``words(length)`` draws tokens [b, length]."""
     tokens = words(config.batch.seq_length)
     if not config.model.has_position_ids:
         return {"tokens": tokens}

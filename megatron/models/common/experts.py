@@ -1,4 +1,4 @@
-"""MoE: the feed-forward half of a layer as experts, of which each token goes through a few, beside a shared one."""
+"""MoE: mixture-of-experts feed-forward layer with routed and shared experts."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from megatron.mpu.shard import Shard, empty_weight, set_partial, set_shard
 from megatron.ops.grouped import Delayed, Slots, grouped_linear, return_rows, send_rows
 from tds.linear_function import linear
 
-# Each expert has its own weights, under its own number: ``experts.5.up.weight`` [2f/t, h] and ``experts.5.down.weight``
-# [h, f/t], as the grouped layers of Megatron's Transformer Engine have them. So all that knows weights by their names
-# and their cut (checkpoints, ZeRO, Muon, norms, Hugging Face folders) knows experts without a rule of its own.
+# Each expert has separate weights, named by its index: ``experts.5.up.weight`` [2f/t, h] and
+# ``experts.5.down.weight`` [h, f/t], as in the grouped layers of Megatron's Transformer Engine. Code that handles
+# weights by name and shard (checkpoints, ZeRO, Muon, norms, Hugging Face folders) therefore needs no rule for experts.
 
 
 class MoE(nn.Module):
-    """``sum over the chosen experts e of weight_e(x) e(x)``, plus the shared expert of x.
+    """Mixture of experts: ``sum over the chosen experts e of weight_e(x) e(x)``, plus the shared expert of x.
 
     Shapes:
-        input, output [s, b, h], or this rank's part of it, by ``place``
+        input, output [s, b, h], or this rank's shard of the sequence, depending on ``place``
 
     Args:
-        make: makes a dense feed-forward half, of which an expert has the weights.
+        make: builds a dense feed-forward layer from (sizes, place); called for each expert and the shared expert.
 
     Source: Shazeer et al. 2017, "Outrageously large neural networks"; Dai et al. 2024, "DeepSeekMoE" (shared experts);
     Gale et al. 2022, "MegaBlocks" (no token dropped).
@@ -43,15 +43,15 @@ class MoE(nn.Module):
         super().__init__()
         self.sizes, self.place = sizes, place
         self.router = Router(sizes, place)
-        each = replace(sizes, ff_hidden_size=sizes.moe_ffn_hidden_size)
-        own = sizes.num_experts // place.expert.size
-        numbers = range(place.expert.rank * own, (place.expert.rank + 1) * own)
-        self.experts = Experts({number: make(each, place.of_experts) for number in numbers})
+        expert_args = replace(sizes, ff_hidden_size=sizes.moe_ffn_hidden_size)
+        num_local = sizes.num_experts // place.expert.size
+        indices = range(place.expert.rank * num_local, (place.expert.rank + 1) * num_local)
+        self.experts = Experts({idx: make(expert_args, place.of_experts) for idx in indices})
         for parameter in self.experts.parameters():
             if place.expert.size > 1:
                 set_expert(parameter)
             if not place.cuts_experts:
-                set_shard(parameter, Shard(tuple(parameter.shape)))  # whole on each, and counted once
+                set_shard(parameter, Shard(tuple(parameter.shape)))  # not sharded: each tensor rank has a full copy
             if place.sequence_parallel and not place.cuts_experts:
                 set_partial(parameter)
         self.shared_expert, self.shared_expert_gate = None, None
@@ -64,45 +64,46 @@ class MoE(nn.Module):
         weights, experts = self.router(x)  # 2 x [s, b, k]
         drops = self.sizes.moe_expert_capacity_factor > 0
         if drops:
-            kept = within_capacity(experts, weights, self.sizes, self.place)
-            self.router.count_dropped(kept)
-            experts = experts.masked_fill(~kept, self.sizes.num_experts)
+            is_kept = within_capacity(experts, weights, self.sizes, self.place)
+            self.router.count_dropped(is_kept)
+            experts = experts.masked_fill(~is_kept, self.sizes.num_experts)
         y = self._routed(x, weights, experts, drops=drops)
         return y if self.shared_expert is None else y + self._shared(x)
 
     def _shared(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.shared_expert is not None  # asked by forward
+        assert self.shared_expert is not None  # checked by forward
         y: torch.Tensor = self.shared_expert(x)
         return y if self.shared_expert_gate is None else y * self.shared_expert_gate(x)
 
     def _routed(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, *, drops: bool) -> torch.Tensor:
-        place = self.place.of_experts
-        x, weights = enter_tensor_region(x, **place.cut), enter_tensor_region(weights, **place.cut)
-        experts = gather_from_sequence_region(experts, place.group) if place.sequence_parallel else experts
+        parallel = self.place.of_experts
+        x, weights = enter_tensor_region(x, **parallel.cut), enter_tensor_region(weights, **parallel.cut)
+        experts = gather_from_sequence_region(experts, parallel.group) if parallel.sequence_parallel else experts
         slots = Slots.of(experts.flatten(0, 1), self.sizes.num_experts, drops=drops)
         rows = send_rows(x.flatten(0, 1), slots)  # [m, h]
-        if place.expert.size > 1:
-            exchange = Exchange.of(slots.counts, place.expert)
-            made = exchange.give_back(self.experts(exchange.send(rows), exchange.counts))
+        if parallel.expert.size > 1:
+            exchange = Exchange.of(slots.counts, parallel.expert)
+            outputs = exchange.give_back(self.experts(exchange.send(rows), exchange.counts))
         else:
-            made = self.experts(rows, slots.counts)
-        each = return_rows(made, slots)  # [s b, k, h]
-        y = (each * weights.flatten(0, 1).unsqueeze(-1).to(each.dtype)).sum(1).view_as(x)
-        return leave_tensor_region(y, **place.cut)
+            outputs = self.experts(rows, slots.counts)
+        by_choice = return_rows(outputs, slots)  # [s b, k, h]
+        y = (by_choice * weights.flatten(0, 1).unsqueeze(-1).to(by_choice.dtype)).sum(1).view_as(x)
+        return leave_tensor_region(y, **parallel.cut)
 
 
 class Experts(nn.Module):
-    """Dense feed-forward halves under their numbers, whose products are made together.
+    """Dense feed-forward layers, named by expert index, whose products are computed together.
 
-    It is no ``ModuleDict``: ZeRO 3 takes the elements of lists for layers, and gathers each where it is called.
+    The class is not a ``ModuleDict``, because ZeRO 3 would treat each element as a layer and gather its weights when it
+    is called. Experts are not called individually.
 
     Shapes:
-        rows   [m, h], those of the first expert first, ``counts`` [E] of each
+        rows   [m, h], sorted by expert; ``counts`` [E] rows per expert
         output [m, h]
 
     Attributes:
-        delay_wgrad: the backward of a forward within leaves the gradients of the weights to ``backward_dw``, as a
-            schedule that splits backwards asks for (``tds.engine.weight_grad_store``).
+        delay_wgrad: backward defers the weight gradients to ``backward_dw``. Set by schedules that split backward
+            passes (``tds.engine.weight_grad_store``).
     """
 
     delay_wgrad = False
@@ -110,30 +111,31 @@ class Experts(nn.Module):
     def __init__(self, experts: Mapping[int, nn.Module]) -> None:
         super().__init__()
         self._delayed: list[Delayed] = []
-        for number, expert in experts.items():
-            self.add_module(str(number), expert)
+        for idx, expert in experts.items():
+            self.add_module(str(idx), expert)
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        own: list[Any] = list(self.children())
+        experts: list[Any] = list(self.children())
         delayed = self._delayed if self.delay_wgrad else None
-        hidden = grouped_linear(rows, [each.up.weight for each in own], counts, delayed)  # [m, f/t], gated [m, 2f/t]
-        activation = own[0].activation
-        if own[0].is_gated:
+        # [m, f/t], or [m, 2f/t] with a gated activation
+        hidden = grouped_linear(rows, [expert.up.weight for expert in experts], counts, delayed)
+        activation = experts[0].activation
+        if experts[0].is_gated:
             gate, value = hidden.unflatten(-1, (-1, 2)).unbind(-1)
             hidden = activation(gate) * value
         else:
             hidden = activation(hidden)
-        return grouped_linear(hidden, [each.down.weight for each in own], counts, delayed)
+        return grouped_linear(hidden, [expert.down.weight for expert in experts], counts, delayed)
 
     def backward_dw(self) -> None:
-        """Add the gradients of the weights of the oldest backward that waits to their ``grad``."""
+        """Accumulate the deferred weight gradients of the oldest pending backward into ``grad``."""
         for add in self._delayed[:2]:  # down and up
             add()
         del self._delayed[:2]
 
 
 class Gate(nn.Module):
-    """The sigmoid of a product: [s, b, h] to [s, b, 1]."""
+    """Gate of the shared expert, the sigmoid of a linear layer: [s, b, h] to [s, b, 1]."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

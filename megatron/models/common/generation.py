@@ -1,4 +1,4 @@
-"""CachedModel: a stage's layers with KV caches, hidden states relayed through stages."""
+"""CachedModel: the layers of a stage with KV caches; hidden states are sent from stage to stage."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from megatron.mpu.groups import SINGLE, Group
 from tds.partition import chunks_on
 from tds.schedule import Placement
 
-# What one rank holds of a model that generates, whoever built it.
+# The part of a generating model on one rank.
 #
-# A model is a list of units, as it is cut into pipeline stages: a decoder is embedding, layers, norm, head. A rank has
-# some of them, and knows which stage has each of the others.
+# A model is a list of units that are split into pipeline stages. The units of a decoder are embedding, layers, norm and
+# head. Each rank stores its units and the stage index of every unit.
 
 
 @dataclass(frozen=True)
 class ModelStage:
-    """This rank's units and its neighbours.
+    """The units of this rank and the stages of all units.
 
     Args:
-        module: holds the units; switched to evaluation while it generates.
-        units: those of this rank, by number.
-        stages: the stage that holds each unit of the model.
-        pipe: the ranks of all stages.
-        biases: relative biases of this rank's layers, by number of the unit.
+        module: the module with the units; in evaluation mode during generation.
+        units: this rank's units, by index.
+        stages: stage index of each unit of the model.
+        pipe: pipeline-parallel group.
+        biases: relative position biases (T5) of this rank's layers, by unit index.
     """
 
     module: nn.Module
@@ -56,12 +56,12 @@ class ModelStage:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of weights and hidden states."""
+        """Dtype of weights and hidden states."""
         return next(self.module.parameters()).dtype
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Switch dropout and gradients off, and put dropout back."""
+        """Disable dropout and gradients, and restore the training mode on exit."""
         was_training = self.module.training
         self.module.eval()
         try:
@@ -72,14 +72,14 @@ class ModelStage:
 
 
 def stage_of(model: Any) -> ModelStage:
-    """Return what this rank holds of ``model``.
+    """Return the ``ModelStage`` of ``model`` on this rank.
 
     Args:
-        model: a ``ModelStage``; a module of one stage, as of every family; or the engine that trains a model, with a
-            pipeline or without (``megatron.training``'s, or DeepSpeed's or ``tds``'s within it).
+        model: a ``ModelStage``; a module of any family, without pipeline stages; or a training engine, with or without
+            a pipeline: the engine of ``megatron.training``, DeepSpeed or ``tds``.
 
     Raises:
-        TypeError: something else.
+        TypeError: ``model`` has none of these types.
     """
     if isinstance(model, ModelStage):
         return model
@@ -105,17 +105,19 @@ def _of_pipeline(engine: Any, module: Any) -> ModelStage:
     ranks = tuple(grid.stage_to_global(stage) for stage in range(num_stages))
     pipe = Group(ranks, module.stage_id, grid.get_pipe_parallel_group()) if num_stages > 1 else SINGLE
     runs = chunks_on(bounds, num_stages, module.stage_id, module.placement)
-    numbers = [n for first, stop in runs for n in range(first, stop)]
-    held = [unit if isinstance(unit, nn.Module) else module.tied_modules["embedding"] for unit in module.forward_funcs]
-    units = dict(zip(numbers, held, strict=True))
-    sizes = range(len(bounds) - 1)
-    lie = Placement(num_stages, module.chunks, module.placement)
-    stages = [lie.stage_of(piece) for piece in sizes for _ in range(bounds[piece], bounds[piece + 1])]
-    biases = {number: getattr(unit, "table", None) for number, unit in units.items()}
+    indices = [idx for first, stop in runs for idx in range(first, stop)]
+    modules = [
+        unit if isinstance(unit, nn.Module) else module.tied_modules["embedding"] for unit in module.forward_funcs
+    ]
+    units = dict(zip(indices, modules, strict=True))
+    chunks = range(len(bounds) - 1)
+    placement = Placement(num_stages, module.chunks, module.placement)
+    stages = [placement.stage_of(chunk) for chunk in chunks for _ in range(bounds[chunk], bounds[chunk + 1])]
+    biases = {unit_idx: getattr(unit, "table", None) for unit_idx, unit in units.items()}
     return ModelStage(module, module.sizes, module.place, units, stages, pipe, biases)
 
 
-# Through the stages of a pipeline: hidden states from one to the next, and what the last one chose to all.
+# Communication between pipeline stages: hidden states to the next stage, chosen tokens from the last stage to all.
 
 Apply = Callable[[int, torch.Tensor | None], torch.Tensor]
 
@@ -129,29 +131,31 @@ def forward_through_stages(
     *,
     held_by: int | None = None,
 ) -> torch.Tensor | None:
-    """Return what ``units`` make of ``x`` on the stage of the last of them, None elsewhere. Collective over the pipe.
+    """Apply ``units`` to ``x``; return the output on the stage of the last unit, None elsewhere. Collective.
+
+    All ranks of the pipe must call it.
 
     Args:
-        apply: from (number of a unit of this rank, what the unit before returned) to what the unit returns.
-        shape: of ``x``, and of all that crosses from stage to stage.
-        x: what the first unit takes.
-        held_by: the stage that has it; None where the first unit takes nothing.
+        apply: function from (index of a unit of this rank, output of the previous unit) to the unit's output.
+        shape: shape of ``x`` and of all tensors sent between stages.
+        x: input of the first unit.
+        held_by: the stage that has ``x``; None if the first unit has no input.
     """
-    before = held_by
-    for stage, run in _runs(part, units):
-        if before is not None and before != stage:
-            x = _hand_over(part, x, shape, before, stage)
+    previous = held_by
+    for stage, indices in _runs(part, units):
+        if previous is not None and previous != stage:
+            x = _hand_over(part, x, shape, previous, stage)
         if part.pipe.rank == stage:
-            for number in run:
-                x = apply(number, x)
-        before = stage
-    return x if part.pipe.rank == before else None
+            for unit_idx in indices:
+                x = apply(unit_idx, x)
+        previous = stage
+    return x if part.pipe.rank == previous else None
 
 
 def _runs(part: ModelStage, units: range) -> Iterator[tuple[int, list[int]]]:
-    """Yield (stage, numbers) of neighbouring units that lie on one stage."""
-    for stage, numbers in groupby(units, lambda number: part.stages[number]):
-        yield stage, list(numbers)
+    """Yield (stage, unit indices) for each run of consecutive units on the same stage."""
+    for stage, indices in groupby(units, lambda number: part.stages[number]):
+        yield stage, list(indices)
 
 
 def _hand_over(
@@ -169,7 +173,7 @@ def _hand_over(
 
 
 def to_all_stages(part: ModelStage, x: torch.Tensor | None, shape: tuple[int, ...], stage: int) -> torch.Tensor:
-    """Return the ``x`` of ``stage`` on every stage. Collective over the pipe."""
+    """Broadcast ``x`` from ``stage`` to every stage and return it. Collective over the pipe."""
     if x is None or part.pipe.rank != stage:
         x = torch.empty(shape, dtype=part.dtype, device=part.device)
     if part.pipe.size > 1:
@@ -178,7 +182,7 @@ def to_all_stages(part: ModelStage, x: torch.Tensor | None, shape: tuple[int, ..
 
 
 def tokens_to_all_stages(part: ModelStage, tokens: torch.Tensor | None, size: int) -> torch.Tensor:
-    """Return the last stage's ``tokens`` [size] on every stage. Collective over the pipe."""
+    """Broadcast ``tokens`` [size] from the last stage to every stage and return them. Collective over the pipe."""
     if tokens is None:
         tokens = torch.empty(size, dtype=torch.long, device=part.device)
     if part.pipe.size > 1:
@@ -186,24 +190,24 @@ def tokens_to_all_stages(part: ModelStage, tokens: torch.Tensor | None, size: in
     return tokens
 
 
-# A model that reads tokens and remembers them: what the two families share.
+# Incremental forward passes with KV caches, for decoders and T5.
 
 
 class CachedModel(ABC):
-    """Reads rows of tokens, a pass at a time, and keeps keys and values of what it has read.
+    """Model that processes rows of tokens in several passes and caches the keys and values of earlier passes.
 
     Args:
-        capacity: tokens that the longest row will have.
-        body: numbers of the units from embedding to last layer; norm and head follow.
+        capacity: maximum number of tokens in a row.
+        body: indices of the units from the embedding to the last layer; norm and head follow.
     """
 
     def __init__(self, part: ModelStage, capacity: int, body: range) -> None:
         self.part, self.body = part, body
         self.slots = KVCacheSlots(capacity)
-        self.caches = {number: LayerKVCache(self.slots) for number in body[1:] if number in part.units}
+        self.caches = {idx: LayerKVCache(self.slots) for idx in body[1:] if idx in part.units}
 
     def read(self, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> torch.Tensor | None:
-        """Return the logits behind token ``last`` of each row on the last stage, None elsewhere. Collective.
+        """Run one pass; return the logits at token ``last`` of each row on the last stage, None elsewhere. Collective.
 
         Shapes:
             tokens, positions [b, s], the same on every rank of the replica; the first pass starts at position 0
@@ -216,38 +220,38 @@ class CachedModel(ABC):
         return self.logits(x, len(last))
 
     def hidden(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
-        """Return what the last layer makes of ``tokens`` on its stage, None elsewhere. Collective.
+        """Return the last layer's output for ``tokens`` on the stage of that layer, None elsewhere. Collective.
 
         Shapes:
             tokens, positions [b, s]
-            output [s, b, h], or with ``sequence_parallel`` this rank's part, [s/t, b, h]
+            output [s, b, h], or with ``sequence_parallel`` this rank's shard, [s/t, b, h]
         """
-        part, (b, s) = self.part, tokens.shape
-        self.tokens, self.positions = tokens.to(part.device), positions.to(part.device)
+        stage, (b, s) = self.part, tokens.shape
+        self.tokens, self.positions = tokens.to(stage.device), positions.to(stage.device)
         self.slots.advance(self.positions)
-        parts = part.place.group.size if part.place.sequence_parallel else 1
-        return forward_through_stages(part, self.body, self._apply, (s // parts, b, part.sizes.hidden_size))
+        num_shards = stage.place.group.size if stage.place.sequence_parallel else 1
+        return forward_through_stages(stage, self.body, self._apply, (s // num_shards, b, stage.sizes.hidden_size))
 
     def logits(self, x: torch.Tensor | None, number: int) -> torch.Tensor | None:
         """Return the logits of hidden states on the last stage, None elsewhere. Collective.
 
         Shapes:
             x      [number, h] on the stage of the last layer, None elsewhere; with ``sequence_parallel`` this rank's
-                   part, [number/t, h]
+                   shard, [number/t, h]
             output [number, v/t]
         """
-        part, tail = self.part, range(self.body.stop, self.body.stop + 2)
-        parts = part.place.group.size if part.place.sequence_parallel else 1
-        shape = (number // parts, 1, part.sizes.hidden_size)
+        stage, output_units = self.part, range(self.body.stop, self.body.stop + 2)
+        num_shards = stage.place.group.size if stage.place.sequence_parallel else 1
+        shape = (number // num_shards, 1, stage.sizes.hidden_size)
         x = None if x is None else x.unsqueeze(1)
-        logits = forward_through_stages(part, tail, self._apply, shape, x, held_by=part.stages[self.body[-1]])
+        logits = forward_through_stages(stage, output_units, self._apply, shape, x, held_by=stage.stages[self.body[-1]])
         return None if logits is None else logits[:, 0]
 
     def keep(self, rows: list[int]) -> None:
-        """Go on with these rows only."""
-        chosen = torch.tensor(rows, device=self.part.device)
+        """Keep only ``rows`` (indices) of the batch in the caches."""
+        indices = torch.tensor(rows, device=self.part.device)
         for cache in self.caches.values():
-            cache.keep(chosen)
+            cache.keep(indices)
 
     def _apply(self, number: int, x: torch.Tensor | None) -> torch.Tensor:
         unit = self.part.units[number]
@@ -270,17 +274,17 @@ class CachedModel(ABC):
 
     @abstractmethod
     def tied_logits(self, x: torch.Tensor, weight: torch.Tensor) -> Logits:
-        """Return the logits [s, b, v/t] of a head that is the word table."""
+        """Return the logits [s, b, v/t] of a head tied to the word embedding."""
 
 
-# Generation with a decoder.
+# Generation with decoders.
 
 
 def generation_of(family: str) -> DecoderLayers:
-    """Return the layers with which a family of decoders generates.
+    """Return the layer types with which decoders of ``family`` generate text.
 
     Raises:
-        ValueError: the family has none.
+        ValueError: the family does not support generation.
     """
     generation = model_parts(family).generation
     if generation is None:
@@ -292,7 +296,7 @@ Rows = Sequence[Sequence[int]]
 
 
 def filled_up(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (rows filled up at their end to one length with token 0, index of each row's last token).
+    """Pad rows at the end to one length with token 0; return the tokens and the index of each row's last token.
 
     Shapes:
         output [b, s], [b]
@@ -303,7 +307,7 @@ def filled_up(rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class DecoderReader(CachedModel):
-    """Attention looks back only, so what fills a row up at its end acts on nothing before it."""
+    """Cached decoder. Rows are padded at the end, which does not affect earlier tokens because attention is causal."""
 
     def __init__(self, part: ModelStage, capacity: int) -> None:
         super().__init__(part, capacity, range(part.sizes.num_layers + 1))
@@ -311,7 +315,7 @@ class DecoderReader(CachedModel):
         self.masks = Masks(part.sizes, part.place)
 
     def embedded(self, unit: torch.nn.Module) -> torch.Tensor:
-        """The parts of a pipeline have a ``forward`` of their own, so the family's are called by their classes."""
+        # Called through the class, because pipeline embeddings override ``forward`` with a different signature.
         x: torch.Tensor = self.decoder.embedding.forward(unit, self.tokens, self.positions)
         return x
 

@@ -1,4 +1,4 @@
-"""HFFormat: names, settings and weight recipes, read in both directions and in slices; torch with the first weight."""
+"""HFFormat: names, settings and weights of a Hugging Face model type. Imports torch only when weights are converted."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ if TYPE_CHECKING:
 
     from megatron.mpu.shard import Shard
 
-# How each of our weights is made of Hugging Face's tensors: one description, read in both directions and in parts.
+# Conversion of weights. One description per weight serves both directions, for full tensors and for slices.
 #
-# | ours | theirs | recipe |
+# | ours | Hugging Face | recipe |
 # |---|---|---|
-# | a norm, a table | one tensor | ``WeightMapping(("name",))`` |
-# | a product, of ``Conv1D`` | one tensor [in, out] | ``WeightMapping(("name",), is_transposed=True)`` |
-# | query, key and value by head | three tensors | ``WeightMapping(("q", "k", "v"), blocks=heads)`` |
+# | a norm or embedding | one tensor | ``WeightMapping(("name",))`` |
+# | a linear layer | one tensor [in, out] of a ``Conv1D`` | ``WeightMapping(("name",), is_transposed=True)`` |
+# | query, key and value per head | three tensors | ``WeightMapping(("q", "k", "v"), blocks=heads)`` |
 # | the same | one tensor, all queries first | ``WeightMapping(("qkv",), blocks=heads, parts_in_one=3)`` |
-# | gate and value in turns | two tensors of f rows | ``WeightMapping(("gate", "up"), blocks=f)`` |
+# | interleaved gate and value | two tensors of f rows | ``WeightMapping(("gate", "up"), blocks=f)`` |
 #
-# Our rows are the first block of each part, then the second of each, and so on; parts may have blocks of different
-# heights (of grouped queries: several heads, one key, one value).
+# The rows of our weight are the first block of each part, then the second block of each part, and so on. Blocks of
+# different parts may have different numbers of rows (with grouped queries: several query heads, one key, one value).
 
 
 class Readable(Protocol):
-    """A tensor, or a slice of a file that gives a tensor when it is indexed."""
+    """A tensor, or a slice of a file that returns a tensor when indexed."""
 
     def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
 class WeightMapping:
-    """Which of their tensors make up one of ours.
+    """The Hugging Face tensors that make up one of our weights.
 
     Args:
-        names: theirs, in the order in which their blocks take turns.
-        blocks: how many blocks the rows of each part have.
-        parts_in_one: a single tensor of theirs holds so many parts of equal height, one after the other.
-        is_transposed: theirs is [in, out], ours [out, in].
+        names: names of the Hugging Face tensors, in the order in which their blocks are interleaved.
+        blocks: number of blocks of rows in each part.
+        parts_in_one: number of parts of equal height that are concatenated in a single Hugging Face tensor.
+        is_transposed: the Hugging Face tensor is [in, out], ours is [out, in].
     """
 
     names: tuple[str, ...]
@@ -58,12 +58,12 @@ class WeightMapping:
 
 
 def to_our_weight(recipe: WeightMapping, theirs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return our weight, made of ``theirs``; it shares no memory with them.
+    """Return our weight, built from the Hugging Face tensors ``theirs``; it does not share memory with them.
 
     Raises:
-        CheckpointError: their rows cannot be cut into the blocks.
+        CheckpointError: the rows cannot be split into blocks.
     """
-    import torch  # half a second, which a dry run that reads settings alone does not wait
+    import torch  # takes half a second; a dry run that reads only settings does not need it
 
     parts = _parts(recipe, [theirs[name].detach() for name in recipe.names])
     if len(parts) == 1:
@@ -75,10 +75,10 @@ def to_our_weight(recipe: WeightMapping, theirs: Mapping[str, torch.Tensor]) -> 
 def from_our_weight(
     recipe: WeightMapping, ours: torch.Tensor, heights: Mapping[str, int] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return their tensors by name, of our weight.
+    """Return the Hugging Face tensors of our weight, by name.
 
     Args:
-        heights: rows of a part by the name of its tensor; None: all alike.
+        heights: rows of each part by tensor name; None: all parts have the same height.
     """
     import torch
 
@@ -89,16 +89,18 @@ def from_our_weight(
         if ours.shape[0] % recipe.blocks:
             raise _uneven(recipe, ours.shape[0])
         rows = ours.shape[0] // recipe.blocks
-        each = [rows // count] * count
+        part_rows = [rows // count] * count
         if heights is not None and recipe.parts_in_one == 1:
-            each = [heights[name] // recipe.blocks for name in recipe.names]
-        if sum(each) != rows:
+            part_rows = [heights[name] // recipe.blocks for name in recipe.names]
+        if sum(part_rows) != rows:
             raise _uneven(recipe, ours.shape[0])
-        parts = [part.flatten(0, 1) for part in ours.detach().unflatten(0, (recipe.blocks, rows)).split(each, dim=1)]
-    whole = [torch.cat(parts)] if recipe.parts_in_one > 1 else parts
+        parts = [
+            part.flatten(0, 1) for part in ours.detach().unflatten(0, (recipe.blocks, rows)).split(part_rows, dim=1)
+        ]
+    tensors = [torch.cat(parts)] if recipe.parts_in_one > 1 else parts
     if recipe.is_transposed:
-        whole = [part.t() if part.dim() == 2 else part for part in whole]
-    return {name: part.contiguous() for name, part in zip(recipe.names, whole, strict=True)}
+        tensors = [part.t() if part.dim() == 2 else part for part in tensors]
+    return {name: part.contiguous() for name, part in zip(recipe.names, tensors, strict=True)}
 
 
 def read_into(
@@ -110,14 +112,14 @@ def read_into(
 ) -> None:
     """Fill ``target`` with the slice ``shard`` of our weight.
 
-    Only the needed rows and columns of their tensors are read, one tensor after the other.
+    Only the required rows and columns of the Hugging Face tensors are read, one tensor at a time.
 
     Args:
-        theirs: by name; indexed with slices.
-        shapes: theirs, by name.
+        theirs: the Hugging Face tensors by name; indexed with slices.
+        shapes: their shapes by name.
 
     Raises:
-        CheckpointError: rows cannot be cut into blocks.
+        CheckpointError: rows cannot be split into blocks.
     """
     heights = _heights(recipe, shapes)
     begin, end = shard.start, shard.start + shard.length
@@ -129,7 +131,7 @@ def read_into(
 
 
 def _heights(recipe: WeightMapping, shapes: Mapping[str, list[int]]) -> list[int]:
-    """Return the rows of a block of each part."""
+    """Return the rows per block of each part."""
     rows = [shapes[name][-1 if recipe.is_transposed else 0] for name in recipe.names]
     if any(height % (recipe.blocks * recipe.parts_in_one) for height in rows):
         raise _uneven(recipe, sum(rows))
@@ -137,7 +139,7 @@ def _heights(recipe: WeightMapping, shapes: Mapping[str, list[int]]) -> list[int
 
 
 def _spans(start: int, stop: int, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield our rows ``start`` to ``stop`` as one span of whole blocks of ``rows`` rows, and spans within a block."""
+    """Split our rows ``start`` to ``stop`` into a span of complete blocks (``rows`` rows each) and parts of blocks."""
     edges = {edge for edge in (-(-start // rows) * rows, stop // rows * rows) if start < edge < stop}
     return itertools.pairwise(sorted({start, stop} | edges))
 
@@ -150,10 +152,10 @@ def _fill(
     start: int,
     columns: slice | None,
 ) -> None:
-    """Fill ``target``, which holds our rows from ``start`` on: whole blocks, or rows of one block.
+    """Fill ``target``, our rows from ``start`` on: either complete blocks, or rows of one block.
 
-    A block of ours has ``heights[i]`` rows of each part, for example those of query, key and value of a head. In their
-    tensor the rows of a part are contiguous over all blocks.
+    Our block has ``heights[i]`` rows of part i, for example query, key and value of a head. In the Hugging Face tensor
+    the rows of a part are contiguous over all blocks.
     """
     block_height = sum(heights)
     first_block, low = divmod(start, block_height)
@@ -161,19 +163,19 @@ def _fill(
     blocks = target.unflatten(0, (num_blocks, -1))  # rows low to high of each block
     high = low + blocks.shape[1]
     part_start = 0
-    for number, height in enumerate(heights):
-        begin, end = max(low, part_start), min(high, part_start + height)  # rows of the block that are of this part
+    for part_idx, height in enumerate(heights):
+        begin, end = max(low, part_start), min(high, part_start + height)  # this part's rows in the block
         if begin < end:
-            name, part = recipe.names[number // recipe.parts_in_one], number % recipe.parts_in_one
+            name, part = recipe.names[part_idx // recipe.parts_in_one], part_idx % recipe.parts_in_one
             first_row = (part * recipe.blocks + first_block) * height + begin - part_start
             rows = slice(first_row, first_row + (num_blocks - 1) * height + end - begin)
-            read = _cut(recipe, theirs[name], rows, columns)
-            blocks[:, begin - low : end - low].copy_(read.unflatten(0, (num_blocks, -1)))
+            source = _cut(recipe, theirs[name], rows, columns)
+            blocks[:, begin - low : end - low].copy_(source.unflatten(0, (num_blocks, -1)))
         part_start += height
 
 
 def _cut(recipe: WeightMapping, tensor: Readable, rows: slice, columns: slice | None) -> torch.Tensor:
-    """Return rows and columns of ours, which are columns and rows of a transposed weight of theirs."""
+    """Return a slice of our weight; rows and columns are swapped in a transposed Hugging Face tensor."""
     if recipe.is_transposed:
         return (tensor[..., rows] if columns is None else tensor[columns, rows]).t()
     return tensor[rows] if columns is None else tensor[rows, columns]
@@ -202,30 +204,31 @@ def _uneven(recipe: WeightMapping, rows: int) -> CheckpointError:
     )
 
 
-# What a family's file says of its Hugging Face form: settings both ways, and how its weights are made of theirs.
+# The Hugging Face format of a model type: settings and weights in both directions.
 
 Tensors: TypeAlias = "dict[str, torch.Tensor]"
 NOTHING = re.compile(r"(?!)")
+"""Pattern that matches no tensor name."""
 
 
 def decoder_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logits [b, s, v] of a decoder that takes tokens and their positions."""
+    """Return the logits [b, s, v] of a decoder whose inputs are tokens and their positions."""
     import torch
 
     return model(tokens, torch.arange(tokens.shape[1]).expand_as(tokens)).transpose(0, 1)
 
 
 def tokens_alone(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what a model of theirs is called with that reads one sequence."""
+    """Return the keyword arguments of a Hugging Face model whose only input is ``tokens``."""
     return {"input_ids": tokens}
 
 
 def leave_as_it_is(theirs: Any, config: Config) -> None:
-    """Do nothing: their model does what its settings say."""
+    """Do nothing: the Hugging Face model follows its settings."""
 
 
 def as_it_is(name: str, config: Config) -> str:
-    """Return ``name``: old files and new ones name their tensors alike."""
+    """Return ``name``: tensor names are the same in old and new files."""
     return name
 
 
@@ -254,29 +257,29 @@ _PLAIN: dict[str, Any] = {
     "apply_residual_connection_post_layernorm": False,
     "num_experts": 0,
 }
-"""A setting of a decoder that makes another model of it -> its value in a GPT-2."""
+"""Setting that distinguishes one decoder from another -> its value in GPT-2."""
 
 
 def other_settings(model: ModelConfig, fixed: Mapping[str, Any], *, free: Collection[str] = ()) -> Iterator[str]:
-    """Yield a problem for each setting of a decoder that changes ``model`` and that the format cannot express.
+    """Yield a problem for each setting that changes ``model`` and that the format cannot express.
 
-    A setting that neither ``fixed`` nor ``free`` names must have its value in ``_PLAIN``. The table does not have
-    ``activation``, ``hidden_bias``, ``untie_embeddings`` and ``num_query_groups``: most formats have several values of
-    these, and their ``problems`` check them.
+    A setting that is in neither ``fixed`` nor ``free`` must have its value in ``_PLAIN``. ``activation``,
+    ``hidden_bias``, ``untie_embeddings`` and ``num_query_groups`` are not in that table: most formats support several
+    values of these, and their ``problems`` check them.
 
     Args:
         fixed: setting -> the only value that the format can express.
-        free: settings of which the format can express every value.
+        free: settings for which the format can express every value.
     """
     flags = {option.name: option.flag or option.name for option in options_of(ModelConfig)}
-    for name, only in {**_PLAIN, **fixed}.items():
+    for name, required in {**_PLAIN, **fixed}.items():
         value = getattr(model, name)
-        if name not in free and value != only and _acts(model, name):
-            yield f"{flags[name]} must be {only} there, got {value}"
+        if name not in free and value != required and _acts(model, name):
+            yield f"{flags[name]} must be {required} there, got {value}"
 
 
 def _acts(model: ModelConfig, name: str) -> bool:
-    """Return whether a setting makes a difference beside the others."""
+    """Return True if the setting takes effect given the other settings."""
     if name == "norm_bias":
         return model.normalization == "LayerNorm"
     if name == "rotary_local_base":
@@ -288,35 +291,37 @@ def _acts(model: ModelConfig, name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class HFFormat:
-    """One model type there, or several that are the same to us.
+    """A Hugging Face model type, or several that are equivalent for us.
 
     Args:
         model_types: values of ``model_type`` in config.json.
-        problems: what of a configuration has no form there.
-        fields: config.json of a configuration, without ``dtype`` and ids of control tokens.
-        values: flat fields of our configuration, by name, of a config.json.
-        to_ours, from_ours: all weights, given the configuration.
-        recipes: how each of our weights is made, by name; what a rank reads of a folder by itself goes by them.
-        word: their name of the word table.
-        groups: keys of config.json that state one setting together; an export replaces all of a group or none.
-        copies: their names of copies of it, which they may leave out; a tied head is one anyway.
-        head: their name of the head.
-        ties_missing_head: their class uses the word table for a missing head, whatever config.json says of it.
-        short: beginning of their names that some files leave out.
-        biases: their names of biases that a model of ours may lack, and theirs has.
-        unread: names of what old files hold and no model reads.
-        named: a tensor's name as today's model has it, None for what this model does not read; given its name in the
-            file and our configuration.
-        allowed: largest difference of a logit in fp64, as part of the largest logit.
-        auto: their class that builds the model, or what tells it of our configuration.
-        our_logits: of our model and tokens [b, s], its logits [b, s, v].
-        their_inputs: what their model is called with for the same tokens.
-        their_logits: the same of what their model returns.
-        prepare: changes their model before it computes, where it does not do what its settings say.
-        architecture: for ``--model`` with the model type: our settings of their class's defaults, sizes left out; None
-            where ``--model`` does not take the type.
-        fixed: those of our settings that every model of the type has.
-        needs: fields that are sizes, and that a model of the type cannot be without.
+        problems: function that yields a message for each setting of a configuration that the format cannot express.
+        fields: function from a configuration to the contents of config.json, without ``dtype`` and special token ids.
+        values: function from the contents of config.json to our settings, by field name (without sections).
+        to_ours, from_ours: functions from (all weights by name, configuration) to the converted weights.
+        recipes: function from a configuration to the mapping of each of our weights, by name; used by ranks that read
+            slices of a folder.
+        word: Hugging Face name of the word embedding.
+        groups: keys of config.json that together express one setting; an export replaces all keys of a group or none.
+        copies: Hugging Face names of copies of the word embedding, which files may omit. A tied head is always
+            treated as a copy and need not be listed.
+        head: Hugging Face name of the head.
+        ties_missing_head: the Hugging Face class uses the word embedding for a missing head, whatever config.json says.
+        short: prefix of tensor names that some files omit.
+        biases: Hugging Face names of biases that the Hugging Face model has and our model may lack.
+        unread: names of tensors in old files that no model reads.
+        named: function from a tensor's name in the file and our configuration to its current name; None for tensors
+            that this model does not read.
+        allowed: maximum difference of logits in fp64, relative to the largest logit.
+        auto: Hugging Face class that builds the model, or a function that returns it for our configuration.
+        our_logits: function from our model and tokens [b, s] to its logits [b, s, v].
+        their_inputs: function from tokens to the keyword arguments of the Hugging Face model.
+        their_logits: function from the output of the Hugging Face model to its logits [b, s, v].
+        prepare: function that patches a Hugging Face model that ignores some of its settings, before its forward.
+        architecture: function that returns our settings, without sizes, that correspond to the defaults of the Hugging
+            Face class. ``--model`` uses them; None if ``--model`` does not accept the type.
+        fixed: our settings that all models of the type share.
+        needs: names of the size fields that a model of the type requires.
     """
 
     model_types: tuple[str, ...]
@@ -350,25 +355,28 @@ def by_recipes(
     recipes_of: Callable[[Config], Mapping[str, WeightMapping]],
     heights_of: Callable[[Config], Mapping[str, int]] = lambda config: {},
 ) -> dict[str, Any]:
-    """Return ``recipes``, ``to_ours`` and ``from_ours`` of a family that has a recipe for each of its weights.
+    """Return ``recipes``, ``to_ours`` and ``from_ours`` of a format with one mapping per weight.
 
     Args:
-        heights_of: rows of each part by the end of its name (``k_proj.weight``), where those of a weight differ.
+        heights_of: function from a configuration to the number of rows of each part, by the suffix of the part's name
+            (``k_proj.weight``), for weights whose parts have different numbers of rows.
     """
 
     def to_ours(theirs: Tensors, config: Config) -> Tensors:
         return {name: to_our_weight(recipe, theirs) for name, recipe in recipes_of(config).items()}
 
     def from_ours(ours: Tensors, config: Config) -> Tensors:
-        known, heights = recipes_of(config), heights_of(config)
-        unknown = [name for name in ours if name not in known]
+        mappings, heights = recipes_of(config), heights_of(config)
+        unknown = [name for name in ours if name not in mappings]
         if unknown:
             raise CheckpointError(f"these names are not of our model: {', '.join(unknown)}")
         theirs: Tensors = {}
         for name, tensor in ours.items():
-            parts = known[name].names
-            each = {part: rows for part in parts for end, rows in heights.items() if part.endswith(end)}
-            theirs.update(from_our_weight(known[name], tensor, each if len(each) == len(parts) else None))
+            parts = mappings[name].names
+            part_heights = {part: rows for part in parts for end, rows in heights.items() if part.endswith(end)}
+            theirs.update(
+                from_our_weight(mappings[name], tensor, part_heights if len(part_heights) == len(parts) else None)
+            )
         return theirs
 
     return {"recipes": recipes_of, "to_ours": to_ours, "from_ours": from_ours}

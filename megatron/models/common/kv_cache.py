@@ -1,4 +1,4 @@
-"""Keys and values of earlier positions, cached during generation."""
+"""Caches of keys and values for generation."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 @dataclass
 class KVCacheSlots:
-    """Where the tokens of the present pass lie in the caches of all layers: a token's slot is its position.
+    """Slots of the current pass in the caches of all layers: the slot of a token is its position.
 
-    Rows may stand at different positions. A row's slots beyond its newest token may hold anything: its queries do not
-    look there, and its later tokens overwrite it.
+    Rows may be at different positions. Slots after a row's newest token may contain stale values: the row's queries do
+    not attend to them, and later tokens overwrite them.
 
     Args:
-        capacity: positions that there will be, in the longest row.
-        positions: [b, s], those of this pass; before the first pass None.
-        stop: one more than the largest of all positions so far.
-        mask: bool [b, 1, s, stop], True where a query may look; None in a first pass, where all rows begin at 0 and
-            attention is causal anyway.
+        capacity: maximum number of positions, of the longest row.
+        positions: [b, s], positions of this pass; None before the first pass.
+        stop: one more than the largest position so far.
+        mask: bool [b, 1, s, stop], True where a query may attend; None in the first pass, where all rows start at 0 and
+            attention is causal.
     """
 
     capacity: int
@@ -28,7 +28,7 @@ class KVCacheSlots:
     mask: torch.Tensor | None = None
 
     def advance(self, positions: torch.Tensor) -> None:
-        """Begin a pass over tokens at ``positions`` [b, s]; in the first these are 0 ... s-1 in each row."""
+        """Start a pass over tokens at ``positions`` [b, s]; in the first pass these are 0 ... s-1 in each row."""
         is_first = self.positions is None
         self.positions = positions
         self.stop = int(positions.max()) + 1
@@ -37,10 +37,10 @@ class KVCacheSlots:
 
 
 class LayerKVCache:
-    """Keys and values of one layer: of its self-attention, and of its attention to the encoder where it has one.
+    """Keys and values of one layer: of its self-attention and, in an encoder-decoder model, of its cross-attention.
 
     Shapes:
-        each [b, a/t, capacity, d]; to the encoder [b, a/t, s_e, d]
+        self-attention [b, a/t, capacity, d]; cross-attention [b, a/t, s_e, d]
     """
 
     def __init__(self, slots: KVCacheSlots) -> None:
@@ -49,7 +49,7 @@ class LayerKVCache:
         self.cross: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def extended(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep the keys and values of this pass; return those of all positions so far.
+        """Cache the keys and values of this pass; return the keys and values of all positions so far.
 
         Shapes:
             key, value [b, a/t, s, d]
@@ -58,17 +58,17 @@ class LayerKVCache:
         if self.own is None:
             b, a, s, d = key.shape
             self.own = key.new_zeros(b, a, self.slots.capacity, d), value.new_zeros(b, a, self.slots.capacity, d)
-            for kept, new in zip(self.own, (key, value), strict=True):
-                kept[:, :, :s] = new
+            for cached, new in zip(self.own, (key, value), strict=True):
+                cached[:, :, :s] = new
             return key, value
         assert self.slots.positions is not None
-        places = self.slots.positions[:, None, :, None].expand_as(key)  # [b, a/t, s, d]
-        for kept, new in zip(self.own, (key, value), strict=True):
-            kept.scatter_(2, places, new)
+        indices = self.slots.positions[:, None, :, None].expand_as(key)  # [b, a/t, s, d]
+        for cached, new in zip(self.own, (key, value), strict=True):
+            cached.scatter_(2, indices, new)
         return self.own[0][:, :, : self.slots.stop], self.own[1][:, :, : self.slots.stop]
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Go on with these ``rows`` of the batch only."""
+        """Keep only these ``rows`` of the batch."""
         if self.own is not None:
             self.own = self.own[0][rows], self.own[1][rows]
         if self.cross is not None:

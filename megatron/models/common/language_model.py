@@ -1,4 +1,4 @@
-"""Embeddings, logits over the (tied) table, the loss."""
+"""Embeddings, output head and loss of a language model."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from megatron.mpu.mappings import enter_tensor_region
 from megatron.mpu.shard import Shard, empty_weight
 from megatron.ops.attention import softcapped
 
-# From hidden states to logits.
+# The output head.
 
 
 class LazyLogits(NamedTuple):
-    """What logits are made of. The loss makes them for some tokens at a time, so that they are never all in memory.
+    """Logits that have not been computed: the loss computes them in chunks of tokens, so that not all are in memory.
 
-    It is a tuple so that what looks at outputs of modules sees the hidden states in it, as the head's output; weights
-    in an output are none of a sample's tensors to them.
+    The class is a tuple so that code that inspects module outputs finds the hidden states. Such code skips parameters,
+    so ``weight`` and ``bias`` are not mistaken for activations.
 
     Args:
-        at_once: tokens of a chunk.
-        cap: of ``softcapped``; 0: none.
+        at_once: tokens per chunk.
+        cap: soft-cap of the logits; 0: none.
 
     Shapes:
         x      [s, b, h], the same on every rank; its gradient is summed over the tensor group
@@ -48,20 +48,22 @@ class LazyLogits(NamedTuple):
 
 
 Logits = torch.Tensor | LazyLogits
-"""This rank's columns [s, b, v/t], or what they are made of."""
+"""This rank's columns [s, b, v/t], or ``LazyLogits``."""
 
 
 def head_output(
     x: torch.Tensor, weight: torch.Tensor, sizes: ModelArgs, place: ParallelContext, bias: torch.Tensor | None = None
 ) -> Logits:
-    """Return ``logit_multiplier x weight^T + bias``, if that is much as ``LazyLogits``: see ``megatron.config.model``.
+    """Return ``logit_multiplier x weight^T + bias``; as ``LazyLogits`` if the loss is computed in chunks.
+
+    The chunk size is chosen by ``megatron.config.loss_chunk``.
 
     Shapes:
-        x      [s, b, h], the same on every rank, or this rank's part of it, by ``place``
+        x      [s, b, h], the same on every rank, or this rank's shard of the sequence, depending on ``place``
         weight [v/t, h], padded rows last
         bias   [v/t]
     """
-    x = x if sizes.logit_multiplier == 1.0 else x * sizes.logit_multiplier  # cheaper than logits
+    x = x if sizes.logit_multiplier == 1.0 else x * sizes.logit_multiplier  # cheaper than scaling the logits
     x = enter_tensor_region(x, **place.cut)  # [s, b, h]
     num_tokens, is_on_cpu = x.shape[0] * x.shape[1], x.device.type == "cpu"
     shape = num_tokens, sizes.vocab_size, sizes.hidden_size
@@ -71,10 +73,10 @@ def head_output(
 
 
 def logits_of(x: torch.Tensor, weight: torch.Tensor, sizes: ModelArgs, place: ParallelContext) -> torch.Tensor:
-    """Return the logits of a head that is the word table, this rank's columns of the vocabulary.
+    """Return this rank's columns of the logits of a head tied to the word embedding.
 
     Shapes:
-        x      [s, b, h], the same on every rank, or this rank's part of it, by ``place``
+        x      [s, b, h], the same on every rank, or this rank's shard of the sequence, depending on ``place``
         weight [v/t, h], padded rows last
         output [s, b, v/t]
     """
@@ -83,15 +85,15 @@ def logits_of(x: torch.Tensor, weight: torch.Tensor, sizes: ModelArgs, place: Pa
 
 
 def materialize_logits(logits: Logits) -> torch.Tensor:
-    """Return the logits [s, b, v/t] themselves."""
+    """Return the logits as a tensor [s, b, v/t]."""
     if isinstance(logits, torch.Tensor):
         return logits
-    made = aligned_linear(logits.x, logits.weight, logits.bias)
-    return softcapped(made, logits.cap) if logits.cap else made
+    product = aligned_linear(logits.x, logits.weight, logits.bias)
+    return softcapped(product, logits.cap) if logits.cap else product
 
 
 class Head(nn.Module):
-    """An output table of its own, for models whose head is not tied to the embedding."""
+    """Output head with its own weight, for models whose head is not tied to the embedding."""
 
     def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
         super().__init__()
@@ -108,7 +110,7 @@ class Head(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """A learned vector for each position. Every rank holds all of it.
+    """Learned position embedding. Every rank holds the full table.
 
     Shapes:
         input  [b, s] positions below ``max_position_embeddings``
@@ -125,12 +127,12 @@ class PositionEmbedding(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The word embedding, with the table of positions, the norm and the scale that the model has, and dropout.
+    """Word embedding, with learned positions, norm and scale where the model has them, and dropout.
 
     Shapes:
         tokens       [b, s]
-        position_ids [b, s], or None for 0 ... s-1; looked at by a table of positions alone
-        output [s, b, h], or this rank's part of it, by ``place``
+        position_ids [b, s], or None for 0 ... s-1; used only by learned positions
+        output [s, b, h], or this rank's shard of the sequence, depending on ``place``
     """
 
     def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
@@ -150,7 +152,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         is_part = self.place.sequence_parallel
-        x = self.word(tokens.t() if is_part else tokens)  # [s/t, b, h], else [b, s, h]
+        x = self.word(tokens.t() if is_part else tokens)  # [s/t, b, h] if is_part, otherwise [b, s, h]
         if self.is_changed:
             x = self._changed(x)
         if self.position is not None:
@@ -161,21 +163,21 @@ class Embedding(nn.Module):
         return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=-1, site="embedding")
 
     def _changed(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the words scaled, by a number that is rounded to their type as Gemma's is, and normed."""
+        """Scale and normalise the word embeddings; the scale is rounded to their dtype, as in Gemma."""
         if self.scale is not None:
             x = x * float(torch.tensor(self.scale, dtype=x.dtype))
         return x if self.norm is None else self.norm(x)
 
     def _counted(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the positions of ``tokens`` [b, s] in the sequence."""
+        """Return the positions of ``tokens`` [b, s] in the full sequence."""
         return self.place.positions(tokens.shape[1], tokens.device).expand(tokens.shape)
 
 
-# The language-model loss as a sum and a count, so that any split into micro-batches gives the same mean.
+# The language-model loss: a sum and a count, so that every split into micro-batches gives the same mean.
 
 
 class _Words(TypedDict):
-    """How the vocabulary is cut over the tensor group."""
+    """Vocabulary sharding over the tensor group."""
 
     vocab_size: int
     divisible_by: int
@@ -183,53 +185,56 @@ class _Words(TypedDict):
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""A sum over tokens, and their number."""
+"""A sum over tokens and the number of tokens."""
 
 
 def model_loss(
     logits: Logits, labels: torch.Tensor, loss_mask: torch.Tensor, sizes: ModelArgs, place: ParallelContext
 ) -> Any:
-    """Return (sum of the losses of all tokens that count, number of those tokens). Collective.
+    """Return the sum of the unmasked token losses and the number of unmasked tokens. Collective.
 
     Shapes:
-        logits    [s, b, v/t], or what they are made of
+        logits    [s, b, v/t], or ``LazyLogits``
         labels    [b, s] token ids
-        loss_mask [b, s], 0 where a token does not count
-        output    two scalars in fp32 (fp64 for fp64 logits); with a z-loss such pairs by name, where gradients are made
+        loss_mask [b, s], 0 for tokens that are masked out
+        output    (sum, count), scalars in fp32 (fp64 for fp64 logits); with a z-loss and gradients enabled, a
+                  dictionary with such a pair for "loss" and for "z_loss"
 
     Raises:
-        ValueError: a token that counts has a label outside the vocabulary; not on a CPU: the sum is not a number.
+        ValueError: an unmasked token has a label outside the vocabulary. On devices other than the CPU, the sum
+            is NaN instead.
     """
     targets, weights = labels.transpose(0, 1), loss_mask.transpose(0, 1)  # 2 x [s, b]
     z_loss = sizes.z_loss if torch.is_grad_enabled() else 0.0
     words = _Words(vocab_size=sizes.vocab_size, divisible_by=sizes.make_vocab_size_divisible_by, group=place.group)
     if isinstance(logits, LazyLogits):
         weights = weights.to(torch.promote_types(logits.x.dtype, torch.float32))
-        given = logits.x, logits.weight, targets, weights
-        how: dict[str, Any] = {"bias": logits.bias, "at_once": logits.at_once, "cap": logits.cap, "z_loss": z_loss}
-        found, count = linear_cross_entropy(*given, **how, **words), weights.sum()
-        return _named(found[0], found[1], count) if z_loss else (found, count)
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    weights = known_or_nan(weights.to(wide), targets, sizes.vocab_size)
-    losses, count = vocab_parallel_cross_entropy(logits, targets, z_loss=z_loss, **words), loss_mask.to(wide).sum()
+        inputs = logits.x, logits.weight, targets, weights
+        options: dict[str, Any] = {"bias": logits.bias, "at_once": logits.at_once, "cap": logits.cap, "z_loss": z_loss}
+        total, count = linear_cross_entropy(*inputs, **options, **words), weights.sum()
+        return _named(total[0], total[1], count) if z_loss else (total, count)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    weights = known_or_nan(weights.to(dtype), targets, sizes.vocab_size)
+    losses, count = vocab_parallel_cross_entropy(logits, targets, z_loss=z_loss, **words), loss_mask.to(dtype).sum()
     if z_loss:
         return _named((losses[0] * weights).sum(), (losses[1] * weights).sum(), count)
-    return (losses * weights).sum(), count  # of [s, b]
+    return (losses * weights).sum(), count  # losses, weights [s, b]
 
 
 def _named(total: torch.Tensor, squares: torch.Tensor, count: torch.Tensor) -> dict[str, Pair]:
     return {"loss": (total, count), "z_loss": (squares, count)}
 
 
-# A table whose rows are looked up and that is a factor of a product as well, with one gradient for all.
+# An embedding table that is also the weight of the output head, with one gradient for both uses.
 
 
 def shared_table(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``weight`` twice: to look up rows in with ``sparse=True``, and for everything else.
+    """Return ``weight`` twice: for look-ups with ``sparse=True``, and for all other uses.
 
-    In backward the rows are added to the other gradient in place. Left to itself, autograd makes a table of zeros for
-    each look-up and another for the sum; on a CPU, making them new at each step takes longer than a layer. Not for
-    16-bit tables: torch accumulates sparse rows in the dtype of the table, see ``megatron.mpu.embedding_lookup``.
+    Backward adds the sparse rows to the other gradient in place. By default, autograd allocates a table of zeros for
+    each look-up and another one for the sum; on a CPU, these allocations in each step take longer than a layer. Do not
+    use it for 16-bit tables: torch accumulates sparse rows in the dtype of the table, see
+    ``megatron.mpu.embedding_lookup``.
 
     Shapes:
         weight, both outputs [v, h]
@@ -245,7 +250,7 @@ class _SharedTable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> torch.Tensor | None:
-        rows, rest = grads
+        rows, grad = grads
         if rows is None:
-            return rest
-        return rows.to_dense() if rest is None else rest.add_(rows)
+            return grad
+        return rows.to_dense() if grad is None else grad.add_(rows)

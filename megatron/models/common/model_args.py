@@ -16,15 +16,15 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArgs(DecoderFeatures):
-    """Sizes and switches; names as in the flags. Lengths are in tokens, probabilities in 0 ... 1."""
+    """Sizes and switches of a model, named like the flags. Lengths are in tokens, probabilities in 0 ... 1."""
 
-    family: str = "gpt2"  # whose they are: the name in ``megatron.models.registry``
+    family: str = "gpt2"  # model family, a name in ``megatron.models.registry``
     num_layers: int
     hidden_size: int
     num_attention_heads: int
     vocab_size: int
     max_position_embeddings: int
-    kv_hidden_size: int  # of one head
+    kv_hidden_size: int  # size of one head
     ff_hidden_size: int
     hidden_bias: bool = True
     layernorm_epsilon: float = 1e-5
@@ -40,18 +40,18 @@ class ModelArgs(DecoderFeatures):
     partition_activations: bool = False
     checkpoint_in_cpu: bool = False
     contiguous_checkpointing: bool = False
-    forwards_in_flight: tuple[int, ...] = (1,)  # of each stage, at most
+    forwards_in_flight: tuple[int, ...] = (1,)  # maximum number of micro-batches in flight, per stage
     z_loss: float = 0.0
-    loss_chunk_tokens: int | None = 0  # logits of all together; None: as ``megatron.config.model`` decides
+    loss_chunk_tokens: int | None = 0  # 0: all logits at once; None: chosen by ``tokens_at_once``
 
     @property
     def attention_width(self) -> int:
-        """Size of all heads together: ``a d``."""
+        """Total width of all heads: ``a d``."""
         return self.num_attention_heads * self.kv_hidden_size
 
     @functools.cached_property
     def rotary(self) -> Rotary | None:
-        """How the pairs of a head turn, if they do; one object, so that all layers have one compiled graph."""
+        """Rotary embedding shared by all layers, or None. A single object lets all layers share a compiled graph."""
         if self.position_embedding_type != ROPE:
             return None
         return Rotary(
@@ -70,16 +70,17 @@ class ModelArgs(DecoderFeatures):
 
     @functools.cached_property
     def local_rotary(self) -> Rotary | None:
-        """The same of layers with a window."""
+        """Rotary embedding of layers with a window."""
         if self.rotary is None or not self.rotary_local_base:
             return self.rotary
         return replace(self.rotary, base=self.rotary_local_base, scaling="none")
 
 
 def model_args_from(values: Any, **overrides: Any) -> ModelArgs:
-    """Return the sizes held by ``values`` (a configuration section or an object with the same names)."""
+    """Build ``ModelArgs`` from a configuration section or an object with the same attribute names."""
     return ModelArgs(**{**fields_held(ModelArgs, values), **overrides})
 
 
 def fields_held(kind: Any, values: Any) -> dict[str, Any]:
+    """Return the attributes of ``values`` that are fields of the dataclass ``kind``, by name."""
     return {name: getattr(values, name) for name in kind.__dataclass_fields__ if hasattr(values, name)}

@@ -1,4 +1,4 @@
-"""Norms: LayerNorm, RMSNorm, that over the heads of all tensor ranks; which of them a model has."""
+"""LayerNorm, RMSNorm and the norms of queries and keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron.mpu.shard import Shard, set_partial, set_shard
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Return ``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension; 16-bit numbers are summed in fp32.
+    """Return ``x / sqrt(mean(x^2) + epsilon) * weight`` over the last dimension, computed in fp32 for 16-bit inputs.
 
     Shapes:
         x, output [..., h]
@@ -35,33 +35,34 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Forward keeps its input and a number for each row. torch has a fused kernel on GPUs only."""
+    """RMSNorm that saves its input and one value per row for backward. PyTorch has a fused kernel only on GPUs."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        wide = x.to(dtype)
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        upcast = x.to(dtype)
+        norm = torch.linalg.vector_norm(upcast, dim=-1, keepdim=True)
         factor = norm.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()  # [..., 1]
         ctx.save_for_backward(x, weight, factor)
-        return (wide * factor).mul_(weight).to(x.dtype)
+        return (upcast * factor).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, weight, factor = ctx.saved_tensors
-        wide, wide_weight, grad = (y.to(factor.dtype) for y in (x, weight, grads[0]))
-        products = (grad * wide).flatten(0, -2)  # [rows, h]
-        to_weight = products.t() @ factor.flatten()
-        along = (products @ wide_weight).view_as(factor).mul_(factor.pow(3)).div_(-x.shape[-1])  # what only scales x
-        to_x = (grad * wide_weight).mul_(factor).addcmul_(wide, along)
-        return to_x.to(x.dtype), to_weight.to(weight.dtype), None
+        upcast, upcast_weight, grad = (y.to(factor.dtype) for y in (x, weight, grads[0]))
+        products = (grad * upcast).flatten(0, -2)  # [rows, h]
+        grad_weight = products.t() @ factor.flatten()
+        # gradient through the factor
+        scale_grad = (products @ upcast_weight).view_as(factor).mul_(factor.pow(3)).div_(-x.shape[-1])
+        grad_x = (grad * upcast_weight).mul_(factor).addcmul_(upcast, scale_grad)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
-# Normalisation of hidden states.
+# LayerNorm, and the modules of both norms.
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float) -> torch.Tensor:
-    """Return ``x`` normalised over its last dimension, times ``weight``, plus ``bias`` where there is one.
+    """Return ``x`` normalised over its last dimension, times ``weight``, plus ``bias`` unless it is None.
 
     The gradients of ``weight`` and ``bias`` are accumulated in fp32 for 16-bit inputs.
 
@@ -77,18 +78,18 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
 
 
 class _HalfPrecisionLayerNorm(torch.autograd.Function):
-    """LayerNorm of 16-bit tensors on a CPU, where torch accumulates the gradients of weight and bias in 16 bits.
+    """LayerNorm of 16-bit tensors on a CPU, where PyTorch accumulates the gradients of weight and bias in 16 bits.
 
-    The output has the same bits as ``F.layer_norm``. The mean and the inverse standard deviation are saved in fp32.
+    The output is bitwise equal to ``F.layer_norm``. The mean and the inverse standard deviation are saved in fp32.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float
     ) -> torch.Tensor:
-        wide_bias = None if bias is None else bias.float()
+        fp32_bias = None if bias is None else bias.float()
         shape = (x.shape[-1],)
-        output, mean, rstd = torch.ops.aten.native_layer_norm(x, shape, weight.float(), wide_bias, epsilon)
+        output, mean, rstd = torch.ops.aten.native_layer_norm(x, shape, weight.float(), fp32_bias, epsilon)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         return output
 
@@ -96,26 +97,26 @@ class _HalfPrecisionLayerNorm(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, weight, bias, mean, rstd = ctx.saved_tensors
-        wide_bias = None if bias is None else bias.float()
-        needed = (*ctx.needs_input_grad[:2], bias is not None and ctx.needs_input_grad[2])
-        wide_grads = torch.ops.aten.native_layer_norm_backward(
-            grads[0].float(), x.float(), (x.shape[-1],), mean, rstd, weight.float(), wide_bias, needed
+        fp32_bias = None if bias is None else bias.float()
+        output_mask = (*ctx.needs_input_grad[:2], bias is not None and ctx.needs_input_grad[2])
+        fp32_grads = torch.ops.aten.native_layer_norm_backward(
+            grads[0].float(), x.float(), (x.shape[-1],), mean, rstd, weight.float(), fp32_bias, output_mask
         )
-        return (*(None if grad is None else grad.to(x.dtype) for grad in wide_grads), None)
+        return (*(None if grad is None else grad.to(x.dtype) for grad in fp32_grads), None)
 
 
 class LayerNorm(nn.Module):
-    """Normalise the last dimension to mean 0 and variance 1, then scale and shift. Every rank holds all of it.
+    """Layer normalization over the last dimension, with scale and optional shift. Every rank holds the full weights.
 
     Shapes:
         input, output [..., h]
 
     Args:
-        bias: shift; False: scale alone.
-        is_offset: the weight is the difference of the scale from 1, which starts at 0.
+        bias: add a learned shift.
+        is_offset: the weight is the scale minus 1, initialised to 0.
 
     Attributes:
-        kernel: what computes it, ``layer_norm`` or a function that is given and returns the same.
+        kernel: the function that computes the norm: ``layer_norm`` or one with the same signature.
 
     Source: Ba et al. 2016, "Layer normalization".
     """
@@ -130,23 +131,23 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.is_offset:
-            wide, weight = widened(x, self.weight)
-            bias = None if self.bias is None else self.bias.to(wide.dtype)
-            return self.kernel(wide, weight, bias, self.epsilon).to(x.dtype)
+            upcast, weight = widened(x, self.weight)
+            bias = None if self.bias is None else self.bias.to(upcast.dtype)
+            return self.kernel(upcast, weight, bias, self.epsilon).to(x.dtype)
         return self.kernel(x, self.weight, self.bias, self.epsilon)
 
 
 class RMSNorm(nn.Module):
-    """Bring the last dimension to a mean square of 1, then scale. Every rank holds all of it.
+    """Root-mean-square normalization over the last dimension, with scale. Every rank holds the full weights.
 
     Shapes:
         input, output [..., h]
 
     Args:
-        is_offset: the weight is the difference of the scale from 1, which starts at 0.
+        is_offset: the weight is the scale minus 1, initialised to 0.
 
     Attributes:
-        kernel: what computes it, ``rms_norm`` or a function that is given and returns the same.
+        kernel: the function that computes the norm: ``rms_norm`` or one with the same signature.
 
     Source: Zhang and Sennrich 2019, "Root mean square layer normalization".
     """
@@ -165,46 +166,54 @@ class RMSNorm(nn.Module):
 
 
 def widened(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x`` and ``1 + weight`` in fp32, or the type of ``x`` where that is wider: 16 bits would round the sum.
+    """Return ``x`` and ``1 + weight`` in fp32, or in the dtype of ``x`` if that is wider; 16 bits would round the sum.
 
     Source: Gemma Team 2024, "Gemma", and its code.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.to(wide), 1.0 + weight.to(wide)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return x.to(dtype), 1.0 + weight.to(dtype)
 
 
-# The norms of one model, by its settings.
+# Construction of a model's norms.
 
 
 def norm_class(sizes: ModelArgs) -> type[LayerNorm] | type[RMSNorm]:
-    """Return the kind of all norms of a model."""
+    """Return the class of all norms of a model."""
     return RMSNorm if sizes.normalization == "RMSNorm" else LayerNorm
 
 
 def norm_settings(sizes: ModelArgs) -> dict[str, Any]:
-    """Return with what they are built, beside their size."""
-    found: dict[str, Any] = {"epsilon": sizes.layernorm_epsilon, "is_offset": sizes.layernorm_1p}
-    return found if sizes.normalization == "RMSNorm" else {**found, "bias": sizes.norm_bias}
+    """Return the keyword arguments for constructing a model's norms, except the size."""
+    settings: dict[str, Any] = {"epsilon": sizes.layernorm_epsilon, "is_offset": sizes.layernorm_1p}
+    return settings if sizes.normalization == "RMSNorm" else {**settings, "bias": sizes.norm_bias}
 
 
 def make_norm(sizes: ModelArgs, place: ParallelContext | None = None) -> LayerNorm | RMSNorm:
-    """Return a norm of hidden states; with ``place`` of those that a rank there has."""
+    """Build a norm of hidden states.
+
+    Args:
+        place: if given, and it has sequence parallelism, mark the weights as applied to a shard of the sequence.
+    """
     norm = norm_class(sizes)(sizes.hidden_size, **norm_settings(sizes))
     return norm if place is None else place.on_part(norm)
 
 
-# Norms of queries and keys, ahead of their positions.
+# Norms of queries and keys, applied before the rotary embedding.
 #
-# | ``qk_norm`` | over | weight | its gradient on a tensor rank |
+# | ``qk_norm`` | normalised over | weight | gradient on a tensor rank |
 # |---|---|---|---|
-# | head | the d numbers of a head | [d], whole on every rank | a summand, of its heads (``set_partial``) |
-# | all | all heads together, over the tensor ranks | [a d] or [g d], cut by heads | its own |
+# | head | the d elements of a head | [d], full on every rank | sum over the rank's heads (``set_partial``) |
+# | all | all heads, over the tensor ranks | [a d] or [g d], sharded by heads | complete gradient of its shard |
 #
-# Source: Dehghani et al. 2023, "Scaling vision transformers to 22 billion parameters"; of all heads OLMo 2, 2024.
+# Source: Dehghani et al. 2023, "Scaling vision transformers to 22 billion parameters"; over all heads: OLMo 2, 2024.
 
 
 def make_head_norm(sizes: ModelArgs, place: ParallelContext, num_heads: int) -> nn.Module | None:
-    """Return the norm of queries or keys with ``num_heads`` heads over all ranks, or None where there is none."""
+    """Build the norm of queries or keys; return None if the model does not normalise them.
+
+    Args:
+        num_heads: number of heads over all tensor ranks.
+    """
     if sizes.qk_norm == "none":
         return None
     if sizes.qk_norm == "all":
@@ -217,7 +226,7 @@ def make_head_norm(sizes: ModelArgs, place: ParallelContext, num_heads: int) -> 
 
 
 class AllHeadsNorm(nn.Module):
-    """Normalise all heads of a token together, over the tensor ranks; each has weights for its own heads. Collective.
+    """Norm over all heads of a token, across the tensor ranks. Each rank has the weights of its heads. Collective.
 
     Shapes:
         input, output [b, n/t, s, d]
@@ -229,27 +238,27 @@ class AllHeadsNorm(nn.Module):
         self.epsilon, self.is_offset, self.group = sizes.layernorm_epsilon, sizes.layernorm_1p, group
         self.is_centred = sizes.normalization == "LayerNorm"
         self.size = num_heads * sizes.kv_hidden_size
-        local = divide("the heads of a norm", num_heads, group) * sizes.kv_hidden_size
-        shard = Shard((self.size,), 0, group.rank * local, local)
-        start = torch.zeros(local) if self.is_offset else torch.ones(local)
-        self.weight = set_shard(nn.Parameter(start), shard)
+        local_size = divide("the heads of a norm", num_heads, group) * sizes.kv_hidden_size
+        shard = Shard((self.size,), 0, group.rank * local_size, local_size)
+        initial = torch.zeros(local_size) if self.is_offset else torch.ones(local_size)
+        self.weight = set_shard(nn.Parameter(initial), shard)
         has_bias = self.is_centred and sizes.norm_bias
-        self.bias = set_shard(nn.Parameter(torch.zeros(local)), shard) if has_bias else None
+        self.bias = set_shard(nn.Parameter(torch.zeros(local_size)), shard) if has_bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        upcast = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.is_centred:
-            wide = wide - self._mean(wide)
-        factor = (self._mean(wide.square()) + self.epsilon).rsqrt()  # [b, 1, s, 1]
+            upcast = upcast - self._mean(upcast)
+        factor = (self._mean(upcast.square()) + self.epsilon).rsqrt()  # [b, 1, s, 1]
         weight = self._by_head(self.weight, x)
-        scaled = wide * factor * (1.0 + weight if self.is_offset else weight)
+        scaled = upcast * factor * (1.0 + weight if self.is_offset else weight)
         return (scaled if self.bias is None else scaled + self._by_head(self.bias, x)).to(x.dtype)
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the mean over all heads of all ranks: forward and backward are a sum over the ranks each."""
-        own = x.sum(dim=(1, 3), keepdim=True)
-        return copy_to_tensor_region(reduce_from_tensor_region(own, self.group), self.group) / self.size
+        """Return the mean over all heads of all ranks, with one all-reduce in forward and one in backward."""
+        local_sum = x.sum(dim=(1, 3), keepdim=True)
+        return copy_to_tensor_region(reduce_from_tensor_region(local_sum, self.group), self.group) / self.size
 
     def _by_head(self, vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        wide = vector.to(torch.promote_types(x.dtype, torch.float32))
-        return wide.view(x.shape[1], 1, x.shape[3])  # [n/t, 1, d]
+        upcast = vector.to(torch.promote_types(x.dtype, torch.float32))
+        return upcast.view(x.shape[1], 1, x.shape[3])  # [n/t, 1, d]

@@ -1,4 +1,4 @@
-"""ParallelContext: the process groups, random streams and devices a layer is built with."""
+"""ParallelContext: the process groups and dropout streams that layers are built with."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from megatron.mpu.shard import set_partial
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Where a module runs: its tensor-parallel group and its source of dropout masks.
+    """Parallelism of a module: its process groups and its source of dropout masks.
 
-    With ``sequence_parallel`` hidden states between tensor-parallel regions are this rank's part, [s/t, b, h]. With a
-    ``context`` group of c ranks s is s/c everywhere but in attention: see ``megatron.mpu.context_parallel``.
+    With ``sequence_parallel``, hidden states between tensor-parallel regions are this rank's shard, [s/t, b, h]. With a
+    ``context`` group of c ranks, a rank has s/c positions of a sequence, and only attention combines all s positions
+    (``megatron.mpu.context_parallel``).
 
     Args:
-        cp_comm_type: what attention sends over the context group, as ``ContextAttention`` says.
-        expert: ranks that share out the experts of a layer.
-        cuts_experts: each expert is cut over the tensor ranks; else each of these has whole ones, for its part of the
-            sequence.
+        cp_comm_type: communication of attention over the context group, documented in ``ContextAttention``.
+        expert: group of ranks over which the experts of a layer are distributed.
+        cuts_experts: True: each expert is sharded over the tensor ranks. False: each tensor rank has full experts and
+            applies them to its shard of the sequence.
     """
 
     group: Group = SINGLE
@@ -39,25 +40,25 @@ class ParallelContext:
 
     @property
     def cut(self) -> dict[str, Any]:
-        """What a layer of ``megatron.mpu.layers`` is told of it."""
+        """Keyword arguments with which the layers of ``megatron.mpu.layers`` are constructed."""
         return {"group": self.group, "sequence_parallel": self.sequence_parallel}
 
     @property
     def of_experts(self) -> ParallelContext:
-        """Where a layer's experts run, over which tensor ranks they are cut."""
+        """``ParallelContext`` of a layer's experts; it has no tensor parallelism if experts are not sharded."""
         return self if self.cuts_experts else replace(self, group=SINGLE, sequence_parallel=False)
 
     def dropout(self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str) -> torch.Tensor:
-        """Return hidden states with elements dropped by the mask of ``layer`` and ``site``."""
+        """Apply dropout to hidden states with the mask of ``layer`` and ``site``."""
         return self.streams.dropout(
             x, probability, training=training, layer=layer, site=site, is_part=self.sequence_parallel
         )
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the rows of ``x`` [s, ...] that the hidden states of this rank stand for.
+        """Return the rows of ``x`` [s, ...] that belong to this rank's shard of the sequence.
 
         Raises:
-            ValueError: with ``sequence_parallel`` the group size does not divide them.
+            ValueError: with ``sequence_parallel``, the number of rows is not divisible by the group size.
         """
         if not self.sequence_parallel:
             return x
@@ -69,39 +70,39 @@ class ParallelContext:
         return x.chunk(self.group.size)[self.group.rank]
 
     def length(self, x: torch.Tensor) -> int:
-        """Return the length of the sequence of which ``x`` [s, b, h] or [s/t, b, h] are hidden states."""
+        """Return the full sequence length of hidden states ``x`` [s, b, h] or [s/t, b, h]."""
         return x.shape[0] * (self.group.size if self.sequence_parallel else 1) * self.context.size
 
     @property
     def cuts_heads(self) -> bool:
-        """Whether attention has whole sequences of 1/c of the heads, rather than some queries of all of them."""
+        """True if this rank attends with the full sequence and 1/c of the heads, not with s/c queries of all heads."""
         return self.context.size > 1 and self.cp_comm_type == "a2a"
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the positions of this rank's ``length`` tokens in the whole sequence: int64 [length]."""
+        """Return the positions of this rank's ``length`` tokens in the full sequence: int64 [length]."""
         return own_positions(length, self.context, device)
 
     def query_positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the positions of the queries that this rank's attention has, of a whole sequence of ``length``."""
-        own = length if self.cuts_heads else length // self.context.size
-        return own_positions(own, SINGLE if self.cuts_heads else self.context, device)
+        """Return the positions of the queries that this rank attends with, in a full sequence of ``length`` tokens."""
+        num_queries = length if self.cuts_heads else length // self.context.size
+        return own_positions(num_queries, SINGLE if self.cuts_heads else self.context, device)
 
     def queries_and_keys(self, segment_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the documents of the queries that this rank's attention has, and those of the keys. Collective.
+        """Return the segment ids of the queries that this rank attends with, and of all keys. Collective.
 
         Shapes:
             segment_ids [b, s/c], of this rank's tokens
             output      [b, s/c] or [b, s], and [b, s]
         """
-        every = gather_rows(segment_ids.t(), self.context).t()
-        return every if self.cuts_heads else segment_ids, every
+        key_segment_ids = gather_rows(segment_ids.t(), self.context).t()
+        return key_segment_ids if self.cuts_heads else segment_ids, key_segment_ids
 
     def own_queries(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Return what ``x``, of all positions of a sequence along ``dim``, has for the queries of this rank."""
+        """Select the positions of this rank's queries from ``x``, which has the full sequence along ``dim``."""
         return x if self.cuts_heads else split_along_context(x, self.context, dim)
 
     def on_part(self, module: Module) -> Module:
-        """Return ``module``, whose full weights every rank applies to its part of the sequence."""
+        """Return ``module``; with ``sequence_parallel``, mark its weights as applied to a shard of the sequence."""
         if self.sequence_parallel:
             module.place = self  # type: ignore[assignment]
             for parameter in module.parameters():
@@ -110,6 +111,6 @@ class ParallelContext:
 
 
 def context_of(module: nn.Module) -> ParallelContext | None:
-    """Return the context that a layer or a model was built with; None for a module that has none."""
+    """Return the ``ParallelContext`` that a layer or a model was built with, or None."""
     context = getattr(module, "place", None)
     return context if isinstance(context, ParallelContext) else None

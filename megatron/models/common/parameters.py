@@ -1,4 +1,4 @@
-"""Layout-independent names of parameters and modules; initial values keyed by (seed, name)."""
+"""Initial weights, and names of parameters and modules, that do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import nn
 
 from megatron.mpu.shard import Shard, is_uninitialized, materialize, set_uninitialized, shard_of
 
-# Initial weights from a counter keyed by (seed, parameter name): the same numbers in every layout.
+# Initial weights.
 #
-# Each parameter draws its whole global tensor from a generator seeded by its name and keeps its own part. A large table
-# is drawn in blocks of rows, so that a rank never holds more than its part and one block.
+# The logical tensor of each parameter is drawn from generators seeded by (seed, name), and each rank keeps its shard,
+# so that initial weights are the same in every layout. Tensors are drawn in blocks of rows, so that a rank never holds
+# more than its shard and one block.
 
 Rule = Callable[[str, tuple[int, ...]], float | torch.Tensor]
-"""From logical name and global shape to the standard deviation: one number, or one for each row as [rows, 1]."""
+"""Function from logical name and global shape to the standard deviation: a number, or one per row as [rows, 1]."""
 
 ROWS_PER_BLOCK = 1024
 RESIDUAL_OUTPUTS = ("attention.dense.weight", ".down.weight")
@@ -25,9 +26,10 @@ RESIDUAL_OUTPUTS = ("attention.dense.weight", ".down.weight")
 
 @torch.no_grad()
 def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], *, seed: int, rule: Rule) -> None:
-    """Fill the weights that layers left unset, in place, by their logical names: normal(0, ``rule(name, shape)``).
+    """Fill uninitialised weights in place with normal(0, ``rule(name, shape)``), where ``name`` is the logical name.
 
-    Padded vocabulary rows are zero. What a module has set itself (biases, norms, a user's own layers) stays.
+    Padded vocabulary rows are zero. Parameters that a module has initialised (biases, norms, a user's own layers) are
+    not changed.
     """
     for name, parameter in named_parameters:
         if not is_uninitialized(parameter):
@@ -39,18 +41,19 @@ def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], *, seed: in
 
 
 def gpt2_rule(std: float, num_layers: int, width_multiplier: float = 1.0) -> Rule:
-    """Return ``std`` for all but the weights that end in the residual stream, which have ``std / sqrt(2 L)``.
+    """Return GPT-2's rule: ``std / sqrt(2 num_layers)`` for projections into the residual stream, otherwise ``std``.
 
     Args:
-        width_multiplier: muP's m: matrices of layers have ``1 / sqrt(m)`` of it, embeddings and head do not.
+        width_multiplier: muP's m: the standard deviation of the layers' matrices is multiplied by ``1 / sqrt(m)``;
+            embeddings and head are not changed.
 
     Source: Radford et al. 2019, section 2.3; Shoeybi et al. 2019, section 4; Yang et al. 2022, "Tensor Programs V",
     table 8.
     """
 
     def rule(name: str, shape: tuple[int, ...]) -> float:
-        own = std / math.sqrt(2.0 * num_layers) if name.endswith(RESIDUAL_OUTPUTS) else std
-        return own / math.sqrt(width_multiplier) if name.startswith("layers.") and len(shape) == 2 else own
+        base_std = std / math.sqrt(2.0 * num_layers) if name.endswith(RESIDUAL_OUTPUTS) else std
+        return base_std / math.sqrt(width_multiplier) if name.startswith("layers.") and len(shape) == 2 else base_std
 
     return rule
 
@@ -68,9 +71,9 @@ def _fill_normal(parameter: torch.Tensor, shard: Shard, name: str, seed: int, st
 
 
 def _block(name: str, seed: int, first: int, rows: int, rest: tuple[int, ...]) -> torch.Tensor:
-    """Return rows ``first ... first + rows`` of the parameter's standard normal numbers, in fp32.
+    """Return rows ``first ... first + rows`` of the parameter's standard normal values, in fp32.
 
-    One generator per block, seeded by a hash, on the CPU: the device and the layout play no part.
+    Each block has a CPU generator seeded by a hash, so that values do not depend on the device or the layout.
     """
     digest = hashlib.blake2b(f"{seed}/{name}/{first}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
@@ -85,49 +88,51 @@ def _copy_overlap(parameter: torch.Tensor, shard: Shard, block: torch.Tensor, fi
     elif shard.partition_dim is None:
         parameter[first : first + block.shape[0]].copy_(block)
     else:
-        part = block.narrow(shard.partition_dim, shard.start, shard.length)
-        parameter[first : first + block.shape[0]].copy_(part)
+        overlap = block.narrow(shard.partition_dim, shard.start, shard.length)
+        parameter[first : first + block.shape[0]].copy_(overlap)
 
 
-# Names of modules that do not depend on how the model is laid out, as those of its parameters do not.
+# Logical names of modules.
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (logical name, module) for each module of this rank but the model itself.
+    """Return (logical name, module) for each submodule of ``model`` on this rank.
 
-    A model whose local names depend on its stage offers ``logical_name(local_name)``, which is asked for a name that
-    ends in a dot. Several modules may have one name (T5's embeddings of both sides); where one lies within the other,
-    such as a norm in a pipeline's wrapper, the inner one has it.
+    A model whose local names depend on its stage has a method ``logical_name(local_name)``, which is called with the
+    name and a trailing dot. Several modules may share a name (T5's embeddings of both sides). If one of them contains
+    another, such as a pipeline wrapper around a norm, only the inner module is returned.
     """
     logical_name = getattr(model, "logical_name", None)
-    local = {name: module for name, module in model.named_modules() if name}
-    names = {each: each if logical_name is None else _asked(logical_name, each) for each in local}
+    modules = {name: module for name, module in model.named_modules() if name}
+    names = {
+        local_name: local_name if logical_name is None else _asked(logical_name, local_name) for local_name in modules
+    }
     return [
-        (name, local[each])
-        for each, name in names.items()
-        if name and not any(other == name and inner.startswith(f"{each}.") for inner, other in names.items())
+        (name, modules[local_name])
+        for local_name, name in names.items()
+        if name and not any(other == name and inner.startswith(f"{local_name}.") for inner, other in names.items())
     ]
 
 
 def _asked(logical_name: Callable[[str], str], local_name: str) -> str:
-    """Return the logical name, "" for what only holds modules (``tied_modules``) and has none."""
+    """Return the logical name of a module, or "" for containers without a logical name (``tied_modules``)."""
     try:
         return logical_name(f"{local_name}.").rstrip(".")
     except (ValueError, KeyError, IndexError):
         return ""
 
 
-# Names of parameters that do not depend on how the model is laid out.
+# Logical names of parameters.
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield (logical name, parameter) for each parameter that this rank holds, a shared one once.
+    """Yield (logical name, parameter) for each parameter of this rank; a shared parameter is yielded once.
 
-    A model whose local names depend on its stage offers ``logical_name(local_name) -> str``; otherwise the local
-    name is the logical one. Copies of a tied weight on several stages have the same logical name.
+    A model whose local names depend on its stage has a method ``logical_name(local_name) -> str``; otherwise the local
+    name is the logical name. Copies of a tied weight on several stages have the same logical name.
 
     Raises:
-        ValueError: two different parameters of this rank have one logical name.
+        ValueError: two different parameters of this rank have the same logical name.
     """
     logical_name = getattr(model, "logical_name", None)
     local_names: dict[str, str] = {}

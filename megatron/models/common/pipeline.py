@@ -1,4 +1,4 @@
-"""ModelPipe and DecoderPipe: models as lists of layers for tds."""
+"""ModelPipe and DecoderPipe: models as lists of layers for the pipeline engine of ``tds``."""
 
 from __future__ import annotations
 
@@ -33,49 +33,53 @@ from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from tds.schedule import LOOP
 from tds.user_functions import BatchFn
 
-# Recompute on one stage of a pipeline.
+# Activation recomputation on a pipeline stage.
 
 
 def recompute_of_stage(module: PipelineModule, sizes: ModelArgs, place: ParallelContext) -> Recompute:
-    """Return the ``activation_checkpoint_func`` of ``module``, which may still be without its layers."""
+    """Return the ``activation_checkpoint_func`` of ``module``; the layers of ``module`` may not have been built yet."""
     return Recompute(sizes, place, partial(_slots, module, sizes))
 
 
 def _slots(module: PipelineModule, sizes: ModelArgs) -> tuple[int, int]:
-    """Return how many inputs wait on this stage at most, by the chunk with the most runs; a seam of T5 counts once."""
+    """Return (maximum number of saved inputs, maximum number of forwards in flight) of this stage.
+
+    Each forward in flight saves one input per checkpointed group of layers; the chunk with the most groups counts. A
+    group that spans the boundary between T5's encoder and decoder has one input.
+    """
     chunks = [list(run.is_checkpointable_results) for run in module._runs or [module]]
     if module.stage_id == 0:
-        chunks[0][0] = False  # it begins with the embedding and keeps tokens, which wait as they are
+        chunks[0][0] = False  # starts with the embedding, whose input tokens are not stored in a slot
     runs = max(map(sum, chunks))
     forwards = sizes.forwards_in_flight[min(module.stage_id, len(sizes.forwards_in_flight) - 1)]
     return runs * forwards, forwards
 
 
-# Our grid in the form that DeepSpeed's PipelineModule takes.
+# Conversion of the rank grid.
 
 
 def pipe_topology(topology: Topology) -> PipeModelDataParallelTopology:
-    """Return DeepSpeed's topology with the same order of ranks as ours, data and context being one axis to it."""
+    """Return DeepSpeed's topology with the same order of ranks; its data axis is our data and context axes."""
     return PipeModelDataParallelTopology(num_pp=topology.pipe, num_mp=topology.tensor, num_dp=topology.data_context)
 
 
-# What the models over a pipeline's stages share, whatever their layers are and whatever crosses between them.
+# The base class of pipelined models.
 
 
 class ModelPipe(PipelineModule):
-    """A model over the pipeline stages of ``topology``.
+    """A model split over the pipeline stages of ``topology``.
 
-    A family gives ``specs``, ``random_batch``, ``_loss``, and what crosses into each stage.
+    A family implements ``specs``, ``random_batch``, ``_loss`` and ``_declare_boundaries``.
 
     Args:
-        partition: bounds of the pieces in layers as ``specs`` has them, or the name of a partition method; "profile"
-            times the layers on ``probe``.
-        chunks: pieces on each stage, which ``placement`` says.
-        has_segments: segments (ids of documents, or what is padding) travel too.
-        probe: (micro-batch size, sequence length, one for each side).
+        partition: bounds of the chunks, as indices into ``specs()``, or the name of a partition method; "profile" times
+            the layers on a batch of shape ``probe``.
+        chunks: chunks per stage; ``placement`` determines which ones.
+        has_segments: segment ids (documents or padding) are sent between stages as well.
+        probe: (micro-batch size, sequence lengths), with one length per side of the model.
 
     Attributes:
-        layer_classes: of transformer layers, which are what is recomputed.
+        layer_classes: classes of transformer layers; groups of layers that contain one of them are recomputed.
     """
 
     loss_weighting = "tokens"  # the loss function returns (sum, count)
@@ -120,10 +124,10 @@ class ModelPipe(PipelineModule):
         partition: str | list[int],
         batch_fn: BatchFn | None,
     ) -> ModelPipe:
-        """Return this rank's stage of the model that the run of ``config`` trains.
+        """Return this rank's stage of the model for the run of ``config``.
 
         Args:
-            partition: as of the class.
+            partition: as in the constructor.
             batch_fn: converts a micro-batch to the inputs of the first stage and the arguments of the loss.
         """
         parallel, batch = config.parallel, config.batch
@@ -143,11 +147,11 @@ class ModelPipe(PipelineModule):
 
     @classmethod
     def beside(cls, config: Config) -> dict[str, bool]:
-        """Return which tensors are sent along with the hidden states in a run of ``config``: arguments of the class."""
+        """Return constructor arguments that select the tensors sent with the hidden states in a run of ``config``."""
         return {"has_segments": config.data.keeps_documents_apart}
 
     def specs(self) -> list[LayerSpec]:
-        """Return the layers."""
+        """Return the layer specifications."""
         raise NotImplementedError
 
     def random_batch(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
@@ -155,35 +159,35 @@ class ModelPipe(PipelineModule):
         raise NotImplementedError
 
     def _declare_boundaries(self) -> None:
-        """Tell the engine which tensors cross into each stage; the layers are there."""
+        """Declare to the engine the tensors that cross into each stage. Called after the layers have been built."""
         raise NotImplementedError
 
     def _loss(self, logits: Any, labels: Any) -> Any:
         raise NotImplementedError
 
     def _is_checkpointable(self, funcs: Sequence[Any]) -> bool:
-        """Recompute each run of layers that holds a transformer layer; DeepSpeed's rule goes by other class names."""
+        """Return True if ``funcs`` contain a layer of ``layer_classes``. Replaces DeepSpeed's check by class name."""
         return any(isinstance(func, self.layer_classes) for func in funcs)
 
 
 # A decoder as a list of layers for the pipeline engine.
 #
-# Between stages travel the hidden states [s, b, h]; with documents kept apart segment ids [b, s], with rotary positions
-# that begin anew in each document these [b, s], too; never a mask, nor an angle.
+# Stages send the hidden states [s, b, h], segment ids [b, s] if documents are separated, and rotary positions [b, s] if
+# these restart in each document. Masks and rotary angles are never sent.
 
-Stream = torch.Tensor | tuple[torch.Tensor, ...]  # hidden states, or these with what travels beside them
+Stream = torch.Tensor | tuple[torch.Tensor, ...]  # hidden states, optionally with segment ids and positions
 
 
 @cache
 def embedding_pipe(embedding: type[nn.Module], num_inputs: int) -> type[nn.Module]:
-    """Return ``embedding`` as a layer: of ``num_inputs`` tensors; what travels beside them is handed on."""
+    """Return ``embedding`` as a pipeline layer with ``num_inputs`` inputs; further tensors are passed through."""
 
     class EmbeddingPipe(embedding):  # type: ignore[valid-type, misc]
         def forward(self, inputs: Stream) -> Stream:
-            taken = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-            x: torch.Tensor = super().forward(*taken[:num_inputs])
-            beside = taken[num_inputs:]
-            return (x, *beside) if beside else x
+            tensors = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+            x: torch.Tensor = super().forward(*tensors[:num_inputs])
+            passed_through = tensors[num_inputs:]
+            return (x, *passed_through) if passed_through else x
 
     EmbeddingPipe.__name__ = f"{embedding.__name__}Pipe"
     return EmbeddingPipe
@@ -191,7 +195,7 @@ def embedding_pipe(embedding: type[nn.Module], num_inputs: int) -> type[nn.Modul
 
 @cache
 def layer_pipe(layer: type[nn.Module]) -> type[nn.Module]:
-    """Return ``layer`` as one that hands segment ids on, with the mask that all layers of its stage share."""
+    """Return ``layer`` as a pipeline layer that passes segment ids through and uses the stage's shared mask."""
 
     class LayerPipe(layer):  # type: ignore[valid-type, misc]
         def __init__(self, sizes: ModelArgs, place: ParallelContext, number: int, mask: SharedMask) -> None:
@@ -199,16 +203,16 @@ def layer_pipe(layer: type[nn.Module]) -> type[nn.Module]:
             self.mask = mask
 
         def forward(self, inputs: Stream) -> Stream:
-            x, *beside = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-            x = super().forward(x, self.mask.of(beside[0], x) if beside else None)
-            return (x, *beside) if beside else x
+            x, *passed_through = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+            x = super().forward(x, self.mask.of(passed_through[0], x) if passed_through else None)
+            return (x, *passed_through) if passed_through else x
 
     LayerPipe.__name__ = f"{layer.__name__}Pipe"
     return LayerPipe
 
 
 class TiedTable(nn.Module):
-    """The word table as the last stage holds it, for the head; positions stay on the first stage."""
+    """The tied word embedding on the last stage, used by the head. Positions are embedded only on the first stage."""
 
     def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
         super().__init__()
@@ -219,7 +223,7 @@ class TiedTable(nn.Module):
 
 @cache
 def norm_pipe(norm: type[nn.Module]) -> type[nn.Module]:
-    """Return ``norm`` as the layer ahead of the head; what travels beside the hidden states ends here."""
+    """Return ``norm`` as the pipeline layer before the head; it drops the tensors sent with the hidden states."""
 
     class FinalNormPipe(norm):  # type: ignore[valid-type, misc]
         def __init__(self, place: ParallelContext, *sizes: Any, **how: Any) -> None:
@@ -236,7 +240,7 @@ def norm_pipe(norm: type[nn.Module]) -> type[nn.Module]:
 def decoder_specs(
     embedding: type[nn.Module], layers: Iterable[LayerSpec], norm: LayerSpec, sizes: ModelArgs, place: ParallelContext
 ) -> list[LayerSpec]:
-    """Return ``embedding`` of (sizes, place), ``layers``, ``norm`` and head, whose table is the embedding's if tied."""
+    """Return the specs of ``embedding`` (built from sizes and place), ``layers``, ``norm`` and the (tied) head."""
     if sizes.untie_embeddings:
         return [LayerSpec(embedding, sizes, place), *layers, norm, LayerSpec(Head, sizes, place)]
     first = TiedLayerSpec("embedding", embedding, sizes, place, tied_weight_attr="word.weight")
@@ -253,24 +257,25 @@ def random_batch(vocab_size: int, shape: tuple[int, ...], entering: Sequence[str
     """Return (inputs, labels) of a micro-batch of random tokens, the same on every rank.
 
     Shapes:
-        each tensor [b, s], by ``shape``
+        all tensors [b, s], with (b, s) given by ``shape``
 
     Args:
-        entering: what the first stage takes behind the tokens, of "position_ids" and "segment_ids".
+        entering: further inputs of the first stage after the tokens: "position_ids", "segment_ids".
     """
     tokens = torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    known = {
+    by_name = {
         "position_ids": torch.arange(shape[1]).expand(shape).contiguous(),
         "segment_ids": torch.zeros(shape, dtype=torch.int32),
     }
-    return (tokens, *[known[name] for name in entering]), (tokens.roll(-1, dims=1), torch.ones(shape))
+    return (tokens, *[by_name[name] for name in entering]), (tokens.roll(-1, dims=1), torch.ones(shape))
 
 
 class TransformerLayerPipe(TransformerLayer):
-    """A layer that hands on what travels beside the hidden states, with the masks that all layers of its stage share.
+    """Transformer layer that passes segment ids and positions through and uses the masks shared by its stage.
 
     Args:
-        has_positions: positions travel, the last of it; segment ids are the first.
+        has_positions: the last of the passed tensors is the rotary positions. If there are segment ids, they are the
+            first.
     """
 
     def __init__(
@@ -280,37 +285,37 @@ class TransformerLayerPipe(TransformerLayer):
         self.masks, self.has_positions = masks, has_positions
 
     def forward(self, inputs: Stream) -> Stream:  # type: ignore[override]
-        x, *beside = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-        positions = beside[-1] if self.has_positions else None
-        segment_ids = beside[0] if len(beside) > self.has_positions else None
+        x, *passed_through = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+        positions = passed_through[-1] if self.has_positions else None
+        segment_ids = passed_through[0] if len(passed_through) > self.has_positions else None
         mask = None
         if segment_ids is not None or self.masks.are_needed:
             mask = self.masks.of(x, segment_ids, self.has_window)
         x = super().forward(x, mask, None, positions, mask)
-        return (x, *beside) if beside else x
+        return (x, *passed_through) if passed_through else x
 
 
 def layer_specs(sizes: ModelArgs, place: ParallelContext, has_positions: bool = False) -> list[LayerSpec]:
-    """Return embedding, ``num_layers`` transformer layers, final norm and head."""
+    """Return the specs of embedding, ``num_layers`` transformer layers, final norm and head."""
     masks = Masks(sizes, place)
     layers = [LayerSpec(TransformerLayerPipe, sizes, place, i, masks, has_positions) for i in range(sizes.num_layers)]
-    kind: Any = norm_class(sizes)
-    norm = LayerSpec(norm_pipe(kind), place, sizes.hidden_size, **norm_settings(sizes))
+    norm_type: Any = norm_class(sizes)
+    norm = LayerSpec(norm_pipe(norm_type), place, sizes.hidden_size, **norm_settings(sizes))
     return decoder_specs(embedding_pipe(Embedding, 1 + sizes.has_learned_positions), layers, norm, sizes, place)
 
 
 def weighted(losses: dict[str, Pair]) -> dict[str, Weighted]:
-    """Return losses by name in the form that tds takes."""
+    """Convert (sum, count) pairs by name to the ``Weighted`` losses of the pipeline engine."""
     return {name: Weighted(*pair) for name, pair in losses.items()}
 
 
 class DecoderPipe(ModelPipe):
-    """A decoder over the pipeline stages of ``topology``: embedding, transformer layers, norm and head.
-
-    The other ``Args`` as of ``ModelPipe``.
+    """Decoder split over the pipeline stages of ``topology``: embedding, transformer layers, norm and head.
 
     Args:
-        has_positions: rotary positions travel with the hidden states; else each stage counts them.
+        has_positions: stages send rotary positions along with the hidden states; otherwise positions are
+            0 ... s-1 on every stage.
+        how: further arguments of ``ModelPipe``.
     """
 
     layer_classes = (TransformerLayerPipe,)
@@ -323,16 +328,16 @@ class DecoderPipe(ModelPipe):
 
     @classmethod
     def beside(cls, config: Config) -> dict[str, bool]:
-        travel = config.data.reset_position_ids and config.model.position_embedding_type == ROPE
-        return {**super().beside(config), "has_positions": travel}
+        has_positions = config.data.reset_position_ids and config.model.position_embedding_type == ROPE
+        return {**super().beside(config), "has_positions": has_positions}
 
     def specs(self) -> list[LayerSpec]:
         return layer_specs(self.sizes, self.place, self.has_positions)
 
     def _declare_boundaries(self) -> None:
-        beside = self.has_segments + self.has_positions
-        self._input_grad = [True, *[False] * beside]
-        self._input_type = ["float", *["int"] * beside]
+        num_further = self.has_segments + self.has_positions
+        self._input_grad = [True, *[False] * num_further]
+        self._input_type = ["float", *["int"] * num_further]
         self._input_pipe_partitioned = [False] * len(self._input_grad)
 
     def random_batch(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
@@ -340,26 +345,29 @@ class DecoderPipe(ModelPipe):
 
     @property
     def entering(self) -> list[str]:
-        """What the first stage takes behind the tokens."""
-        has = {"segment_ids": self.has_segments, "position_ids": self.sizes.has_learned_positions or self.has_positions}
-        return [name for name in self.sizes.entering if has[name]]
+        """Names of the first stage's inputs after the tokens."""
+        is_input = {
+            "segment_ids": self.has_segments,
+            "position_ids": self.sizes.has_learned_positions or self.has_positions,
+        }
+        return [name for name in self.sizes.entering if is_input[name]]
 
     def _loss(self, logits: Logits, labels: tuple[torch.Tensor, torch.Tensor]) -> Any:
         loss = model_loss(logits, labels[0], labels[1], self.sizes, self.place)
         return weighted(loss) if isinstance(loss, dict) else Weighted(*loss)
 
     def made_output(self, output: Logits) -> torch.Tensor:
-        """Return the logits to who asks an evaluation for outputs."""
+        """Return the logits as a tensor, for evaluations that return outputs."""
         return materialize_logits(output)
 
     def logical_name(self, local_name: str) -> str:
-        """Return the name that this parameter has in the single-stage model."""
+        """Return the name of this parameter in the single-stage model."""
         head, _, rest = local_name.partition(".")
         if head == "tied_modules":
             return rest  # "embedding.word.weight"
-        index = int(head)
-        if index == 0:
+        layer_idx = int(head)
+        if layer_idx == 0:
             return f"embedding.{rest}"
-        if index <= self.sizes.num_layers:
-            return f"layers.{index - 1}.{rest}"
-        return f"{'final_norm' if index == self.sizes.num_layers + 1 else 'head'}.{rest}"
+        if layer_idx <= self.sizes.num_layers:
+            return f"layers.{layer_idx - 1}.{rest}"
+        return f"{'final_norm' if layer_idx == self.sizes.num_layers + 1 else 'head'}.{rest}"

@@ -1,4 +1,4 @@
-"""Router: which experts a token goes through, with which weights; the losses and the bias that balance them."""
+"""Router: chooses the experts of each token, and balances them with auxiliary losses and a bias."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from megatron.ops.grouped import count
 from tds.backward_state import is_running
 from tds.linear_function import linear
 
-# What a router computes, in fp32 (fp64 in fp64), of the logits z of E experts:
+# Scores, weights and probabilities computed from the logits z of E experts, in fp32 (fp64 for fp64 inputs):
 #
 # | | softmax | softmax, --moe-router-pre-softmax | sigmoid |
 # |---|---|---|---|
 # | score of an expert | z | z | sigmoid(z), plus its bias |
-# | weight of the k of highest score | softmax among the k | softmax among all | sigmoid(z) over its sum over the k |
-# | probability p in the losses | softmax among all | the same | sigmoid(z) over its sum over all |
+# | weights of the top k | softmax over the k | softmax over all | sigmoid(z) divided by its sum over the k |
+# | probability p in the losses | softmax over all | softmax over all | sigmoid(z) divided by its sum over all |
 #
-# Weights are multiplied by --moe-router-topk-scaling-factor. Of equal scores the lower expert number goes first.
+# Weights are multiplied by --moe-router-topk-scaling-factor. In a tie, the lower expert index wins.
 #
-# The losses are sums over the tokens of a global batch, so that no micro-batch, replica, stage or cut of the sequence
-# changes them, divided as the cross entropy is by the tokens W that count there:
+# The auxiliary losses are sums over the tokens of a global batch, so that they do not depend on micro-batches,
+# replicas, stages or sequence shards. Like the cross entropy, they are divided by the number W of unmasked tokens:
 #
-# | loss | is |
+# | loss | value |
 # |---|---|
 # | load balancing | coefficient x E / W x sum over tokens and experts of f p |
 # | z | coefficient / W x sum over tokens of logsumexp(z)^2 |
 #
-# f is the share of an expert in all choices of the global batch *before*: that of the one at work is not known when a
-# pipeline's first backward runs. In the first step it is 1 / E. All tokens count here, padding and those that the loss
-# mask leaves out too; Megatron's --calculate-per-token-loss divides in the same way. With --loss-average micro-batch W
-# is the number of all tokens of the step, and a loss the mean over them. The choices are those of the
-# router, ahead of what a capacity drops. Evaluation and recompute count nothing.
+# f is an expert's share of the choices in the *previous* global batch: the share in the current batch is not known when
+# the first backward of a pipeline runs. In the first step f is 1 / E. The sums include all tokens, also padding and
+# masked tokens; Megatron's --calculate-per-token-loss divides in the same way. With --loss-average micro-batch, W is
+# the number of all tokens of the step, and each loss is the mean over them. Choices are counted before the capacity
+# drops any. Nothing is counted during evaluation and recomputation.
 #
 # Source: Shazeer et al. 2017 (top-k); Fedus et al. 2021, "Switch transformers", section 2.2 (load balancing); Zoph et
 # al. 2022, "ST-MoE", section 3 (z-loss); DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2 (sigmoid, bias, groups); Qiu et
@@ -55,18 +55,19 @@ from tds.linear_function import linear
 
 
 class Router(nn.Module):
-    """Chooses k of E experts for each token.
+    """Top-k router: chooses k of E experts for each token.
 
     Shapes:
-        input   [s, b, h], or this rank's part of it, by ``place``
-        outputs 2 x [s, b, k]: weights, in fp32 at least, and expert numbers
+        input   [s, b, h], or this rank's shard of the sequence, depending on ``place``
+        outputs 2 x [s, b, k]: weights (at least fp32) and expert indices
 
     Attributes:
-        gradient_scale: what the loss of a token is multiplied by ahead of backward; whoever trains sets it.
-        tokens_per_expert: choices of the global batch before, int64 [E]; zeros: there was none.
-        expert_bias: [E], in fp32, or None; it is no trained weight.
-        counts, dropped, sums: of the micro-batches since ``clear``: choices [E], how many of these a capacity dropped,
-            [1], and the two losses of all tokens, [2].
+        gradient_scale: factor by which a token's loss is multiplied before backward; set by the training loop.
+        tokens_per_expert: choices in the previous global batch, int64 [E]; zeros before the first one.
+        expert_bias: [E] in fp32, or None; not a trained weight.
+        counts: choices of each expert since the last ``clear``, int64 [E].
+        dropped: choices dropped by the expert capacity since the last ``clear``, [1].
+        sums: load balancing loss and z-loss since the last ``clear``, each summed over tokens, fp64 [2].
     """
 
     tokens_per_expert: torch.Tensor
@@ -77,22 +78,22 @@ class Router(nn.Module):
     def __init__(self, sizes: ModelArgs, place: ParallelContext) -> None:
         super().__init__()
         self.sizes, self.place = sizes, place
-        number = sizes.num_experts
-        self.weight = empty_weight((number, sizes.hidden_size), Shard((number, sizes.hidden_size)))
+        num_experts = sizes.num_experts
+        self.weight = empty_weight((num_experts, sizes.hidden_size), Shard((num_experts, sizes.hidden_size)))
         set_matrices(self.weight)
         self.expert_bias: nn.Parameter | None = None
         if sizes.moe_router_enable_expert_bias:
-            self.expert_bias = nn.Parameter(torch.zeros(number, dtype=torch.float32), requires_grad=False)
-        self.register_buffer("tokens_per_expert", torch.zeros(number, dtype=torch.int64))
-        self.register_buffer("counts", torch.zeros(number, dtype=torch.int64), persistent=False)
+            self.expert_bias = nn.Parameter(torch.zeros(num_experts, dtype=torch.float32), requires_grad=False)
+        self.register_buffer("tokens_per_expert", torch.zeros(num_experts, dtype=torch.int64))
+        self.register_buffer("counts", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("dropped", torch.zeros(1, dtype=torch.int64), persistent=False)
-        self.sums = torch.zeros(2, dtype=torch.float64)  # no buffer, which a model in 16 bits would round
+        self.sums = torch.zeros(2, dtype=torch.float64)  # not a buffer: a 16-bit model would round it
         self.gradient_scale = 1.0
         place.on_part(self)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        logits = linear(x.to(wide), self.weight.to(wide), fuse=False)  # [s, b, E]
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        logits = linear(x.to(dtype), self.weight.to(dtype), fuse=False)  # [s, b, E]
         is_sigmoid = self.sizes.moe_router_score_function == SIGMOID
         scores = logits.sigmoid() if is_sigmoid else logits
         with torch.no_grad():
@@ -113,15 +114,15 @@ class Router(nn.Module):
         if groups:
             grouped = scores.unflatten(-1, (groups, -1))  # [s, b, groups, E/groups]
             best = grouped.sort(dim=-1, descending=True).values[..., : k // self.sizes.moe_router_group_topk].sum(-1)
-            kept = first_of(best, self.sizes.moe_router_group_topk)
-            is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, kept, True)
+            kept_groups = first_of(best, self.sizes.moe_router_group_topk)
+            is_kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, kept_groups, True)
             scores = grouped.masked_fill(~is_kept.unsqueeze(-1), float("-inf")).flatten(-2)
         return first_of(scores, k)
 
     def _balanced(
         self, weights: torch.Tensor, logits: torch.Tensor, scores: torch.Tensor | None, experts: torch.Tensor
     ) -> torch.Tensor:
-        """Return ``weights``, through which backward adds the gradients of the losses; count while training."""
+        """Attach the gradients of the auxiliary losses to ``weights`` and count the choices; only in training mode."""
         sizes = self.sizes
         if not self.training:
             return weights
@@ -132,38 +133,39 @@ class Router(nn.Module):
             losses.append(sizes.moe_aux_loss_coeff * sizes.num_experts * (by_expert * self._fractions(logits)).sum())
         if sizes.moe_z_loss_coeff:
             losses.append(sizes.moe_z_loss_coeff * logits.logsumexp(-1).square().sum())
-        if not is_running():  # a recompute sees the same tokens again
+        if not is_running():  # recomputation processes the same tokens again
             self.counts += count(experts, sizes.num_experts)
             if losses:
-                given = [loss.detach().double() for loss in losses]
-                found = torch.stack(given if len(given) == 2 else self._placed(given[0]))
-                self.sums = self.sums.to(found.device) + found
+                loss_values = [loss.detach().double() for loss in losses]
+                loss_sums = torch.stack(loss_values if len(loss_values) == 2 else self._placed(loss_values[0]))
+                self.sums = self.sums.to(loss_sums.device) + loss_sums
         return _WithLoss.apply(weights, sum(losses), self) if losses and torch.is_grad_enabled() else weights
 
     def _placed(self, loss: torch.Tensor) -> list[torch.Tensor]:
+        """Return [load balancing loss, z-loss] for a model with only one of the two losses; the other one is 0."""
         zero = torch.zeros_like(loss)
         return [loss, zero] if self.sizes.has_aux_loss else [zero, loss]
 
     def _fractions(self, like: torch.Tensor) -> torch.Tensor:
-        """Return f: the share of each expert in the choices of the global batch before."""
+        """Return f, the share of each expert in the choices of the previous global batch."""
         before = self.tokens_per_expert.to(like.dtype)
         return torch.where(before.sum() > 0, before / before.sum().clamp(min=1), 1.0 / len(before))
 
     @torch.no_grad()
     def count_dropped(self, kept: torch.Tensor) -> None:
-        """Count the choices that are not ``kept``, where those of ``forward`` are counted."""
+        """Count the choices that are False in ``kept`` [s, b, k], except during evaluation and recomputation."""
         if self.training and not is_running():
             self.dropped += kept.logical_not().sum()
 
     def clear(self) -> None:
-        """Forget what micro-batches counted."""
+        """Reset the counters of the micro-batches."""
         self.counts.zero_()
         self.dropped.zero_()
         self.sums.zero_()
 
     @torch.no_grad()
     def take(self, counts: torch.Tensor) -> None:
-        """Let ``counts`` [E] be the choices of the global batch that has been trained on, and move the bias by them."""
+        """Store ``counts`` [E], the choices of the global batch of this step, and update the expert bias."""
         self.tokens_per_expert.copy_(counts)
         if self.expert_bias is not None:
             below = torch.sign(counts.sum() / len(counts) - counts)
@@ -171,7 +173,7 @@ class Router(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """``weights`` as they are; in backward ``loss`` has the gradient that the loss of a token has."""
+    """Identity function of ``weights`` whose backward also backpropagates ``loss``, scaled by ``gradient_scale``."""
 
     @staticmethod
     def forward(ctx: Any, weights: torch.Tensor, loss: torch.Tensor, router: Router) -> torch.Tensor:
@@ -184,58 +186,67 @@ class _WithLoss(torch.autograd.Function):
 
 
 def first_of(scores: torch.Tensor, number: int) -> torch.Tensor:
-    """Return where the highest ``number`` of the last dimension are, of equal ones the first; topk leaves that open."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :number].contiguous()  # not a view of all
+    """Return the indices of the ``number`` highest scores in the last dimension; ties go to the lower index.
+
+    ``torch.topk`` does not define the order of ties.
+    """
+    # contiguous: a view would keep all indices in memory
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :number].contiguous()
 
 
-# Which choices an expert of limited capacity drops: by the whole sample, so that no layout changes it.
+# Expert capacity, applied to full samples so that dropped choices do not depend on the layout.
 
 
 @torch.no_grad()
 def within_capacity(
     experts: torch.Tensor, weights: torch.Tensor, sizes: ModelArgs, place: ParallelContext
 ) -> torch.Tensor:
-    """Return which choices are kept, [s, b, k]: of each sample and expert the first ``ceil(factor s k / E)``.
+    """Return a mask [s, b, k], True for each choice that is kept.
 
-    The first by weight, of equal ones by position; or by position. Collective where ranks have parts of a sequence.
+    For each sample and expert, the first ``ceil(factor s k / E)`` choices are kept. ``moe_token_drop_policy`` sets the
+    order: by weight (ties by position) or by position. Collective if ranks have shards of a sequence.
 
     Shapes:
-        experts, weights [s, b, k], or this rank's part of them
+        experts, weights [s, b, k], or this rank's shard of them
     """
-    number, own = sizes.num_experts, len(experts)
-    table = torch.full((*experts.shape[:2], number), -1.0, dtype=weights.dtype, device=weights.device)
-    table.scatter_(-1, experts, weights)  # [s, b, E], below 0 where it was not chosen
-    whole = gather_from_sequence_region(table, place.group) if place.sequence_parallel else table
-    rows = len(whole)
-    whole = gather_rows(whole, place.context)
-    places = -(-sizes.moe_expert_capacity_factor * len(whole) * sizes.moe_router_topk // number)
-    chosen = whole >= 0
+    num_experts, local_length = sizes.num_experts, len(experts)
+    scores = torch.full((*experts.shape[:2], num_experts), -1.0, dtype=weights.dtype, device=weights.device)
+    scores.scatter_(-1, experts, weights)  # [s, b, E], negative where not chosen
+    all_scores = gather_from_sequence_region(scores, place.group) if place.sequence_parallel else scores
+    rows = len(all_scores)
+    all_scores = gather_rows(all_scores, place.context)
+    capacity = -(-sizes.moe_expert_capacity_factor * len(all_scores) * sizes.moe_router_topk // num_experts)
+    is_chosen = all_scores >= 0
     if sizes.moe_token_drop_policy == "position":
-        rank = chosen.long().cumsum(0) - 1
+        rank = is_chosen.long().cumsum(0) - 1
     else:
-        order = whole.sort(dim=0, descending=True, stable=True).indices
+        order = all_scores.sort(dim=0, descending=True, stable=True).indices
         rank = torch.empty_like(order).scatter_(0, order, _numbers(order))
-    kept = chosen & (rank < places)
-    kept = kept[place.positions(rows, kept.device)] if place.context.size > 1 else kept
-    kept = kept[place.group.rank * own : (place.group.rank + 1) * own] if place.sequence_parallel else kept
-    return kept.gather(-1, experts)
+    is_kept = is_chosen & (rank < capacity)
+    is_kept = is_kept[place.positions(rows, is_kept.device)] if place.context.size > 1 else is_kept
+    is_kept = (
+        is_kept[place.group.rank * local_length : (place.group.rank + 1) * local_length]
+        if place.sequence_parallel
+        else is_kept
+    )
+    return is_kept.gather(-1, experts)
 
 
 def _numbers(like: torch.Tensor) -> torch.Tensor:
     return torch.arange(len(like), device=like.device).view(-1, 1, 1).expand_as(like)
 
 
-# The routers of a rank between steps.
+# The routers of a rank, reduced over ranks after each step.
 
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """What the routers of all layers have chosen in a global batch: the same numbers on every rank, in every layout.
+    """Expert choices of all routers in a global batch; the same on every rank and in every layout.
 
     Attributes:
-        layers: names of the layers with experts, such as "layers.2", in their order.
-        tokens: int64 [layers, E]: choices of each expert, those that a capacity drops among them.
-        dropped: int64 [layers]: choices that a capacity has dropped.
+        layers: names of the layers with experts, such as "layers.2", in order.
+        tokens: int64 [layers, E]: choices per expert, including dropped ones.
+        dropped: int64 [layers]: choices dropped by the expert capacity.
     """
 
     layers: tuple[str, ...]
@@ -243,34 +254,34 @@ class ExpertLoad:
     dropped: torch.Tensor
 
     def imbalance(self) -> list[float]:
-        """Return by layer the most choices that an expert has over their mean: 1 is even, E / k as uneven as can be."""
+        """Return, per layer, the choices of the busiest expert divided by the mean: 1 is even, E / k is the maximum."""
         tokens = self.tokens.double()
-        found: list[float] = (tokens.amax(1) / tokens.mean(1)).tolist()
-        return found
+        ratios: list[float] = (tokens.amax(1) / tokens.mean(1)).tolist()
+        return ratios
 
     def entropy(self) -> list[float]:
-        """Return by layer the entropy of the experts' shares over ln E: 1 is even, ln k / ln E as uneven as can be."""
+        """Return, per layer, the entropy of the experts' shares over ln E: 1 is even, ln k / ln E is the minimum."""
         tokens = self.tokens.double()
         entropy = torch.special.entr(tokens / tokens.sum(1, keepdim=True)).sum(1) / math.log(tokens.shape[1])
-        found: list[float] = entropy.tolist()
-        return found
+        ratios: list[float] = entropy.tolist()
+        return ratios
 
     def dropped_share(self) -> list[float]:
-        """Return by layer the share of choices that a capacity has dropped."""
-        found: list[float] = (self.dropped.double() / self.tokens.sum(1)).tolist()
-        return found
+        """Return, per layer, the share of choices dropped by the expert capacity."""
+        shares: list[float] = (self.dropped.double() / self.tokens.sum(1)).tolist()
+        return shares
 
 
 class Routers:
-    """The routers of this rank's part of a model: what they count in a step becomes that of the global batch.
+    """The routers of this rank's modules. Reduces their counts over all ranks that process a global batch.
 
-    Made on every rank together: each learns which layers of the others have experts. Collective.
+    Construction is collective: ranks exchange the names of their layers with experts.
 
     Args:
-        sequence_parallel: tensor ranks see different tokens.
+        sequence_parallel: tensor ranks process different tokens.
 
     Attributes:
-        layers: as those of ``ExpertLoad``.
+        layers: as in ``ExpertLoad``.
     """
 
     def __init__(self, module: nn.Module, grid: Grid, *, sequence_parallel: bool = False) -> None:
@@ -279,62 +290,64 @@ class Routers:
         self._grid = grid
         self._groups = [grid.data_context, *([grid.tensor] if sequence_parallel else [])]
         self._scale = 1.0
-        every = grid.host.gather_objects({name: each.sizes.num_experts for name, each in named.items()})
-        experts = {name: number for found in every for name, number in found.items()}
+        by_rank = grid.host.gather_objects({name: router.sizes.num_experts for name, router in named.items()})
+        experts = {name: num_experts for names_of_rank in by_rank for name, num_experts in names_of_rank.items()}
         names = sorted(experts, key=_by_number)
         self.layers = _layers_of(names)
         self._rows = [names.index(name) for name in named]
         self._num_experts = max(experts.values(), default=0)
 
     def set_scale(self, scale: float) -> None:
-        """Let backward multiply the losses of tokens by ``scale``, as the loss of a token is, from now on."""
+        """Set the factor by which the auxiliary losses, like the loss of each token, are multiplied before backward."""
         self._scale = scale
         for router in self._routers:
             router.gradient_scale = scale
 
     @torch.no_grad()
     def end_step(self, factor: float, device: torch.device, *, is_taken: bool) -> tuple[dict[str, float], ExpertLoad]:
-        """Return the losses of the global batch by name, each the sum over layers, and what was chosen. Collective.
+        """Return the auxiliary losses of the global batch by name, summed over layers, and the expert load. Collective.
 
         Args:
-            factor: what the step has multiplied gradients by, so that those of the loss are those of its mean.
-            is_taken: weights have moved; else the batch counts for nothing.
+            factor: factor by which the optimizer step multiplied the accumulated gradients to average them over the
+                global batch; applied to the losses in the same way.
+            is_taken: the optimizer has updated the weights. If it skipped the step, the routers are not updated either.
         """
-        experts = self._num_experts
-        table = torch.zeros(len(self.layers), experts + 3, dtype=torch.float64, device=device)  # counts are exact
-        own = [torch.cat([each.counts, each.dropped, each.sums.to(device)]) for each in self._routers]  # in fp64
-        for row, router, counted in zip(self._rows, self._routers, self._summed(own), strict=True):
+        num_experts = self._num_experts
+        # in fp64, so that counts stay exact
+        table = torch.zeros(len(self.layers), num_experts + 3, dtype=torch.float64, device=device)
+        counters = [torch.cat([module.counts, module.dropped, module.sums.to(device)]) for module in self._routers]
+        for row, router, counted in zip(self._rows, self._routers, self._summed(counters), strict=True):
             table[row] = counted
             if is_taken:
-                router.take(counted[:experts].long())
+                router.take(counted[:num_experts].long())
             router.clear()
-        if self._grid.pipe.size > 1:  # a row is that of one stage, and zeros on the others
+        if self._grid.pipe.size > 1:  # each row is zero on all stages but one
             dist.all_reduce(table, group=self._grid.pipe.handle)
         table = table.cpu()
         aux, z = (table[:, -2:].sum(0) * (self._scale * factor)).tolist()
         counts = table[:, :-2].long()
-        load = ExpertLoad(self.layers, counts[:, :experts], counts[:, experts])
+        load = ExpertLoad(self.layers, counts[:, :num_experts], counts[:, num_experts])
         return {"moe_aux_loss": aux, "moe_z_loss": z}, load
 
     def _summed(self, found: list[torch.Tensor]) -> list[torch.Tensor]:
         if not found:
             return []
-        together = torch.stack(found)
+        stacked = torch.stack(found)
         for group in self._groups:
             if group.size > 1:
-                dist.all_reduce(together, group=group.handle)
-        return list(together)
+                dist.all_reduce(stacked, group=group.handle)
+        return list(stacked)
 
 
 def named_routers(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, Router]:
-    """Return the routers of ``modules``, by the names that they have there."""
+    """Return the routers among ``modules``, by name."""
     return {name: module for name, module in modules if isinstance(module, Router)}
 
 
 def _layers_of(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of routers up to the numbers of their layers; whole where these are not of one router each."""
-    found = [layer.group() if (layer := re.match(r"(?:.*?\.)??\d+(?=\.)", name)) else name for name in names]
-    return tuple(found if len(set(found)) == len(found) else names)
+    """Return router names shortened to the name of their layer; unchanged if a layer has several routers."""
+    layers = [layer.group() if (layer := re.match(r"(?:.*?\.)??\d+(?=\.)", name)) else name for name in names]
+    return tuple(layers if len(set(layers)) == len(layers) else names)
 
 
 def _by_number(name: str) -> list[str]:

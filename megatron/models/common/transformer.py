@@ -1,4 +1,4 @@
-"""TransformerLayer, MLP, a run of layers with recompute."""
+"""TransformerLayer, its feed-forward half and activation recomputation."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ from megatron.ops.activations import activation, is_gated
 from tds.linear_function import accumulates_in_place
 from tds.schedule.simulate import in_flight
 
-# What a model recomputes in backward, and how it keeps what it recomputes from.
+# Activation recomputation.
 #
-# | ``ModelArgs`` | flag | what is run again |
+# | ``ModelArgs`` | flag | recomputed in backward |
 # |---|---|---|
-# | ``checkpoint_activations`` | --checkpoint-activations | every ``checkpoint_num_layers`` layers, from their input |
-# | ``recompute_attention`` | --recompute-granularity selective | the core of each attention, from query, key and value |  # noqa: E501
+# | ``checkpoint_activations`` | --checkpoint-activations | each ``checkpoint_num_layers`` layers, from their input |
+# | ``recompute_attention`` | --recompute-granularity selective | the attention core of each layer, from query, key and value |  # noqa: E501
 #
 # Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 5.
 
 
 class Recompute:
-    """Runs layers so that backward runs them again; of one stage of a pipeline, or of one side of a model.
+    """Activation checkpointing for the layers of one pipeline stage, or of one side of an encoder-decoder model.
 
     Args:
-        slots: as of ``ActivationStorage``; None: those of ``num_layers`` layers and one forward at a time.
-        num_layers: None: those of ``sizes``.
+        slots: function that returns (maximum number of saved inputs, maximum number of forwards in flight), passed to
+            ``ActivationStorage``. None: values for ``num_layers`` layers and one forward in flight.
+        num_layers: number of layers. None: ``sizes.num_layers``.
 
     Attributes:
-        every: layers between two kept inputs; 0 keeps all activations.
+        every: layers per checkpointed group; 0 keeps all activations.
     """
 
     def __init__(
@@ -55,25 +56,28 @@ class Recompute:
     ) -> None:
         self.every = sizes.checkpoint_num_layers if sizes.checkpoint_activations else 0
         self._streams = place.streams
-        how = ActivationOffload(
+        offload = ActivationOffload(
             is_partitioned=sizes.partition_activations,
             is_on_host=sizes.checkpoint_in_cpu,
             is_contiguous=sizes.contiguous_checkpointing,
             group=place.group,
         )
-        own = -(-(num_layers or sizes.num_layers) // max(self.every, 1))
-        self.keeper = None if how.is_plain else ActivationStorage(how, slots or (lambda: (own, 1)))
+        num_runs = -(-(num_layers or sizes.num_layers) // max(self.every, 1))
+        self.keeper = None if offload.is_plain else ActivationStorage(offload, slots or (lambda: (num_runs, 1)))
 
     def __call__(self, function: Callable[..., Any], *inputs: Any) -> Any:
-        """Return ``function(*inputs)``, which keeps ``inputs`` only."""
+        """Return ``function(*inputs)`` and save only ``inputs`` for backward."""
         return checkpoint(self._streams, function, *inputs, keeper=self.keeper)
 
 
 def recompute_switches(config: Any) -> dict[str, Any]:
-    """Return the fields of ``ModelArgs`` by which a run of ``config``, a ``megatron.config.Config``, recomputes."""
-    parallel, number = config.parallel, config.batch.num_micro_batches
-    stages, lie = parallel.num_stages, (parallel.placement, parallel.group_size)
-    of_stage = [in_flight(stages, number, parallel.schedule, parallel.chunks, stage, *lie) for stage in range(stages)]
+    """Return the recomputation fields of ``ModelArgs`` for a run of ``config``, a ``megatron.config.Config``."""
+    parallel, num_micro_batches = config.parallel, config.batch.num_micro_batches
+    num_stages, layout = parallel.num_stages, (parallel.placement, parallel.group_size)
+    forwards_in_flight = [
+        in_flight(num_stages, num_micro_batches, parallel.schedule, parallel.chunks, stage, *layout)
+        for stage in range(num_stages)
+    ]
     return {
         "checkpoint_activations": parallel.checkpoint_activations,
         "checkpoint_num_layers": parallel.checkpoint_num_layers,
@@ -81,7 +85,7 @@ def recompute_switches(config: Any) -> dict[str, Any]:
         "partition_activations": parallel.partition_activations,
         "checkpoint_in_cpu": parallel.checkpoint_in_cpu,
         "contiguous_checkpointing": parallel.contiguous_checkpointing,
-        "forwards_in_flight": tuple(of_stage) if parallel.has_pipeline else (1,),
+        "forwards_in_flight": tuple(forwards_in_flight) if parallel.has_pipeline else (1,),
     }
 
 
@@ -89,10 +93,10 @@ def recompute_switches(config: Any) -> dict[str, Any]:
 
 
 class GatedLinear(ColumnParallelLinear):
-    """The two products of a gated feed-forward half: its gate and its value.
+    """Gate and value projections of a gated feed-forward layer.
 
-    Their weights are one matrix whose rows take turns (the first of the gate, the first of the value, the second of the
-    gate), so that any contiguous cut into pairs gives each rank as much of both.
+    Both weights are stored in one matrix with interleaved rows (gate row 0, value row 0, gate row 1, ...), so that any
+    contiguous shard of row pairs has equal parts of both.
 
     Shapes:
         input  [s, b, input_size], the same on every rank
@@ -102,13 +106,14 @@ class GatedLinear(ColumnParallelLinear):
     num_outputs = 2
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        """Compute two products with every second row each: one product would leave two strided tensors.
+        """Compute one product with the even rows and one with the odd rows.
 
-        Where the product accumulates the gradient in place it is one with the full weight, and two copies.
+        A single product with the full weight would return gate and value as strided views. If weight gradients are
+        accumulated in place, a single product is used nevertheless, and both views are copied to contiguous tensors.
         """
         if accumulates_in_place(self.weight):
-            (both,) = self.products(x, (self.weight, self.bias))
-            gated, values = both.unflatten(-1, (-1, 2)).unbind(-1)
+            (interleaved,) = self.products(x, (self.weight, self.bias))
+            gated, values = interleaved.unflatten(-1, (-1, 2)).unbind(-1)
             return gated.contiguous(), values.contiguous()
         gate, value = self.weight.unflatten(0, (-1, 2)).unbind(1)  # 2 x [output_size/2t, input_size]
         gate_bias, value_bias = (None, None) if self.bias is None else self.bias.unflatten(0, (-1, 2)).unbind(1)
@@ -117,16 +122,16 @@ class GatedLinear(ColumnParallelLinear):
 
 
 class MLP(nn.Module):
-    """Up to the feed-forward size, activation, down again: ``down(activation(up(x)))``.
+    """Feed-forward layer: ``down(activation(up(x)))``.
 
-    A gated one has two products up, ``down(activation(gate(x)) * value(x))``.
+    With a gated activation it computes ``down(activation(gate(x)) * value(x))``.
 
     Shapes:
         input, output [s, b, h]
 
     Args:
-        layer: number of the layer, part of the key of the dropout mask.
-        dropout: of what the activation returns.
+        layer: layer index, part of the key of the dropout mask.
+        dropout: dropout probability after the activation.
     """
 
     def __init__(self, sizes: ModelArgs, place: ParallelContext, layer: int = 0, dropout: float = 0.0) -> None:
@@ -135,8 +140,8 @@ class MLP(nn.Module):
         self.is_gated = is_gated(sizes.activation)
         self.layer, self.dropout = layer, dropout
         self.place = place
-        kind, rows = (GatedLinear, 2 * f) if self.is_gated else (ColumnParallelLinear, f)
-        self.up = kind(h, rows, bias=sizes.hidden_bias, **place.cut)
+        linear_class, rows = (GatedLinear, 2 * f) if self.is_gated else (ColumnParallelLinear, f)
+        self.up = linear_class(h, rows, bias=sizes.hidden_bias, **place.cut)
         if self.is_gated:
             set_matrices(self.up.weight, (1, 1))
         self.activation = activation(sizes.activation)
@@ -161,29 +166,32 @@ class MLP(nn.Module):
         )
 
 
-# One transformer layer: attention and feed-forward, each with norm, dropout and residual.
+# A transformer layer.
 
 
 class TransformerLayer(nn.Module):
-    """A layer: ``x + dropout(attention(norm(x)))``, then ``x + dropout(mlp(norm(x)))``, with norms where it has them.
+    """Transformer layer: attention and feed-forward, each with norms, dropout and a residual connection.
 
-    | norm_placement | a part |
+    ``f`` is the attention or the feed-forward layer in this table:
+
+    | norm_placement | output |
     |---|---|
-    | before | ``x + dropout(part(norm(x)))``; with ``--apply-residual-connection-post-layernorm`` norm(x) + ... |
-    | after | ``x + dropout(norm(part(x)))``, as in OLMo 2 |
-    | both | ``x + dropout(norm(part(norm(x))))``, as in Gemma 2 |
+    | before | ``x + dropout(f(norm(x)))``; ``norm(x) + ...`` with ``--apply-residual-connection-post-layernorm`` |
+    | after | ``x + dropout(norm(f(x)))``, as in OLMo 2 |
+    | both | ``x + dropout(norm(f(norm(x))))``, as in Gemma 2 |
 
-    With ``residual_scale`` c what is added is ``c / sqrt(L)`` times that.
+    With ``residual_scale`` c, the output of ``f`` (or of its norm) is multiplied by ``c / sqrt(num_layers)`` before
+    dropout.
 
     Shapes:
-        x           [s, b, h], or this rank's part of it, by ``place``
-        mask        of ``Masks``, or None for causal; ``window_mask`` is that of a layer with a window
+        x           [s, b, h], or this rank's shard of the sequence, depending on ``place``
+        mask        from ``Masks``, or None for causal; ``window_mask`` is used instead in layers with a window
         output      as x
 
-    ``cache`` and ``positions`` as in ``SelfAttention``.
+    ``cache`` and ``positions`` are passed to ``SelfAttention``.
 
     Args:
-        layer: number of this layer in the whole model, from 0; part of the keys of its dropout masks.
+        layer: index of this layer in the full model, from 0; part of the keys of its dropout masks.
     """
 
     def __init__(self, sizes: ModelArgs, place: ParallelContext, layer: int) -> None:
@@ -194,7 +202,7 @@ class TransformerLayer(nn.Module):
         self.is_residual_normed = sizes.apply_residual_connection_post_layernorm
         self.has_window = has_window(sizes, layer)
         self.place = place
-        before, after = (sizes.norm_placement in (each, "both") for each in ("before", "after"))
+        before, after = (sizes.norm_placement in (placement, "both") for placement in ("before", "after"))
         self.input_norm = make_norm(sizes, place) if before else None
         self.attention = SelfAttention(sizes, place, layer)
         self.attention_output_norm = make_norm(sizes, place) if after else None
@@ -207,13 +215,13 @@ class TransformerLayer(nn.Module):
         positions: torch.Tensor | None = None, window_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         normed = x if self.input_norm is None else self.input_norm(x)
-        part = self.attention(normed, window_mask if self.has_window else mask, cache, positions)
-        part = part if self.attention_output_norm is None else self.attention_output_norm(part)
-        x = self._residual(x, normed) + self._dropout(part, "attention output")
+        branch = self.attention(normed, window_mask if self.has_window else mask, cache, positions)
+        branch = branch if self.attention_output_norm is None else self.attention_output_norm(branch)
+        x = self._residual(x, normed) + self._dropout(branch, "attention output")
         normed = x if self.post_attention_norm is None else self.post_attention_norm(x)
-        part = self.mlp(normed)
-        part = part if self.mlp_output_norm is None else self.mlp_output_norm(part)
-        return self._residual(x, normed) + self._dropout(part, "mlp output")
+        branch = self.mlp(normed)
+        branch = branch if self.mlp_output_norm is None else self.mlp_output_norm(branch)
+        return self._residual(x, normed) + self._dropout(branch, "mlp output")
 
     def _residual(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         return normed if self.is_residual_normed else x
@@ -223,17 +231,17 @@ class TransformerLayer(nn.Module):
         return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
 
 
-# A run of transformer layers, recomputed in backward where that is asked for.
+# A sequence of transformer layers.
 
 
 def run_layers(
     layers: Sequence[Callable[..., torch.Tensor]], x: torch.Tensor, *others: Any, recompute: Recompute
 ) -> torch.Tensor:
-    """Return ``x`` after all ``layers``.
+    """Apply ``layers`` to ``x`` in order and return the output.
 
     Args:
-        others: what every layer takes besides, such as a mask.
-        recompute: runs each ``recompute.every`` layers, of which backward then has the input only.
+        others: further inputs of every layer, such as a mask.
+        recompute: checkpoints each group of ``recompute.every`` layers: only the input is saved for backward.
     """
 
     def run(part: Sequence[Callable[..., torch.Tensor]], x: torch.Tensor, *others: Any) -> torch.Tensor:

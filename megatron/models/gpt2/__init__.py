@@ -1,1 +1,1 @@
-"""GPT-2: its section, checks and line (config.py), and the parts that are its own."""
+"""The GPT-2 family: its entry in the registry (config.py) and its Hugging Face format."""

@@ -1,4 +1,4 @@
-"""GPT-2: learned positions, layer norms, a tied head; its line."""
+"""GPT-2: the decoder with learned positions, LayerNorm and a tied head."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.config.family import FamilyConfig, ModelFamily
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Config(FamilyConfig):
-    """The decoder as its settings are where nothing is said."""
+    """The decoder with the default settings."""
 
 
 FAMILY = ModelFamily(

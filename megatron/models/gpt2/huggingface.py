@@ -1,6 +1,6 @@
-"""GPT-2 weights from Hugging Face's ``GPT2LMHeadModel`` and back, bit for bit.
+"""Bit-exact conversion of GPT-2 weights to and from Hugging Face's ``GPT2LMHeadModel``.
 
-| ours | theirs | change |
+| ours | Hugging Face | change |
 |---|---|---|
 | embedding.word.weight [v, h] | transformer.wte.weight | |
 | embedding.position.weight [s, h] | transformer.wpe.weight | |
@@ -13,7 +13,8 @@
 | final_norm.* | transformer.ln_f.* | |
 | head.weight (only when untied) | lm_head.weight | |
 
-Their ``Conv1D`` keeps weights as [in, out], ours are [out, in]. The hub's GPT-2 files leave out ``transformer.``.
+The ``Conv1D`` of Hugging Face stores weights as [in, out], ours are [out, in]. The GPT-2 files on the hub omit the
+prefix ``transformer.``.
 """
 
 from __future__ import annotations
@@ -50,107 +51,107 @@ _WORD, _HEAD, _THEIR_HEAD = "embedding.word.weight", "head.weight", "lm_head.wei
 
 
 def recipe(name: str, num_heads: int) -> WeightMapping | None:
-    """Return how our weight ``name`` is made of theirs, None when no GPT-2 has it."""
-    theirs = _their_name(name)
-    if theirs is None:
+    """Return the mapping of our weight ``name``, or None if GPT-2 has no such weight."""
+    their_name = _their_name(name)
+    if their_name is None:
         return None
     layer_part = re.sub(r"^layers\.\d+\.|\.(weight|bias)$", "", name)
     if layer_part == "attention.query_key_value":
-        return WeightMapping((theirs,), blocks=num_heads, parts_in_one=3, is_transposed=True)
-    return WeightMapping((theirs,), is_transposed=layer_part in _CONV1D)
+        return WeightMapping((their_name,), blocks=num_heads, parts_in_one=3, is_transposed=True)
+    return WeightMapping((their_name,), is_transposed=layer_part in _CONV1D)
 
 
 def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.Tensor]:
-    """Return our logical names and weights of ``GPT2LMHeadModel.state_dict()``; the input is not shared.
+    """Convert ``GPT2LMHeadModel.state_dict()`` to our logical names and weights, which do not share memory with it.
 
-    ``head.weight`` is there when ``lm_head.weight`` holds other values than the word embedding.
+    The result has ``head.weight`` only if ``lm_head.weight`` differs from the word embedding.
 
     Raises:
-        CheckpointError: listing the names that no GPT-2 has.
+        CheckpointError: a name is not in Hugging Face's GPT-2; the message lists all of them.
     """
-    theirs = {name: tensor for name, tensor in hf_state.items() if not _THEIR_MASKS.fullmatch(name)}
-    names = {their_name: _our_name(their_name) for their_name in theirs}
+    hf_weights = {name: tensor for name, tensor in hf_state.items() if not _THEIR_MASKS.fullmatch(name)}
+    names = {their_name: _our_name(their_name) for their_name in hf_weights}
     if unknown := [their_name for their_name, name in names.items() if name is None]:
         raise CheckpointError(f"these names are not of a GPT2LMHeadModel: {', '.join(unknown)}")
     ours = {}
-    for their_name, tensor in theirs.items():
-        found = recipe(name := str(names[their_name]), num_heads)
-        assert found is not None  # their names and ours are one table
-        ours[name] = huggingface.to_our_weight(found, dict.fromkeys(found.names, tensor))
+    for their_name, tensor in hf_weights.items():
+        mapping = recipe(name := str(names[their_name]), num_heads)
+        assert mapping is not None  # _our_name uses the inverse of the same table
+        ours[name] = huggingface.to_our_weight(mapping, dict.fromkeys(mapping.names, tensor))
     if _HEAD in ours and _WORD in ours and ours[_HEAD].equal(ours[_WORD]):
         del ours[_HEAD]
     return ours
 
 
 def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.Tensor]:
-    """Return the state dict of ``GPT2LMHeadModel`` with our weights; a tied head is the word embedding itself.
+    """Convert our weights to the state dict of ``GPT2LMHeadModel``; a tied head shares the word embedding's tensor.
 
     Raises:
-        CheckpointError: listing the names that are not ours.
+        CheckpointError: a name is not in our GPT-2; the message lists all of them.
     """
     if unknown := [name for name in ours if recipe(name, num_heads) is None]:
         raise CheckpointError(f"these names are not of our GPT-2: {', '.join(unknown)}")
-    theirs: dict[str, torch.Tensor] = {}
+    hf_weights: dict[str, torch.Tensor] = {}
     for name, tensor in ours.items():
-        found = recipe(name, num_heads)
-        assert found is not None
-        theirs.update(huggingface.from_our_weight(found, tensor))
+        mapping = recipe(name, num_heads)
+        assert mapping is not None
+        hf_weights.update(huggingface.from_our_weight(mapping, tensor))
     if _HEAD not in ours and _WORD in ours:
-        theirs[_THEIR_HEAD] = theirs["transformer.wte.weight"]
-    return theirs
+        hf_weights[_THEIR_HEAD] = hf_weights["transformer.wte.weight"]
+    return hf_weights
 
 
 def model_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the fields of our model configuration that a ``GPT2Config`` (or its dict) fixes.
+    """Convert a Hugging Face ``GPT2Config`` (or its dict) to settings of our model, by field name.
 
     Raises:
-        CheckpointError: listing the settings that our GPT-2 does not have.
+        CheckpointError: a setting is not supported; the message lists all of them.
     """
-    given = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
-    activation = given.get("activation_function", "gelu_new")
+    settings = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
+    activation = settings.get("activation_function", "gelu_new")
     fixed = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
-    problems = [f"{key} {given[key]}" for key, only in fixed.items() if given.get(key, only) != only]
+    problems = [f"{key} {settings[key]}" for key, required in fixed.items() if settings.get(key, required) != required]
     if activation not in _ACTIVATIONS:
         problems.append(f"activation_function {activation!r} (known: {', '.join(_ACTIVATIONS)})")
     if problems:
         raise CheckpointError(f"our GPT-2 has no counterpart of these settings: {'; '.join(problems)}")
     return {
-        "num_layers": given["n_layer"],
-        "hidden_size": given["n_embd"],
-        "num_attention_heads": given["n_head"],
-        "ff_hidden_size": given.get("n_inner") or 4 * given["n_embd"],
+        "num_layers": settings["n_layer"],
+        "hidden_size": settings["n_embd"],
+        "num_attention_heads": settings["n_head"],
+        "ff_hidden_size": settings.get("n_inner") or 4 * settings["n_embd"],
         "activation": _ACTIVATIONS[activation],
         "hidden_bias": True,
-        "layernorm_epsilon": given.get("layer_norm_epsilon", 1e-5),
-        "max_position_embeddings": given.get("n_positions", 1024),
-        "vocab_size": given["vocab_size"],
-        "untie_embeddings": not given.get("tie_word_embeddings", True),
+        "layernorm_epsilon": settings.get("layer_norm_epsilon", 1e-5),
+        "max_position_embeddings": settings.get("n_positions", 1024),
+        "vocab_size": settings["vocab_size"],
+        "untie_embeddings": not settings.get("tie_word_embeddings", True),
     }
 
 
 def _our_name(theirs: str) -> str | None:
-    """Return our name of ``theirs``, None when there is none."""
+    """Return our name for the Hugging Face tensor ``theirs``, or None if the tensor is unknown."""
     if theirs == _THEIR_HEAD:
         return _HEAD
-    stem, _, kind = theirs.removeprefix("transformer.").rpartition(".")
+    stem, _, suffix = theirs.removeprefix("transformer.").rpartition(".")
     if stem in _TOP_OF_THEIRS:
-        return f"{_TOP_OF_THEIRS[stem]}.{kind}"
-    found = re.fullmatch(r"h\.(\d+)\.(.+)", stem)
-    if found and found[2] in _LAYER_OF_THEIRS:
-        return f"layers.{found[1]}.{_LAYER_OF_THEIRS[found[2]]}.{kind}"
+        return f"{_TOP_OF_THEIRS[stem]}.{suffix}"
+    match = re.fullmatch(r"h\.(\d+)\.(.+)", stem)
+    if match and match[2] in _LAYER_OF_THEIRS:
+        return f"layers.{match[1]}.{_LAYER_OF_THEIRS[match[2]]}.{suffix}"
     return None
 
 
 def _their_name(ours: str) -> str | None:
-    """Return their name of ``ours``, None when there is none."""
+    """Return the Hugging Face name of our weight ``ours``, or None if the weight is unknown."""
     if ours == _HEAD:
         return _THEIR_HEAD
-    stem, _, kind = ours.rpartition(".")
+    stem, _, suffix = ours.rpartition(".")
     if stem in _TOP:
-        return f"transformer.{_TOP[stem]}.{kind}"
-    found = re.fullmatch(r"layers\.(\d+)\.(.+)", stem)
-    if found and found[2] in _LAYER:
-        return f"transformer.h.{found[1]}.{_LAYER[found[2]]}.{kind}"
+        return f"transformer.{_TOP[stem]}.{suffix}"
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", stem)
+    if match and match[2] in _LAYER:
+        return f"transformer.h.{match[1]}.{_LAYER[match[2]]}.{suffix}"
     return None
 
 
@@ -167,7 +168,10 @@ def _problems(config: Config) -> Iterator[str]:
 
 
 def _fields(config: Config) -> dict[str, Any]:
-    """Linear layers without biases get zeros there, and ``"hidden_bias": false`` says so."""
+    """Return the contents of config.json for ``config``.
+
+    If the model has no biases, zero biases are exported, and ``"hidden_bias": false`` marks them.
+    """
     model = config.model
     fields = {
         "architectures": ["GPT2LMHeadModel"],
@@ -201,17 +205,17 @@ def _values(theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recipes(config: Config) -> dict[str, WeightMapping]:
-    """Return how each weight of the model is made; where it has no biases, theirs are zero and nobody reads them."""
+    """Return the mapping of each weight of the model. Without biases, the zero biases of Hugging Face are not read."""
     model = config.model
     names = [_WORD, "embedding.position.weight", "final_norm.weight", "final_norm.bias"]
     for i in range(model.num_layers):
         for part in _LAYER:
-            kinds = ("weight", "bias") if model.hidden_bias or part not in _CONV1D else ("weight",)
-            names += [f"layers.{i}.{part}.{kind}" for kind in kinds]
+            suffixes = ("weight", "bias") if model.hidden_bias or part not in _CONV1D else ("weight",)
+            names += [f"layers.{i}.{part}.{suffix}" for suffix in suffixes]
     if model.untie_embeddings:
         names.append(_HEAD)
-    found = {name: recipe(name, model.num_attention_heads) for name in names}
-    return {name: each for name, each in found.items() if each is not None}
+    mappings = {name: recipe(name, model.num_attention_heads) for name in names}
+    return {name: mapping for name, mapping in mappings.items() if mapping is not None}
 
 
 def _all_to_ours(theirs: Tensors, config: Config) -> Tensors:
@@ -241,7 +245,7 @@ FORMAT = HFFormat(
     from_ours=_all_from_ours,
     recipes=_recipes,
     word="transformer.wte.weight",
-    short="transformer.",  # as the hub's GPT-2 files
+    short="transformer.",  # omitted in the GPT-2 files on the hub
     biases=re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.c_\w+\.bias"),
     unread=re.compile(r"transformer\.h\.\d+\.attn\.(masked_)?bias"),
 )

@@ -1,1 +1,1 @@
-"""LLaMA: its section, checks and line (config.py), and the parts that are its own."""
+"""The LLaMA family: its entry in the registry (config.py) and its Hugging Face formats."""

@@ -1,4 +1,4 @@
-"""LLaMA: rotary positions, RMS norms, a gated activation, a head of its own; its line."""
+"""LLaMA: the decoder with rotary positions, RMSNorm, a gated activation and an untied head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.config.family import FamilyConfig, ModelFamily
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(FamilyConfig):
-    """A decoder with rotary positions and RMS norms; biases come with --hidden-bias only."""
+    """The decoder with rotary positions and RMSNorm; linear layers have biases only with --hidden-bias."""
 
     DEFAULTS: ClassVar = {
         "position_embedding_type": ROPE,

@@ -1,20 +1,21 @@
-"""Decoders with RMS norms, rotary positions and a gated activation from Hugging Face's classes and back, bit for bit.
+"""Bit-exact conversion of decoders with RMSNorm, rotary positions and a gated activation to and from Hugging Face.
 
-One table of names for all, and a ``Preset`` for each ``model_type``: which of our settings it always has, which its
-config.json says. The type of a model of ours is the first that can hold all of its settings, in this order:
+All types share one table of weight names. A ``Preset`` per ``model_type`` lists the settings that the type always has
+and those that its config.json can express. A model is exported as the first type that can express all of its settings,
+in this order:
 
-| model_type | what it has |
+| model_type | features |
 |---|---|
-| llama | biases everywhere or nowhere; no windows |
+| llama | biases in all linear layers or in none; no windows |
 | mistral | a window in all layers or in none |
-| qwen2 | biases on queries, keys and values; windows by layer (Qwen 2 and 2.5) |
-| qwen3 | a norm of each query and key head; windows by layer |
-| gemma2 | norms on both sides, less 1; a scaled embedding; soft-caps; windows by layer |
-| gemma3_text | the same with norms of heads, no soft-cap of scores, a base of its own in layers with a window |
-| olmo2 | norms behind the parts, and over all query and all key heads |
-| mixtral, qwen3_moe, qwen2_moe, glm4_moe | experts (``huggingface_experts``) in a mistral, qwen3, qwen2 and a llama |
+| qwen2 | biases of queries, keys and values; windows per layer (Qwen 2 and 2.5) |
+| qwen3 | a norm of each query and key head; windows per layer |
+| gemma2 | norms before and after, stored minus 1; scaled embedding; soft-caps; windows per layer |
+| gemma3_text | as gemma2, with head norms, no soft-cap of scores, and a separate base in layers with a window |
+| olmo2 | norms after attention and feed-forward, and over all query and all key heads |
+| mixtral, qwen3_moe, qwen2_moe, glm4_moe | a mistral, qwen3, qwen2 and llama with experts (``huggingface_experts``) |
 
-| ours | theirs | change |
+| ours | Hugging Face | change |
 |---|---|---|
 | embedding.word.weight [v, h] | model.embed_tokens.weight | |
 | layers.{i}.attention.query_key_value.* | ...self_attn.q_proj.*, .k_proj.*, .v_proj.* | queries, key, value per group |
@@ -25,7 +26,7 @@ config.json says. The type of a model of ours is the first that can hold all of 
 | final_norm.weight | model.norm.weight | |
 | head.weight (only when untied) | lm_head.weight | |
 
-Norms of a layer have other names there by their placement:
+The Hugging Face names of a layer's norms depend on ``norm_placement``:
 
 | ours | before | both | after |
 |---|---|---|---|
@@ -34,8 +35,8 @@ Norms of a layer have other names there by their placement:
 | post_attention_norm | post_attention_layernorm | pre_feedforward_layernorm | |
 | mlp_output_norm | | post_feedforward_layernorm | post_feedforward_layernorm |
 
-Their files have the rows of queries and keys for positions that turn halves against each other, as ours. Meta's own
-files, and GPT-J's way, turn neighbouring numbers: those must be permuted first, as Hugging Face's converter does.
+In Hugging Face files, as in ours, query and key rows are ordered for rotary embeddings that pair the two halves of a
+head. Meta's files (and GPT-J) pair adjacent elements: permute their rows first, as Hugging Face's converter does.
 """
 
 from __future__ import annotations
@@ -93,24 +94,24 @@ _WINDOW_KEYS = frozenset(
 )
 _WINDOWS = {"window_size", "window_attn_skip_freq"}
 _ROTARY_BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb(_local)?\.(original_)?inv_freq")
-"""Buffers that older versions saved, per layer or once for the model."""
+"""Buffers saved by older versions, per layer or once per model."""
 _REFUSED = {"use_mrope": False, "use_bidirectional_attention": False, "quantization_config": None}
-"""What changes numbers and no model of ours has -> the value that may stand there, or None."""
+"""Setting that changes results and that we do not support -> the only accepted value, besides None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """One ``model_type``.
+    """Settings of one ``model_type``: which of our settings it fixes and which ones its config.json can express.
 
     Args:
-        architecture: their class.
-        fixed: our settings that it has, where they are not those of a GPT-2 or ``_OF_ALL``.
-        free: our settings that config.json says, beside sizes, rotary positions and biases.
-        defaults: what their class takes where config.json is silent; None where there is nothing.
-        biases: whether all products may have biases.
-        window: all: in all layers; layer: in some of them.
-        is_divided: the hidden size must be a multiple of the heads.
-        experts: how it has experts; None: its layers are dense.
+        architecture: name of the Hugging Face class.
+        fixed: our settings that all models of the type share, without those that equal GPT-2's or are in ``_OF_ALL``.
+        free: our settings that config.json can express, in addition to sizes, rotary positions and biases.
+        defaults: defaults of the Hugging Face class for missing keys.
+        biases: True if all linear layers may have biases.
+        window: "all": in all layers or none; "layer": per layer; "": no windows.
+        is_divided: the hidden size must be a multiple of the number of heads.
+        experts: names and settings of the experts; None for dense layers.
     """
 
     model_type: str
@@ -129,7 +130,7 @@ class Preset:
 
     @property
     def activation(self) -> str:
-        """Their name of the activation."""
+        """Key of the activation in config.json."""
         return "hidden_activation" if self.is_gemma else "hidden_act"
 
 
@@ -231,54 +232,60 @@ PRESETS = (
         experts=GLM4,
     ),
 )  # fmt: skip
-"""In the order in which a model of ours looks for its type."""
+"""All presets; the type of a model is the first one that can express its settings."""
 
 
-# Weights: the names depend on our settings alone.
+# Weights. Their names depend on the settings of our model, not on those in config.json.
 
 
 def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
-    """Return how each of our weights is made of theirs."""
+    """Return the mapping of each of our weights, by name."""
     model = config.model
-    found = {
+    mappings = {
         "embedding.word.weight": WeightMapping((_WORD,)),
         "final_norm.weight": WeightMapping(("model.norm.weight",)),
     }
     for i in range(model.num_layers):
-        at, there = f"layers.{i}", f"model.layers.{i}"
+        our_layer, their_layer = f"layers.{i}", f"model.layers.{i}"
         for ours, theirs in _NORMS[model.norm_placement].items():
-            found[f"{at}.{ours}.weight"] = WeightMapping((f"{there}.{theirs}.weight",))
+            mappings[f"{our_layer}.{ours}.weight"] = WeightMapping((f"{their_layer}.{theirs}.weight",))
         for name in ("query", "key") if model.qk_norm != "none" else ():
-            found[f"{at}.attention.{name}_norm.weight"] = WeightMapping((f"{there}.self_attn.{name[0]}_norm.weight",))
-        for kind in ("weight", "bias") if model.hidden_bias or model.add_qkv_bias else ("weight",):
-            heads = tuple(f"{there}.self_attn.{name}_proj.{kind}" for name in "qkv")
-            found[f"{at}.attention.query_key_value.{kind}"] = WeightMapping(heads, blocks=model.num_query_groups)
-        for kind in ("weight", "bias") if model.hidden_bias else ("weight",):
-            found[f"{at}.attention.dense.{kind}"] = WeightMapping((f"{there}.self_attn.o_proj.{kind}",))
+            mappings[f"{our_layer}.attention.{name}_norm.weight"] = WeightMapping(
+                (f"{their_layer}.self_attn.{name[0]}_norm.weight",)
+            )
+        for suffix in ("weight", "bias") if model.hidden_bias or model.add_qkv_bias else ("weight",):
+            heads = tuple(f"{their_layer}.self_attn.{name}_proj.{suffix}" for name in "qkv")
+            mappings[f"{our_layer}.attention.query_key_value.{suffix}"] = WeightMapping(
+                heads, blocks=model.num_query_groups
+            )
+        for suffix in ("weight", "bias") if model.hidden_bias else ("weight",):
+            mappings[f"{our_layer}.attention.dense.{suffix}"] = WeightMapping(
+                (f"{their_layer}.self_attn.o_proj.{suffix}",)
+            )
             if preset.experts is not None and has_experts(model, i):
-                found |= expert_recipes(preset.experts, model, at, there)
+                mappings |= expert_recipes(preset.experts, model, our_layer, their_layer)
                 continue
-            gated = tuple(f"{there}.mlp.{name}_proj.{kind}" for name in ("gate", "up"))
-            found[f"{at}.mlp.up.{kind}"] = WeightMapping(gated, blocks=model.ff_hidden_size)
-            found[f"{at}.mlp.down.{kind}"] = WeightMapping((f"{there}.mlp.down_proj.{kind}",))
+            gated = tuple(f"{their_layer}.mlp.{name}_proj.{suffix}" for name in ("gate", "up"))
+            mappings[f"{our_layer}.mlp.up.{suffix}"] = WeightMapping(gated, blocks=model.ff_hidden_size)
+            mappings[f"{our_layer}.mlp.down.{suffix}"] = WeightMapping((f"{their_layer}.mlp.down_proj.{suffix}",))
     if model.untie_embeddings:
-        found["head.weight"] = WeightMapping((_HEAD,))
-    return found
+        mappings["head.weight"] = WeightMapping((_HEAD,))
+    return mappings
 
 
 def heights(config: Config) -> dict[str, int]:
-    """Return the rows of queries, keys and values, which differ, by the end of their names."""
+    """Return the numbers of rows of the query, key and value weights and biases, by the suffix of their names."""
     queries = config.model.attention_size
     keys = config.model.num_query_groups * config.model.kv_hidden_size
     sizes = {"q": queries, "k": keys, "v": keys}
-    return {f"{name}_proj.{kind}": rows for name, rows in sizes.items() for kind in ("weight", "bias")}
+    return {f"{name}_proj.{suffix}": rows for name, rows in sizes.items() for suffix in ("weight", "bias")}
 
 
-# Settings, ours to theirs.
+# Settings, from ours to config.json.
 
 
 def problems(preset: Preset, config: Config) -> Iterator[str]:
-    """Yield what of ``config`` the type cannot hold."""
+    """Yield a message for each setting of ``config`` that the type cannot express."""
     model, title = config.model, preset.model_type
     free = {*preset.free, "rotary_scaling", *(["num_experts"] if preset.experts is not None else [])}
     yield from other_settings(model, {**_OF_ALL, **preset.fixed}, free=free)
@@ -305,9 +312,9 @@ def problems(preset: Preset, config: Config) -> Iterator[str]:
 
 
 def fields(preset: Preset, config: Config) -> dict[str, Any]:
-    """Return config.json of ``config``."""
+    """Return the contents of config.json for ``config``."""
     model = config.model
-    found = {
+    result = {
         "architectures": [preset.architecture],
         "model_type": preset.model_type,
         "vocab_size": model.vocab_size,
@@ -323,27 +330,27 @@ def fields(preset: Preset, config: Config) -> dict[str, Any]:
         "initializer_range": model.init_method_std,
         "attention_bias": model.hidden_bias,
         "attention_dropout": model.attention_dropout,
-        "hidden_dropout": model.hidden_dropout,  # which their model does not have: read back by ours alone
+        "hidden_dropout": model.hidden_dropout,  # not in the Hugging Face model; read back only by us
         "tie_word_embeddings": not model.untie_embeddings,
         **_window_fields(preset, config),
         **rotary_fields(model, has_local=preset.model_type == "gemma3_text", has_share=preset.experts is GLM4),
         **({} if preset.experts is None else expert_fields(preset.experts, model)),
     }
     if preset.experts is GLM4:
-        found |= {"use_qk_norm": model.qk_norm == "head", "attention_bias": model.add_qkv_bias}
+        result |= {"use_qk_norm": model.qk_norm == "head", "attention_bias": model.add_qkv_bias}
     if preset.biases:
-        found["mlp_bias"] = model.hidden_bias
+        result["mlp_bias"] = model.hidden_bias
     if preset.model_type in ("qwen2", "qwen2_moe"):
-        del found["attention_bias"]  # which it always has, and on queries, keys and values alone
+        del result["attention_bias"]  # always on, and only for queries, keys and values
     if preset.is_gemma:
-        found["query_pre_attn_scalar"] = _scalar(config)
+        result["query_pre_attn_scalar"] = _scalar(config)
         for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-            found[name] = getattr(model, name) or None
-    return found
+            result[name] = getattr(model, name) or None
+    return result
 
 
 def _scalar(config: Config) -> int:
-    """Return the whole number whose root scores are divided by."""
+    """Return the integer whose square root divides the attention scores."""
     model = config.model
     return round(model.softmax_scale**-2) if model.softmax_scale else model.kv_hidden_size
 
@@ -356,78 +363,87 @@ def _pattern(config: Config) -> tuple[bool, ...]:
 
 
 def _window_fields(preset: Preset, config: Config) -> dict[str, Any]:
-    """Their window holds the token itself, ours does not."""
-    has = _pattern(config)
-    size = config.model.window_size + 1 if any(has) else None
+    """Return the window fields. The Hugging Face window size includes the token itself, ours does not."""
+    has_window = _pattern(config)
+    size = config.model.window_size + 1 if any(has_window) else None
     if not preset.window:
         return {}
     if preset.window == "all":
         return {"sliding_window": size}
-    found: dict[str, Any] = {"sliding_window": size, "layer_types": [_SLIDING if each else _FULL for each in has]}
-    if preset.is_gemma:  # whose class wants a number where no layer reads it, too
-        return {**found, "sliding_window": size or preset.defaults["sliding_window"]}
+    result: dict[str, Any] = {
+        "sliding_window": size,
+        "layer_types": [_SLIDING if is_sliding else _FULL for is_sliding in has_window],
+    }
+    if preset.is_gemma:  # its class requires an integer even if no layer uses it
+        return {**result, "sliding_window": size or preset.defaults["sliding_window"]}
     if size is None:
-        return {**found, "use_sliding_window": False}
-    return {**found, "use_sliding_window": True, "max_window_layers": has.index(True)}
+        return {**result, "use_sliding_window": False}
+    return {**result, "use_sliding_window": True, "max_window_layers": has_window.index(True)}
 
 
-# Settings, theirs to ours.
+# Settings, from config.json to ours.
 
 
 def values(preset: Preset, theirs: dict[str, Any]) -> dict[str, Any]:
-    """Return flat fields of our configuration of their config.json.
+    """Convert the contents of a config.json to our settings, by field name (without sections).
 
     Raises:
-        CheckpointError: listing the settings that no model of ours has.
+        CheckpointError: a setting is not supported; the message lists all of them.
     """
-    given = {**preset.defaults, **theirs}
-    activation = given.get(preset.activation) or preset.defaults.get(preset.activation, "silu")
-    size, heads, layers = given["hidden_size"], given["num_attention_heads"], given["num_hidden_layers"]
-    windows, found = _window_values(preset, given, layers)
-    rotary, odd = rotary_values(
-        given,
+    settings = {**preset.defaults, **theirs}
+    activation = settings.get(preset.activation) or preset.defaults.get(preset.activation, "silu")
+    hidden_size, num_heads, num_layers = (
+        settings["hidden_size"],
+        settings["num_attention_heads"],
+        settings["num_hidden_layers"],
+    )
+    windows, unsupported = _window_values(preset, settings, num_layers)
+    rotary, unsupported_rotary = rotary_values(
+        settings,
         has_local=preset.model_type == "gemma3_text",
         has_windows="window_size" in windows,
         has_share=preset.experts is GLM4,
     )
-    experts, strange = ({}, []) if preset.experts is None else expert_values(preset.experts, given)
-    found = [*odd, *found, *strange, *_other_values(preset, given)]
+    experts, unsupported_experts = ({}, []) if preset.experts is None else expert_values(preset.experts, settings)
+    unsupported = [*unsupported_rotary, *unsupported, *unsupported_experts, *_other_values(preset, settings)]
     if activation not in _ACTIVATIONS:
-        found.append(f"{preset.activation} {activation!r} (known: {', '.join(_ACTIVATIONS)})")
-    if found:
+        unsupported.append(f"{preset.activation} {activation!r} (known: {', '.join(_ACTIVATIONS)})")
+    if unsupported:
         raise CheckpointError(
-            f"our decoders have no counterpart of these settings of a {preset.model_type}: {'; '.join(found)}"
+            f"our decoders have no counterpart of these settings of a {preset.model_type}: {'; '.join(unsupported)}"
         )
-    head = given.get("head_dim") or size // heads
+    head_size = settings.get("head_dim") or hidden_size // num_heads
     gemma: dict[str, Any] = {}
     glm: dict[str, Any] = {}
     if preset.experts is GLM4:
         glm = {
-            "qk_norm": "head" if given.get("use_qk_norm") else "none",
-            "add_qkv_bias": bool(given.get("attention_bias")),
+            "qk_norm": "head" if settings.get("use_qk_norm") else "none",
+            "add_qkv_bias": bool(settings.get("attention_bias")),
         }
     if preset.is_gemma:
-        scalar = given["query_pre_attn_scalar"]
-        gemma = {name: float(given.get(name) or 0.0) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
-        gemma["softmax_scale"] = 0.0 if scalar == head else scalar**-0.5
+        scalar = settings["query_pre_attn_scalar"]
+        gemma = {
+            name: float(settings.get(name) or 0.0) for name in ("attn_logit_softcapping", "final_logit_softcapping")
+        }
+        gemma["softmax_scale"] = 0.0 if scalar == head_size else scalar**-0.5
     return {
         **_OF_ALL,
         **preset.fixed,
-        "num_layers": layers,
-        "hidden_size": size,
-        "num_attention_heads": heads,
-        "num_query_groups": given.get("num_key_value_heads") or heads,
-        "kv_hidden_size": head,
-        "ff_hidden_size": given["intermediate_size"],
+        "num_layers": num_layers,
+        "hidden_size": hidden_size,
+        "num_attention_heads": num_heads,
+        "num_query_groups": settings.get("num_key_value_heads") or num_heads,
+        "kv_hidden_size": head_size,
+        "ff_hidden_size": settings["intermediate_size"],
         "activation": _ACTIVATIONS[activation],
-        "hidden_bias": preset.biases and given.get("attention_bias", False),
-        "layernorm_epsilon": given.get("rms_norm_eps", 1e-6),
-        "max_position_embeddings": given.get("max_position_embeddings", 2048),
-        "vocab_size": given["vocab_size"],
-        "untie_embeddings": not given.get("tie_word_embeddings", False),
-        "attention_dropout": given.get("attention_dropout") or 0.0,
-        "hidden_dropout": given.get("hidden_dropout", 0.0),
-        "init_method_std": given.get("initializer_range", 0.02),
+        "hidden_bias": preset.biases and settings.get("attention_bias", False),
+        "layernorm_epsilon": settings.get("rms_norm_eps", 1e-6),
+        "max_position_embeddings": settings.get("max_position_embeddings", 2048),
+        "vocab_size": settings["vocab_size"],
+        "untie_embeddings": not settings.get("tie_word_embeddings", False),
+        "attention_dropout": settings.get("attention_dropout") or 0.0,
+        "hidden_dropout": settings.get("hidden_dropout", 0.0),
+        "init_method_std": settings.get("initializer_range", 0.02),
         **gemma,
         **windows,
         **rotary,
@@ -437,26 +453,26 @@ def values(preset: Preset, theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 _SIZES = {
-    "num_hidden_layers": 60,  # a multiple of the periods of windows
+    "num_hidden_layers": 60,  # a multiple of all window periods
     "hidden_size": 256,
     "num_attention_heads": 4,
     "intermediate_size": 1024,
     "vocab_size": 256,
 }
-"""Any sizes, for the settings that do not depend on them."""
+"""Arbitrary sizes for ``architecture``, which returns only settings that do not depend on sizes."""
 
 
 def architecture(preset: Preset) -> dict[str, Any]:
-    """Return our settings of a model of the type, as the defaults of their class make it; sizes are left out."""
-    found = values(preset, _SIZES)
-    return {name: found[name] for name in ARCHITECTURE if name in found}
+    """Return our settings, without sizes, that correspond to the defaults of the Hugging Face class."""
+    settings = values(preset, _SIZES)
+    return {name: settings[name] for name in ARCHITECTURE if name in settings}
 
 
 def _other_values(preset: Preset, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the settings that change numbers and that a model of ours of this type does not have."""
-    for name, only in _REFUSED.items():
-        if given.get(name) not in (None, only):
-            yield f"{name} {given[name]!r} (known: {only!r})"
+    """Yield a message for each setting that changes results and that we do not support for this type."""
+    for name, accepted in _REFUSED.items():
+        if given.get(name) not in (None, accepted):
+            yield f"{name} {given[name]!r} (known: {accepted!r})"
     biases = given.get("attention_bias") or False
     if preset.biases and (given.get("mlp_bias") or False) != biases:
         yield f"attention_bias {biases} with mlp_bias {not biases} (known: both, or none)"
@@ -467,59 +483,65 @@ def _other_values(preset: Preset, given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _window_values(preset: Preset, given: Mapping[str, Any], layers: int) -> tuple[dict[str, Any], list[str]]:
-    """Return our fields of the windows, none where there is no window, and what of theirs has no counterpart."""
-    kinds, size = given.get("layer_types"), given.get("sliding_window")
+    """Return our window fields, empty without windows, and the window settings that we do not support."""
+    layer_types, size = given.get("layer_types"), given.get("sliding_window")
     if preset.model_type.startswith("qwen") and not given.get("use_sliding_window", False):
         size = None
-    if kinds is not None:
-        if strange := sorted({str(kind) for kind in kinds} - {_SLIDING, _FULL}):
-            return {}, [f"layer_types with {', '.join(strange)} (known: {_SLIDING}, {_FULL})"]
-        if len(kinds) != layers:
-            return {}, [f"layer_types of {len(kinds)} layers for num_hidden_layers {layers}"]
-    has = [kind == _SLIDING for kind in kinds] if kinds is not None else _default_windows(preset, given, size, layers)
-    if not preset.window and (size is not None or any(has)):
-        return {}, [f"sliding_window {size!r} with a window in {sum(has)} layers (known: none)"]
-    if preset.window == "all" and size is not None and not all(has):
+    if layer_types is not None:
+        if unknown := sorted({str(layer_type) for layer_type in layer_types} - {_SLIDING, _FULL}):
+            return {}, [f"layer_types with {', '.join(unknown)} (known: {_SLIDING}, {_FULL})"]
+        if len(layer_types) != layers:
+            return {}, [f"layer_types of {len(layer_types)} layers for num_hidden_layers {layers}"]
+    has_window = (
+        [layer_type == _SLIDING for layer_type in layer_types]
+        if layer_types is not None
+        else _default_windows(preset, given, size, layers)
+    )
+    if not preset.window and (size is not None or any(has_window)):
+        return {}, [f"sliding_window {size!r} with a window in {sum(has_window)} layers (known: none)"]
+    if preset.window == "all" and size is not None and not all(has_window):
         return {}, [f"layer_types with {_FULL} beside sliding_window {size!r} (known: {_SLIDING} in all layers)"]
-    if not any(has):
+    if not any(has_window):
         return {}, []
     if not isinstance(size, int) or size < 2:
-        return {}, [f"sliding_window {size!r} with a window in {sum(has)} layers (known: whole numbers of at least 2)"]
-    return {"window_size": size - 1, "window_attn_skip_freq": _skip_freq(has)}, []
+        return {}, [
+            f"sliding_window {size!r} with a window in {sum(has_window)} layers (known: whole numbers of at least 2)"
+        ]
+    return {"window_size": size - 1, "window_attn_skip_freq": _skip_freq(has_window)}, []
 
 
 def _default_windows(preset: Preset, given: Mapping[str, Any], size: int | None, layers: int) -> list[bool]:
-    """Return which layers have a window where ``layer_types`` does not say it."""
+    """Return the window flag of each layer for a config.json without ``layer_types``."""
     if preset.is_gemma:
-        every = given["sliding_window_pattern"]
-        return [number % every != 0 for number in range(1, layers + 1)]
+        period = given["sliding_window_pattern"]
+        return [layer_number % period != 0 for layer_number in range(1, layers + 1)]
     first = given.get("max_window_layers", 0) if preset.window == "layer" else 0
     return [bool(preset.window) and size is not None and layer >= first for layer in range(layers)]
 
 
 def _skip_freq(has: list[bool]) -> str:
-    """Return ``window_attn_skip_freq`` with which these layers have the window."""
+    """Return the ``window_attn_skip_freq`` that describes the layers with a window."""
     if all(has):
         return ""
-    for every in range(2, len(has) + 1):
-        if tuple(has) == window_pattern(str(every), len(has)):
-            return str(every)
-    return f"[{','.join(str(int(each)) for each in has)}]"
+    for period in range(2, len(has) + 1):
+        if tuple(has) == window_pattern(str(period), len(has)):
+            return str(period)
+    return f"[{','.join(str(int(is_sliding)) for is_sliding in has)}]"
 
 
 def _named(name: str, config: Config) -> str | None:
-    """Return ``name``; None of a layer behind the last, which GLM 4 predicts further tokens with."""
+    """Return ``name``, or None for GLM 4's multi-token prediction layers, which follow the last layer."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return None if layer is not None and int(layer[1]) >= config.model.num_layers else name
 
 
 def _one_by_one(theirs: Any, config: Config) -> None:
-    """Let their experts compute one after another: their grouped products, which are the default, know no fp64."""
+    """Compute the Hugging Face experts one by one; the default, grouped products, does not support fp64."""
     theirs.set_experts_implementation("eager")
 
 
 def _needs(preset: Preset) -> tuple[str, ...]:
-    """Return the sizes that a model of the type cannot be without."""
+    """Return the names of the size settings that a model of the type requires."""
     if preset.experts is None:
         return ()
     return ("num_experts", *(("moe_shared_expert_intermediate_size",) if preset.experts is QWEN2 else ()))
@@ -537,7 +559,7 @@ def _format(preset: Preset) -> HFFormat:
         unread=_ROTARY_BUFFERS,
         named=_named if preset.experts is GLM4 else as_it_is,
         prepare=_one_by_one if preset.experts is not None else leave_as_it_is,
-        allowed=1e-5,  # their norms and angles are in fp32
+        allowed=1e-5,  # Hugging Face computes norms and rotary angles in fp32
         architecture=partial(architecture, preset),
         fixed={**_OF_ALL, **preset.fixed},
         needs=_needs(preset),
@@ -546,4 +568,4 @@ def _format(preset: Preset) -> HFFormat:
 
 FORMATS = tuple(_format(preset) for preset in PRESETS)
 FORMAT = FORMATS[0]
-"""Of ``llama`` itself; weights have the same names in all."""
+"""The format of ``llama``; weight names are the same in all formats."""

@@ -1,15 +1,15 @@
-"""Experts of Mixtral, Qwen 2 and 3 MoE and GLM 4 MoE in Hugging Face's files: names of weights, settings both ways.
+"""Experts of Mixtral, Qwen 2 and 3 MoE and GLM 4 MoE in Hugging Face files: weight names and settings.
 
 | ours | Qwen 3 MoE, Qwen 2 MoE, GLM 4 MoE | Mixtral |
 |---|---|---|
 | mlp.router | mlp.gate | block_sparse_moe.gate |
 | mlp.router.expert_bias | mlp.gate.e_score_correction_bias | |
 | mlp.experts.N.up, .down | mlp.experts.N.gate_proj, .up_proj; .down_proj | block_sparse_moe.experts.N.w1, .w3; .w2 |
-| mlp.shared_expert | mlp.shared_expert, of GLM 4 mlp.shared_experts | |
+| mlp.shared_expert | mlp.shared_expert; GLM 4: mlp.shared_experts | |
 | mlp.shared_expert_gate | mlp.shared_expert_gate | |
 
-Files have a tensor for each expert, as ours have; the classes of transformers 5 join them when they load. What only
-trains (coefficients of losses, the rate of the bias) is not read and not written.
+As in our models, files have one tensor per expert; the classes of transformers 5 merge them when loading. Settings that
+only affect training (coefficients of losses, update rate of the bias) are neither read nor written.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ _PLAIN = {
     "moe_token_drop_policy": "probs", "moe_router_pre_softmax": False, "moe_shared_expert_intermediate_size": 0,
     "moe_shared_expert_gate": False,
 }  # fmt: skip
-"""Of a Mixtral."""
+"""Settings of Mixtral."""
 _SIZES = ("moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq")
-"""What config.json says of all; what only trains is left out."""
+"""Settings that config.json of every type has; settings that only affect training are excluded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertNames:
-    """The experts of one ``model_type``.
+    """Names and settings of the experts of one ``model_type``.
 
     Args:
-        block: where they are in a layer.
-        parts: gate, up and down of one.
-        number, size: their names of E and f.
-        fixed: our settings where they are not those of a Mixtral.
-        free: our settings that config.json says.
-        shared: name of the shared expert.
-        layers: how config.json says which layers are dense: "", "sparse" (``decoder_sparse_step``) or "first".
-        defaults: what their class takes where config.json is silent.
+        block: name of the module in each layer that contains the experts.
+        parts: names of an expert's gate, up and down projections.
+        number: config.json key of the number of experts.
+        size: config.json key of an expert's feed-forward size.
+        fixed: our settings that all models of the type share and that differ from Mixtral's.
+        free: our settings that config.json can express.
+        shared: module name of the shared expert.
+        layers: how config.json expresses which layers are dense: "" (none), "sparse" (``decoder_sparse_step``) or
+            "first".
+        defaults: defaults of the Hugging Face class for missing keys.
     """
 
     block: str = "mlp"
@@ -100,19 +102,24 @@ GLM4 = ExpertNames(
 
 
 def expert_recipes(names: ExpertNames, model: ModelConfig, at: str, there: str) -> dict[str, WeightMapping]:
-    """Return how the weights of the experts of layer ``at`` are made of those of layer ``there``."""
+    """Return the mappings of the expert weights of a layer.
+
+    Args:
+        at: name of our layer, such as "layers.2".
+        there: name of the Hugging Face layer, such as "model.layers.2".
+    """
     block, shared = f"{there}.{names.block}", f"{there}.{names.block}.{names.shared}"
-    found = {f"{at}.mlp.router.weight": WeightMapping((f"{block}.gate.weight",))}
+    mappings = {f"{at}.mlp.router.weight": WeightMapping((f"{block}.gate.weight",))}
     if model.moe_router_enable_expert_bias:
-        found[f"{at}.mlp.router.expert_bias"] = WeightMapping((f"{block}.gate.e_score_correction_bias",))
-    for number in range(model.num_experts):
-        own, size = f"{at}.mlp.experts.{number}", model.moe_ffn_hidden_size
-        found |= _pair(own, f"{block}.experts.{number}", names.parts, size)
+        mappings[f"{at}.mlp.router.expert_bias"] = WeightMapping((f"{block}.gate.e_score_correction_bias",))
+    for idx in range(model.num_experts):
+        expert, size = f"{at}.mlp.experts.{idx}", model.moe_ffn_hidden_size
+        mappings |= _pair(expert, f"{block}.experts.{idx}", names.parts, size)
     if model.moe_shared_expert_intermediate_size:
-        found |= _pair(f"{at}.mlp.shared_expert", shared, names.parts, model.moe_shared_expert_intermediate_size)
+        mappings |= _pair(f"{at}.mlp.shared_expert", shared, names.parts, model.moe_shared_expert_intermediate_size)
     if model.moe_shared_expert_gate:
-        found[f"{at}.mlp.shared_expert_gate.weight"] = WeightMapping((f"{shared}_gate.weight",))
-    return found
+        mappings[f"{at}.mlp.shared_expert_gate.weight"] = WeightMapping((f"{shared}_gate.weight",))
+    return mappings
 
 
 def _pair(ours: str, theirs: str, parts: tuple[str, str, str], size: int) -> dict[str, WeightMapping]:
@@ -124,18 +131,18 @@ def _pair(ours: str, theirs: str, parts: tuple[str, str, str], size: int) -> dic
 
 
 def expert_problems(names: ExpertNames, model: ModelConfig) -> Iterator[str]:
-    """Yield what of the experts of ``model`` the type cannot hold."""
+    """Yield a message for each expert setting of ``model`` that the type cannot express."""
     if not model.num_experts:
         yield "--num-experts must be above 1 there, got a dense model"
         return
-    for name, only in {**_PLAIN, **names.fixed}.items():
+    for name, required in {**_PLAIN, **names.fixed}.items():
         value = getattr(model, name)
-        if name not in names.free and value != only:
-            yield f"--{name.replace('_', '-')} must be {only} there, got {value}"
-    has = expert_layers(model.moe_layer_freq, model.num_layers)
-    if names.layers == "first" and sorted(has) != list(has):
+        if name not in names.free and value != required:
+            yield f"--{name.replace('_', '-')} must be {required} there, got {value}"
+    has_experts = expert_layers(model.moe_layer_freq, model.num_layers)
+    if names.layers == "first" and sorted(has_experts) != list(has_experts):
         yield f"the first layers are dense and no others there, got --moe-layer-freq {model.moe_layer_freq}"
-    if not names.layers and not all(has):
+    if not names.layers and not all(has_experts):
         yield f"all layers have experts there, got --moe-layer-freq {model.moe_layer_freq}"
     if names is QWEN2 and not model.moe_shared_expert_intermediate_size:
         yield "there is a shared expert there, got no --moe-shared-expert-intermediate-size"
@@ -152,66 +159,69 @@ def expert_problems(names: ExpertNames, model: ModelConfig) -> Iterator[str]:
 
 
 def expert_fields(names: ExpertNames, model: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json."""
-    has = expert_layers(model.moe_layer_freq, model.num_layers)
-    found: dict[str, Any] = {
+    """Return the expert fields of config.json."""
+    has_experts = expert_layers(model.moe_layer_freq, model.num_layers)
+    fields: dict[str, Any] = {
         names.number: model.num_experts,
         "num_experts_per_tok": model.moe_router_topk,
         names.size: model.moe_ffn_hidden_size,
     }
     if names.layers == "sparse":
-        dense = [layer for layer, own in enumerate(has) if not own]
-        found |= {
+        dense = [layer for layer, is_sparse in enumerate(has_experts) if not is_sparse]
+        fields |= {
             "decoder_sparse_step": 1,
             "mlp_only_layers": dense,
             "norm_topk_prob": not model.moe_router_pre_softmax,
         }
     if names is QWEN2:
-        found["shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size
+        fields["shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size
     if names is GLM4:
-        found |= {
-            "first_k_dense_replace": list(has).index(True),
+        fields |= {
+            "first_k_dense_replace": list(has_experts).index(True),
             "n_shared_experts": model.moe_shared_expert_intermediate_size // model.moe_ffn_hidden_size,
             "routed_scaling_factor": model.moe_router_topk_scaling_factor,
             "n_group": model.moe_router_num_groups or 1,
             "topk_group": model.moe_router_group_topk or 1,
             "norm_topk_prob": True,
         }
-    return found
+    return fields
 
 
 def expert_values(names: ExpertNames, theirs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return our fields of a config.json, and which of its settings have no counterpart."""
-    given, odd = {**names.defaults, **theirs}, []
-    number = given.get("num_local_experts") or given[names.number]  # transformers 5 saves the first of all
-    has = _layers(names, given)
-    found = {
+    """Return our fields for a config.json, and its settings that we do not support."""
+    settings, unsupported = {**names.defaults, **theirs}, []
+    # transformers 5 saves num_local_experts for every type
+    num_experts = settings.get("num_local_experts") or settings[names.number]
+    has_experts = _layers(names, settings)
+    fields = {
         **_PLAIN,
         **names.fixed,
-        "num_experts": number,
-        "moe_router_topk": given["num_experts_per_tok"],
-        "moe_ffn_hidden_size": given[names.size],
-        "moe_layer_freq": "1" if all(has) else f"[{','.join(str(int(each)) for each in has)}]",
+        "num_experts": num_experts,
+        "moe_router_topk": settings["num_experts_per_tok"],
+        "moe_ffn_hidden_size": settings[names.size],
+        "moe_layer_freq": "1"
+        if all(has_experts)
+        else f"[{','.join(str(int(is_sparse)) for is_sparse in has_experts)}]",
     }
-    if given.get("router_jitter_noise"):
-        odd.append(f"router_jitter_noise {given['router_jitter_noise']!r} (known: 0.0)")
+    if settings.get("router_jitter_noise"):
+        unsupported.append(f"router_jitter_noise {settings['router_jitter_noise']!r} (known: 0.0)")
     if names.layers == "sparse":
-        found["moe_router_pre_softmax"] = not given["norm_topk_prob"]
+        fields["moe_router_pre_softmax"] = not settings["norm_topk_prob"]
     if names is QWEN2:
-        found["moe_shared_expert_intermediate_size"] = given["shared_expert_intermediate_size"]
-        if not given.get("qkv_bias", True):
-            odd.append("qkv_bias False (known: True)")
+        fields["moe_shared_expert_intermediate_size"] = settings["shared_expert_intermediate_size"]
+        if not settings.get("qkv_bias", True):
+            unsupported.append("qkv_bias False (known: True)")
     if names is GLM4:
-        groups, kept = given["n_group"], given["topk_group"]
-        found["moe_shared_expert_intermediate_size"] = given["n_shared_experts"] * given[names.size]
-        found["moe_router_topk_scaling_factor"] = given["routed_scaling_factor"]
-        if groups > 1 and groups != kept:
-            found |= {"moe_router_num_groups": groups, "moe_router_group_topk": kept}
-        if not given["norm_topk_prob"]:
-            odd.append("norm_topk_prob False (known: True)")
-    if not any(has):
-        odd.append(f"{names.number} {number} in no layer (known: in one at least)")
-    return found, odd
+        num_groups, group_topk = settings["n_group"], settings["topk_group"]
+        fields["moe_shared_expert_intermediate_size"] = settings["n_shared_experts"] * settings[names.size]
+        fields["moe_router_topk_scaling_factor"] = settings["routed_scaling_factor"]
+        if num_groups > 1 and num_groups != group_topk:
+            fields |= {"moe_router_num_groups": num_groups, "moe_router_group_topk": group_topk}
+        if not settings["norm_topk_prob"]:
+            unsupported.append("norm_topk_prob False (known: True)")
+    if not any(has_experts):
+        unsupported.append(f"{names.number} {num_experts} in no layer (known: in one at least)")
+    return fields, unsupported
 
 
 def _layers(names: ExpertNames, given: Mapping[str, Any]) -> list[bool]:

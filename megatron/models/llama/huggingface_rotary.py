@@ -1,15 +1,15 @@
-"""Rotary positions: config.json to our settings and back.
+"""Rotary positions: conversion between config.json and our settings.
 
-transformers 5 saves one dictionary, ``rope_parameters``. Older versions saved ``rope_theta`` next to ``rope_scaling``,
-whose ``rope_type`` was first called ``type``. Gemma 3 has one set of parameters for each type of layer: nested in
+transformers 5 saves one dictionary, ``rope_parameters``. Older versions save ``rope_theta`` and ``rope_scaling``, whose
+``rope_type`` was first called ``type``. Gemma 3 has one set of parameters per layer type: nested in
 ``rope_parameters``, or ``rope_local_base_freq`` next to the older keys.
 
-A folder may hold both forms, for example after Qwen's YaRN recipe was added to a folder that transformers 5 saved.
-They are read as transformers 5 reads them (``convert_rope_params_to_dict``): a ``rope_scaling`` that is set replaces
-``rope_parameters``, the base included; in Gemma 3 it updates those of the layers without a window.
+A folder may contain both forms, for example if Qwen's YaRN recipe was added to a folder saved by transformers 5. Both
+are read as transformers 5 reads them (``convert_rope_params_to_dict``): a ``rope_scaling`` that is set replaces
+``rope_parameters``, including the base; in Gemma 3 it updates the parameters of the layers without a window.
 
-The older form is written, which every version reads and in which a ``rope_scaling`` that a user adds takes effect.
-Gemma 3 with scaled windows has no older form and is written as ``rope_parameters``.
+The older form is written: every version reads it, and a ``rope_scaling`` that a user adds to it takes effect. Gemma 3
+with scaled windows cannot be expressed in the older form and is written as ``rope_parameters``.
 """
 
 from __future__ import annotations
@@ -42,37 +42,37 @@ _MSCALES = ("mscale", "mscale_all_dim")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _BASE, _LOCAL_BASE = 10000.0, "rope_local_base_freq"
 ROTARY_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", _LOCAL_BASE})
-"""Keys of config.json that state the rotary positions."""
+"""Keys of config.json for rotary positions."""
 
 
 def rotary_fields(model: ModelConfig, *, has_local: bool, has_share: bool = False) -> dict[str, Any]:
     """Return the rotary fields of config.json.
 
     Args:
-        has_local: layers with a window have a base of their own in this model type.
-        has_share: only a share of each head may be rotated in this model type.
+        has_local: in this model type, layers with a window have a separate rotary base.
+        has_share: this model type supports rotating only a share of each head.
     """
     rope_type = {"none": "default"}.get(model.rotary_scaling, model.rotary_scaling)
     scaled = {"rope_type": rope_type, **{key: getattr(model, _SCALING[key]) for key in _OF_SCALING[rope_type]}}
     if not scaled.get("attention_factor", 1.0):
         del scaled["attention_factor"]  # transformers derives it from the factor, as we do
-    found = {"rope_theta": model.rotary_base, "rope_scaling": scaled if rope_type != "default" else None}
+    fields = {"rope_theta": model.rotary_base, "rope_scaling": scaled if rope_type != "default" else None}
     if has_share:
-        found["partial_rotary_factor"] = model.rotary_percent
+        fields["partial_rotary_factor"] = model.rotary_percent
     if has_local and model.rotary_local_base:
-        found[_LOCAL_BASE] = model.rotary_local_base
+        fields[_LOCAL_BASE] = model.rotary_local_base
     elif has_local and rope_type == "default":
-        found[_LOCAL_BASE] = model.rotary_base
+        fields[_LOCAL_BASE] = model.rotary_base
     elif has_local:
-        whole = {**scaled, "rope_theta": model.rotary_base}
-        return {"rope_parameters": {_FULL: whole, _SLIDING: {**whole}}}
-    return found
+        parameters = {**scaled, "rope_theta": model.rotary_base}
+        return {"rope_parameters": {_FULL: parameters, _SLIDING: {**parameters}}}
+    return fields
 
 
 def rotary_values(
     theirs: Mapping[str, Any], *, has_local: bool, has_windows: bool, has_share: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return our fields for a config.json, and its settings without a counterpart.
+    """Return our fields for a config.json, and its settings that we do not support.
 
     Args:
         has_windows: some layers have a window.
@@ -88,28 +88,28 @@ def rotary_values(
     share = outer_share if share is None else share
     if not has_share and share not in (None, 1.0):
         return {}, [f"partial_rotary_factor {share!r} (known: 1.0)"]
-    found, odd = _one(rope, theirs)
-    if has_share and found:
-        found["rotary_percent"] = 0.5 if share is None else float(share)
-    return found, odd
+    fields, unsupported = _one(rope, theirs)
+    if has_share and fields:
+        fields["rotary_percent"] = 0.5 if share is None else float(share)
+    return fields, unsupported
 
 
 def _global_parameters(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of all layers: ``rope_scaling`` where it is set, else ``rope_parameters``."""
+    """Return the parameters of all layers: ``rope_scaling`` if it is set, otherwise ``rope_parameters``."""
     scaling, saved = theirs.get("rope_scaling"), theirs.get("rope_parameters")
     if scaling and saved:
         base = dict(scaling).get("rope_theta") or theirs.get("rope_theta", _BASE)
-        hidden = saved.get("rope_theta")
-        if hidden is not None and hidden != base:
+        replaced_base = saved.get("rope_theta")
+        if replaced_base is not None and replaced_base != base:
             log.warn_once(
                 f"config.json: rope_scaling replaces rope_parameters, as in transformers, so the rotary base is {base} "
-                f"instead of {hidden}. To keep {hidden}, add it to rope_scaling as rope_theta"
+                f"instead of {replaced_base}. To keep {replaced_base}, add it to rope_scaling as rope_theta"
             )
     return dict(scaling or saved or {})
 
 
 def _by_layer_type(theirs: Mapping[str, Any], has_windows: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return our fields and the settings without a counterpart of a Gemma 3."""
+    """Return our fields for the config.json of a Gemma 3, and its settings that we do not support."""
     saved, scaling = theirs.get("rope_parameters") or {}, theirs.get("rope_scaling")
     full, local = dict(saved.get(_FULL) or {}), dict(saved.get(_SLIDING) or {})
     if scaling is not None:
@@ -119,52 +119,56 @@ def _by_layer_type(theirs: Mapping[str, Any], has_windows: bool) -> tuple[dict[s
     for share in (theirs.get("partial_rotary_factor"), full.get("partial_rotary_factor")):
         if share not in (None, 1.0):
             return {}, [f"partial_rotary_factor {share!r} (known: 1.0)"]
-    found, odd = _one(full, theirs)
-    if not has_windows or odd:
-        return found, odd
+    fields, unsupported = _one(full, theirs)
+    if not has_windows or unsupported:
+        return fields, unsupported
     base = float(local.get("rope_theta") or theirs.get(_LOCAL_BASE, _BASE))
     rope_type = local.get("rope_type", "default")
     if rope_type == "default":
-        is_same = found["rotary_scaling"] == "none" and found["rotary_base"] == base
-        return (found if is_same else {**found, "rotary_local_base": base}), []
-    same, odd = _one(local, {**theirs, "rope_theta": base})
-    if same != found and not odd:
-        odd = [f"rope_type {rope_type!r} of layers with a window (known: default, or all as in the others)"]
-    return same, odd
+        is_same = fields["rotary_scaling"] == "none" and fields["rotary_base"] == base
+        return (fields if is_same else {**fields, "rotary_local_base": base}), []
+    local_fields, unsupported = _one(local, {**theirs, "rope_theta": base})
+    if local_fields != fields and not unsupported:
+        unsupported = [f"rope_type {rope_type!r} of layers with a window (known: default, or all as in the others)"]
+    return local_fields, unsupported
 
 
 def _one(rope: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return our fields of one set of their parameters, and what of them has no counterpart."""
-    given = {key: value for key, value in rope.items() if value is not None}
-    kind = given.pop("rope_type", given.pop("type", "default"))
-    given.pop("type", None)
-    base = given.pop("rope_theta", theirs.get("rope_theta", _BASE))
-    if kind not in _OF_SCALING:
-        return {}, [f"rope_type {kind!r} (known: {', '.join(_OF_SCALING)})"]
-    neutral = {"partial_rotary_factor": 1.0, **({"truncate": True} if kind == "yarn" else {})}
-    set_aside = {key: given.pop(key, only) for key, only in neutral.items()}
-    odd = [f"{key} {value!r} (known: {neutral[key]!r})" for key, value in set_aside.items() if value != neutral[key]]
-    if kind == "yarn":
-        _resolve_mscale(given)
-    odd += [f"{key} of rope_type {kind!r}" for key in given if key not in _OF_SCALING[kind]]
-    odd += [
-        f"rope_type {kind!r} without {key}" for key in _OF_SCALING[kind] if key not in given and key not in _MAY_LACK
+    """Return our fields for one set of rotary parameters, and its settings that we do not support."""
+    parameters = {key: value for key, value in rope.items() if value is not None}
+    rope_type = parameters.pop("rope_type", parameters.pop("type", "default"))
+    parameters.pop("type", None)
+    base = parameters.pop("rope_theta", theirs.get("rope_theta", _BASE))
+    if rope_type not in _OF_SCALING:
+        return {}, [f"rope_type {rope_type!r} (known: {', '.join(_OF_SCALING)})"]
+    ignored = {"partial_rotary_factor": 1.0, **({"truncate": True} if rope_type == "yarn" else {})}
+    set_aside = {key: parameters.pop(key, default) for key, default in ignored.items()}
+    unsupported = [
+        f"{key} {value!r} (known: {ignored[key]!r})" for key, value in set_aside.items() if value != ignored[key]
     ]
-    if odd:
-        return {}, odd
-    if _LENGTH in _OF_SCALING[kind]:
-        given.setdefault(_LENGTH, theirs.get(_LENGTH) or theirs.get("max_position_embeddings", 2048))
-    scaled = {_SCALING[key]: given[key] for key in _OF_SCALING[kind] if key in given}
-    return {"rotary_base": float(base), "rotary_scaling": {"default": "none"}.get(kind, kind), **scaled}, []
+    if rope_type == "yarn":
+        _resolve_mscale(parameters)
+    unsupported += [f"{key} of rope_type {rope_type!r}" for key in parameters if key not in _OF_SCALING[rope_type]]
+    unsupported += [
+        f"rope_type {rope_type!r} without {key}"
+        for key in _OF_SCALING[rope_type]
+        if key not in parameters and key not in _MAY_LACK
+    ]
+    if unsupported:
+        return {}, unsupported
+    if _LENGTH in _OF_SCALING[rope_type]:
+        parameters.setdefault(_LENGTH, theirs.get(_LENGTH) or theirs.get("max_position_embeddings", 2048))
+    scaled = {_SCALING[key]: parameters[key] for key in _OF_SCALING[rope_type] if key in parameters}
+    return {"rotary_base": float(base), "rotary_scaling": {"default": "none"}.get(rope_type, rope_type), **scaled}, []
 
 
 def _resolve_mscale(given: dict[str, Any]) -> None:
-    """Put the attention factor that follows from both of DeepSeek's ``mscale`` into ``given``; one alone says nothing.
+    """Replace DeepSeek's keys ``mscale`` and ``mscale_all_dim`` in ``given`` by the attention factor, if both are set.
 
     Source: ``_compute_yarn_parameters`` of transformers.
     """
-    one, other = (given.pop(key, None) for key in _MSCALES)
+    mscale, mscale_all_dim = (given.pop(key, None) for key in _MSCALES)
     factor = given.get("factor")
-    if one and other and factor and "attention_factor" not in given:
+    if mscale and mscale_all_dim and factor and "attention_factor" not in given:
         log_factor = 0.1 * math.log(factor) if factor > 1 else 0.0
-        given["attention_factor"] = (one * log_factor + 1.0) / (other * log_factor + 1.0)
+        given["attention_factor"] = (mscale * log_factor + 1.0) / (mscale_all_dim * log_factor + 1.0)

@@ -1,1 +1,1 @@
-"""MPT: its section, checks and line (config.py), and the parts that are its own."""
+"""The MPT family: its entry in the registry (config.py) and its Hugging Face format."""

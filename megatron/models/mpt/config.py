@@ -1,4 +1,4 @@
-"""MPT: biases of attention that fall with the distance in place of positions, norms that do not shift; its line."""
+"""MPT: the decoder with ALiBi instead of position embeddings, and norms without a bias."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.config.family import FamilyConfig, ModelFamily
 
 @dataclass(frozen=True, kw_only=True)
 class MptConfig(FamilyConfig):
-    """A decoder with linear biases on its attention (ALiBi); there are no other biases, in norms neither."""
+    """The decoder with linear attention biases (ALiBi); it has no other biases, not even in norms."""
 
     DEFAULTS: ClassVar = {
         "position_embedding_type": ALIBI,

@@ -1,6 +1,6 @@
-"""MPT weights and settings from Hugging Face's ``MptForCausalLM`` and back, bit for bit.
+"""Bit-exact conversion of MPT weights and settings to and from Hugging Face's ``MptForCausalLM``.
 
-| ours | theirs | change |
+| ours | Hugging Face | change |
 |---|---|---|
 | embedding.word.weight [v, h] | transformer.wte.weight | |
 | layers.{i}.input_norm.weight | transformer.blocks.{i}.norm_1.weight | |
@@ -11,17 +11,17 @@
 | final_norm.weight | transformer.norm_f.weight | |
 | head.weight (only when untied) | lm_head.weight | |
 
-What their model does with its settings, and we with them:
+Effect of settings in config.json on the Hugging Face model and on ours:
 
-| setting | their model | here |
+| setting | Hugging Face model | our model |
 |---|---|---|
-| alibi_bias_max | takes 8, whatever it says | as it says, as MosaicML's own program does; ``prepare`` tells theirs |
-| attn_pdrop | drops by it everywhere; must be a whole number | 0, and ``attention_dropout`` beside it says our rate |
-| resid_pdrop, emb_pdrop | not looked at | our hidden_dropout |
-| expansion_ratio | takes 4, whatever it says | must be 4 |
-| alibi false, learned_pos_emb without alibi, no_bias false, logit_scale | not looked at | refused |
-| prefix_lm, qk_ln, attn_uses_sequence_id, softmax_scale | only the last is | refused |
-| norm_type rmsnorm, rope, sliding_window_size, ffn_config | not looked at | refused |
+| alibi_bias_max | ignored, always 8 | used, as in MosaicML's program; ``prepare`` sets it in the Hugging Face model |
+| attn_pdrop | dropout rate everywhere; must be an integer | written as 0; ``attention_dropout`` holds our rate |
+| resid_pdrop, emb_pdrop | ignored | our hidden_dropout |
+| expansion_ratio | ignored, always 4 | must be 4 |
+| alibi false, learned_pos_emb without alibi, no_bias false, logit_scale | ignored | rejected |
+| prefix_lm, qk_ln, attn_uses_sequence_id, softmax_scale | only softmax_scale is used | rejected |
+| norm_type rmsnorm, rope, sliding_window_size, ffn_config | ignored | rejected |
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LAYER = {
 }
 _WORD = "transformer.wte.weight"
 _FIXED = {"no_bias": True, "logit_scale": None, "embedding_fraction": 1.0, "expansion_ratio": 4}
-_NORMS = ("low_precision_layernorm", "layernorm")  # one and the same but for the format in which it is computed
+_NORMS = ("low_precision_layernorm", "layernorm")  # differ only in the dtype of the computation
 _FIXED_IN_ATTENTION = {
     "alibi": True,
     "attn_type": "multihead_attention",
@@ -54,27 +54,29 @@ _FIXED_IN_ATTENTION = {
     "qk_ln": False,
     "attn_uses_sequence_id": False,
 }
-_NOT_IN_ATTENTION = {"rope": False, "sliding_window_size": -1}  # which files of MosaicML's program may have
+_NOT_IN_ATTENTION = {"rope": False, "sliding_window_size": -1}  # may be present in files of MosaicML's program
 
 
 def recipes(config: Config) -> dict[str, WeightMapping]:
-    """Return how each of our weights is made of theirs."""
-    found = {
+    """Return the mapping of each of our weights, by name."""
+    mappings = {
         "embedding.word.weight": WeightMapping((_WORD,)),
         "final_norm.weight": WeightMapping(("transformer.norm_f.weight",)),
     }
     for i in range(config.model.num_layers):
         for ours, theirs in _LAYER.items():
-            found[f"layers.{i}.{ours}.weight"] = WeightMapping((f"transformer.blocks.{i}.{theirs}.weight",))
+            mappings[f"layers.{i}.{ours}.weight"] = WeightMapping((f"transformer.blocks.{i}.{theirs}.weight",))
         packed = f"layers.{i}.attention.query_key_value.weight"
-        found[packed] = WeightMapping(found[packed].names, blocks=config.model.num_attention_heads, parts_in_one=3)
+        mappings[packed] = WeightMapping(
+            mappings[packed].names, blocks=config.model.num_attention_heads, parts_in_one=3
+        )
     if config.model.untie_embeddings:
-        found["head.weight"] = WeightMapping(("lm_head.weight",))
-    return found
+        mappings["head.weight"] = WeightMapping(("lm_head.weight",))
+    return mappings
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield what of ``config`` has no form there."""
+    """Yield a message for each setting of ``config`` that the format cannot express."""
     model = config.model
     fixed = {"position_embedding_type": "alibi", "norm_bias": False, "num_query_groups": model.num_attention_heads}
     yield from other_settings(model, fixed, free=("clip_qkv",))
@@ -95,7 +97,7 @@ def problems(config: Config) -> Iterator[str]:
 
 
 def fields(config: Config) -> dict[str, Any]:
-    """Return config.json of ``config``."""
+    """Return the contents of config.json for ``config``."""
     model = config.model
     return {
         "architectures": ["MptForCausalLM"],
@@ -125,25 +127,29 @@ def fields(config: Config) -> dict[str, Any]:
 
 
 def values(theirs: dict[str, Any]) -> dict[str, Any]:
-    """Return flat fields of our configuration of their config.json.
+    """Convert the contents of a config.json to our settings, by field name (without sections).
 
     Raises:
-        CheckpointError: listing the settings that our MPT does not have.
+        CheckpointError: a setting is not supported; the message lists all of them.
     """
     attention = {key: value for key, value in (theirs.get("attn_config") or {}).items() if value is not None}
     size, heads = theirs["d_model"], theirs["n_heads"]
-    found = list(_differences(theirs, _FIXED))
-    found += [f"attn_config.{each}" for each in _differences(attention, _FIXED_IN_ATTENTION | _NOT_IN_ATTENTION)]
+    unsupported = list(_differences(theirs, _FIXED))
+    unsupported += [
+        f"attn_config.{difference}" for difference in _differences(attention, _FIXED_IN_ATTENTION | _NOT_IN_ATTENTION)
+    ]
     if theirs.get("norm_type", _NORMS[0]) not in _NORMS:
-        found.append(f"norm_type {theirs['norm_type']!r} (known: {', '.join(_NORMS)})")
+        unsupported.append(f"norm_type {theirs['norm_type']!r} (known: {', '.join(_NORMS)})")
     forward = {key: value for key, value in (theirs.get("ffn_config") or {}).items() if value is not None}
     if {key: value for key, value in forward.items() if key != "fc_type"} not in ({}, {"ffn_type": "mptmlp"}):
-        found.append(f"ffn_config {forward!r} (known: ffn_type 'mptmlp' alone)")
-    scale, usual = attention.get("softmax_scale"), (size / heads) ** -0.5
-    if scale is not None and abs(scale - usual) > 1e-6 * usual:
-        found.append(f"attn_config.softmax_scale {scale} (known: {usual:.6g}, one over the root of the head size)")
-    if found:
-        raise CheckpointError(f"our MPT has no counterpart of these settings: {'; '.join(found)}")
+        unsupported.append(f"ffn_config {forward!r} (known: ffn_type 'mptmlp' alone)")
+    scale, default = attention.get("softmax_scale"), (size / heads) ** -0.5
+    if scale is not None and abs(scale - default) > 1e-6 * default:
+        unsupported.append(
+            f"attn_config.softmax_scale {scale} (known: {default:.6g}, one over the root of the head size)"
+        )
+    if unsupported:
+        raise CheckpointError(f"our MPT has no counterpart of these settings: {'; '.join(unsupported)}")
     return {
         "num_layers": theirs["n_layers"],
         "hidden_size": size,
@@ -162,7 +168,7 @@ def values(theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def prepare(theirs: Any, config: Config) -> None:
-    """Let their model take the ``alibi_bias_max`` of its configuration, in place of 8."""
+    """Use the configured ``alibi_bias_max`` in the Hugging Face model instead of 8."""
     make = theirs.transformer.build_mpt_alibi_tensor
 
     def build_mpt_alibi_tensor(*args: Any, **named: Any) -> torch.Tensor:
@@ -172,9 +178,9 @@ def prepare(theirs: Any, config: Config) -> None:
 
 
 def _differences(given: dict[str, Any], fixed: dict[str, Any]) -> Iterator[str]:
-    for key, only in fixed.items():
-        if given.get(key, only) != only:
-            yield f"{key} {given[key]!r} (known: {only!r})"
+    for key, required in fixed.items():
+        if given.get(key, required) != required:
+            yield f"{key} {given[key]!r} (known: {required!r})"
 
 
 FORMAT = HFFormat(
@@ -184,7 +190,7 @@ FORMAT = HFFormat(
     values=values,
     **by_recipes(recipes),
     word=_WORD,
-    allowed=1e-5,  # their softmax is in fp32
+    allowed=1e-5,  # Hugging Face computes the softmax in fp32
     our_logits=lambda model, tokens: model(tokens).transpose(0, 1),
     prepare=prepare,
 )

@@ -1,1 +1,1 @@
-"""T5: its section, checks and line (config.py), and the parts that are its own."""
+"""The T5 family: its entry in the registry (config.py), model, pipeline, data, costs and Hugging Face format."""

@@ -1,4 +1,4 @@
-"""T5Config, its checks, order of units, FAMILY."""
+"""T5Config, its checks, the order of T5's units, and FAMILY."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from megatron.config.model import ModelConfig
 from megatron.config.option import option
 from megatron.models.t5 import spans
 
-# What T5 adds: two lengths, two heights, positions, spans, and where the pipeline's seam is; its checks and line.
+# The settings of T5: lengths and layers of both sides, positions, spans, and the pipeline split.
 
 _option = partial(option, elsewhere="it is for T5; use pretrain_t5.py, or leave it out")
 _length = partial(option, elsewhere="it is for encoder-decoders; use pretrain_t5.py, or --seq-length here")
 _layers = partial(option, elsewhere="it is for encoder-decoders; use pretrain_t5.py, or --num-layers here")
 
 OF_RELATIVE = ("relative_attention_num_buckets", "relative_attention_max_distance")
-"""Fields that act on relative positions only."""
+"""Fields that only affect relative positions."""
 SHORT_SPANS = ("noise_density", "mean_span_length")
-"""Fields that act on the denoiser R only."""
+"""Fields that only affect the denoiser R."""
 SPANS = (*SHORT_SPANS, "denoisers")
-"""Fields that act where spans are cut out when a text is read."""
+"""Fields of span corruption. They have no effect on CPM's three-file sets, whose spans are fixed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class T5Config(FamilyConfig):
-    """Encoder, decoder, and the spans between them; a size of 0 is derived when the whole Config is made."""
+    """Settings of encoder, decoder and spans; sizes of 0 are derived from other settings in ``resolved``."""
 
     KIND: ClassVar = "encoder-decoder"
     ADVICE: ClassVar = {
@@ -59,7 +59,7 @@ class T5Config(FamilyConfig):
         "relative_attention_max_distance",
     )
     REFITTED: ClassVar = ("relative_attention_max_distance",)
-    NO_IDENTITY: ClassVar = ("num_layers",)  # the numbers of layers of the sides stand for it
+    NO_IDENTITY: ClassVar = ("num_layers",)  # replaced by the numbers of layers of both sides
     SIDES: ClassVar = ("enc_layers", "dec_layers")
     READS_SPAN_FILES: ClassVar = True
 
@@ -110,22 +110,30 @@ class T5Config(FamilyConfig):
 
     @property
     def kinds(self) -> tuple[spans.Denoiser, ...]:
-        """The denoisers; ValueError where the text cannot be read."""
+        """The denoisers parsed from ``denoisers``.
+
+        Raises:
+            ValueError: the flag is malformed.
+        """
         return spans.parse_denoisers(self.denoisers, self.noise_density, self.mean_span_length)
 
     @property
     def raw_length(self) -> int:
-        """Tokens of text that become one sample; ValueError where no text has inputs of ``enc_seq_length``."""
+        """Number of text tokens per sample, before spans are cut out.
+
+        Raises:
+            ValueError: no text length leads to inputs of ``enc_seq_length`` tokens.
+        """
         return spans.raw_length(self.enc_seq_length, self.kinds)
 
     @property
     def longest_target(self) -> int:
-        """Tokens that the decoder needs: the longest target over the denoisers."""
+        """Minimum ``dec_seq_length``: the longest target over the denoisers."""
         return spans.longest_target(self.raw_length, self.kinds)
 
     @property
     def most_spans(self) -> int:
-        """Masked spans that a sample can have: the sentinels that its tokens must have."""
+        """Maximum number of masked spans per sample, the number of sentinels required."""
         return spans.most_spans(self.raw_length, self.kinds)
 
     def summary(self, model: ModelConfig) -> str:
@@ -141,33 +149,33 @@ class T5Config(FamilyConfig):
         return self.raw_length
 
     def has_segments(self, reset_attention_mask: bool) -> bool:
-        """Return whether batches carry segments: documents are kept apart, or inputs are padded.
+        """Return True if batches have segments: documents are kept apart, or inputs are padded.
 
-        The inputs of a single kind fill ``enc_seq_length`` exactly; those of several kinds differ in length.
+        With one denoiser, inputs fill ``enc_seq_length`` exactly; with several, their lengths differ.
         """
         return reset_attention_mask or spans.has_modes(self.kinds)
 
     def resolved(self, model: ModelConfig, data: DataConfig) -> T5Config:
-        """Return this section with the numbers that follow from others; what cannot be computed stays 0.
+        """Return this section with derived sizes filled in; sizes that cannot be computed stay 0.
 
-        The targets of a set in three files have no longest one.
+        The longest target is unknown for CPM's three-file sets; ``enc_seq_length`` is used for them.
         """
-        longest = self.dec_seq_length
-        if not longest:
+        dec_seq_length = self.dec_seq_length
+        if not dec_seq_length:
             try:
-                from_sets = self.enc_seq_length if data.flag_of_set else 0
-                longest = max(from_sets, self.longest_target if data.cuts_spans else 0)
-            except ValueError:  # told by check()
-                longest = 0
+                length_for_sets = self.enc_seq_length if data.flag_of_set else 0
+                dec_seq_length = max(length_for_sets, self.longest_target if data.cuts_spans else 0)
+            except ValueError:  # reported by check()
+                dec_seq_length = 0
         return replace(
             self,
             enc_layers=self.enc_layers or model.num_layers,
             dec_layers=self.dec_layers or model.num_layers,
-            dec_seq_length=longest,
+            dec_seq_length=dec_seq_length,
         )
 
     def problems(self) -> Iterator[str]:
-        """Yield what cannot be, looking at this section alone."""
+        """Yield problems within this section."""
         buckets = self.relative_attention_num_buckets
         if buckets % 2:
             yield (
@@ -176,14 +184,14 @@ class T5Config(FamilyConfig):
             )
 
     def model_problems(self, config: Config) -> Iterator[str]:
-        """Yield positions that a T5 has not, and a table of biases of which rows would be for no distance."""
-        kind, buckets = config.model.position_embedding_type, self.relative_attention_num_buckets
-        if kind not in (RELATIVE, LEARNED):
+        """Yield problems of the position embedding: an unsupported type, or unused rows of the bias table."""
+        positions, buckets = config.model.position_embedding_type, self.relative_attention_num_buckets
+        if positions not in (RELATIVE, LEARNED):
             yield (
-                f"--position-embedding-type must be relative (T5) or learned (CPM's T5), got {kind}: an encoder and "
-                "its decoder have no others. Use one of these"
+                f"--position-embedding-type must be relative (T5) or learned (CPM's T5), got {positions}: an encoder "
+                "and its decoder have no others. Use one of these"
             )
-        if kind == RELATIVE and self.relative_attention_max_distance <= buckets // 2:
+        if positions == RELATIVE and self.relative_attention_max_distance <= buckets // 2:
             yield (
                 "--relative-attention-max-distance must exceed half of --relative-attention-num-buckets, got "
                 f"{self.relative_attention_max_distance} and {buckets}: shorter distances have a row each. "
@@ -244,7 +252,11 @@ class T5Config(FamilyConfig):
             )
 
     def _fixed_span_problems(self, config: Config, fixed: str) -> Iterator[str]:
-        """Yield what ``fixed``, a set in three files, cannot have: its spans are cut, no target is too long for it."""
+        """Yield a problem for each setting that conflicts with fixed spans.
+
+        Args:
+            fixed: description of the three-file set that fixes the spans, for messages.
+        """
         named = _flags(config, SPANS)
         if named and not config.data.cuts_spans:
             yield (
@@ -257,10 +269,10 @@ class T5Config(FamilyConfig):
             yield str(error).removesuffix(".")
         else:
             if has_several and ("denoisers" not in config.given or config.data.cuts_spans):
-                got, cure = f"{self.denoisers} in the defaults", "Take it out of them"
+                value, remedy = f"{self.denoisers} in the defaults", "Take it out of them"
                 if "denoisers" in config.given:
-                    got, cure = self.denoisers, "Leave it out"
-                yield f"--denoisers must be one kind for {fixed}, got {got}. {cure}, or give ordinary token files"
+                    value, remedy = self.denoisers, "Leave it out"
+                yield f"--denoisers must be one kind for {fixed}, got {value}. {remedy}, or give ordinary token files"
         if self.enc_seq_length < 2:
             yield f"--enc-seq-length must be at least 2, a token and the end, got {self.enc_seq_length}. Raise it"
 
@@ -337,9 +349,9 @@ FAMILY = ModelFamily(
 
 
 class T5LayerOrder(NamedTuple):
-    """The number of each unit of a T5 in the list that is cut into stages: a side's embedding, layers and norm; head.
+    """Unit indices in the list that is split into stages: embedding, layers and norm of each side, then the head.
 
-    What lies between ``enc_norm`` and ``dec_embedding`` is the seam.
+    The boundary between encoder and decoder is between ``enc_norm`` and ``dec_embedding``.
     """
 
     enc_embedding: int
@@ -352,7 +364,7 @@ class T5LayerOrder(NamedTuple):
 
 
 def t5_units(enc_layers: int, dec_layers: int) -> T5LayerOrder:
-    """Return where the units of a T5 with so many layers on each side are."""
-    encoder, seam = range(1, 1 + enc_layers), enc_layers + 2
-    decoder = range(seam + 1, seam + 1 + dec_layers)
-    return T5LayerOrder(0, encoder, encoder.stop, seam, decoder, decoder.stop, decoder.stop + 1)
+    """Return the unit indices of a T5 with this many layers per side."""
+    encoder, dec_embedding = range(1, 1 + enc_layers), enc_layers + 2
+    decoder = range(dec_embedding + 1, dec_embedding + 1 + dec_layers)
+    return T5LayerOrder(0, encoder, encoder.stop, dec_embedding, decoder, decoder.stop, decoder.stop + 1)

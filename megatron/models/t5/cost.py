@@ -1,17 +1,20 @@
-"""What a T5 costs. Its units: encoder embedding, Le layers and norm; decoder embedding, Ld layers and norm; head.
+"""Costs of a T5: parameters, FLOPs, memory and work per unit.
 
-| unit | FLOPs of a sample, forward |
+The units are the encoder's embedding, Le layers and norm, the decoder's embedding, Ld layers and norm, and the head.
+
+| unit | forward FLOPs of a sample |
 |---|---|
 | encoder layer | s_e (8 h a d + 4 h f) + 4 s_e^2 a d |
 | decoder layer | s_d (8 h a d + 4 h f) + 4 s_d^2 a d |
 | its cross attention | 4 s_d h a d + 4 s_e h a d + 4 s_d s_e a d |
 | head | 2 s_d h v |
 
-A gated feed-forward layer has 6 h f in place of 4 h f. Scores count in full, though the decoder's are causal. At equal
-lengths a decoder layer costs 1.4 to 1.5 encoder layers, at 512 and 114 tokens 0.4.
+A gated feed-forward layer has 6 h f instead of 4 h f. Scores are counted in full, although the decoder's are causal. At
+equal lengths, a decoder layer costs 1.4 to 1.5 times as much as an encoder layer; with 512 encoder tokens and 114
+decoder tokens, 0.4 times as much.
 
-The word table is shared by both embeddings and a tied head, the position table by both embeddings, a relative bias
-table by all layers of its side: each stage that has any of them holds it once.
+The word table is shared by both embeddings and a tied head, the position table by both embeddings, and a relative bias
+table by all layers of its side. A stage with any of these units holds the table once.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from tds.schedule import LOOP
 
 
 class Sides(Protocol):
-    """What is read of the two sides; ``T5Config`` has it."""
+    """Attributes of ``T5Config`` on which the costs depend."""
 
     @property
     def enc_layers(self) -> int: ...
@@ -48,12 +51,14 @@ class Sides(Protocol):
 
 @dataclass(frozen=True)
 class T5Costs(Costs):
-    """The costs of a T5 of ``sizes`` (``num_layers`` is not read) with the two ``sides``.
+    """Costs of a T5.
 
     Args:
-        has_segments: batches carry segments, so that each sample has a mask of its own.
-        mask_bytes: of an element of a mask of hidden dropout; 0: nothing is dropped.
-        is_blocked: attention in 32 bits and more goes block by block, as on a CPU without dropout of attention.
+        sizes: dimensions of the layers; ``num_layers`` is not used.
+        sides: numbers of layers and sequence lengths of encoder and decoder.
+        has_segments: batches have segments, so each sample has a mask.
+        mask_bytes: bytes per element of a hidden dropout mask; 0 without dropout.
+        is_blocked: attention in 32 bits or more is computed in blocks, as on a CPU without attention dropout.
     """
 
     sizes: ModelDimensions
@@ -65,8 +70,8 @@ class T5Costs(Costs):
 
     @property
     def unit_names(self) -> list[str]:
-        encoder = [f"encoder {number}" for number in range(self.sides.enc_layers)]
-        decoder = [f"decoder {number}" for number in range(self.sides.dec_layers)]
+        encoder = [f"encoder {idx}" for idx in range(self.sides.enc_layers)]
+        decoder = [f"decoder {idx}" for idx in range(self.sides.dec_layers)]
         return [
             *("encoder embedding", *encoder, "encoder norm"),
             *("decoder embedding", *decoder, "decoder norm", "head"),
@@ -75,8 +80,8 @@ class T5Costs(Costs):
     @property
     def unit_costs(self) -> list[float]:
         enc, dec = self._layer_flops()
-        read = ELEMENTWISE * self.sizes.hidden_size
-        ends = self.sides.enc_seq_length * read / enc, self.sides.dec_seq_length * read / enc
+        elementwise = ELEMENTWISE * self.sizes.hidden_size
+        ends = self.sides.enc_seq_length * elementwise / enc, self.sides.dec_seq_length * elementwise / enc
         head = self.sides.dec_seq_length * decoder_cost.head_cost(self.sizes) / enc
         encoder = [ends[0], *[1.0] * self.sides.enc_layers, ends[0]]
         return [*encoder, ends[1], *[dec / enc] * self.sides.dec_layers, ends[1], head]
@@ -123,16 +128,19 @@ class T5Costs(Costs):
         ]
 
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
-        """A decoder layer sums three times; back also the gradient of the encoder's output, which it reads."""
+        """See ``Costs``.
+
+        A decoder layer has three all-reduces, plus one in backward for the gradient of the encoder's output.
+        """
         sizes, sides, h = self.sizes, self.sides, self.sizes.hidden_size
         enc, dec = samples * sides.enc_seq_length, samples * sides.dec_seq_length
-        read, written = enc * h * width, dec * h * width
+        enc_bytes, dec_bytes = enc * h * width, dec * h * width
         encoder = Work(
             products=decoder_cost.layer_products(sizes, enc, tensor),
             core=self._scores(samples, tensor, sides.enc_seq_length, sides.enc_seq_length),
             operations=OPERATIONS["layer"],
-            sums=(read,) * 2,
-            back=(read,) * 2,
+            sums=(enc_bytes,) * 2,
+            back=(enc_bytes,) * 2,
         )
         decoder = Work(
             products=(*decoder_cost.layer_products(sizes, dec, tensor), *self._cross_products(dec, enc, tensor)),
@@ -141,37 +149,40 @@ class T5Costs(Costs):
                 *self._scores(samples, tensor, sides.dec_seq_length, sides.enc_seq_length),
             ),
             operations=OPERATIONS["decoder"],
-            sums=(written,) * 3,
-            back=(written,) * 3 + (read,),
+            sums=(dec_bytes,) * 3,
+            back=(dec_bytes,) * 3 + (enc_bytes,),
         )
         norm = Work(operations=OPERATIONS["norm"])
-        embeddings = [Work(operations=OPERATIONS["embedding"], sums=(size,)) for size in (read, written)]
+        embeddings = [Work(operations=OPERATIONS["embedding"], sums=(size,)) for size in (enc_bytes, dec_bytes)]
         head = Work(
             products=(Product(dec, h, -(-known_vocab_size(sizes) // tensor)),),
             operations=OPERATIONS["head"],
             sums=(4 * dec,) * 3,
-            back=(written,),
+            back=(dec_bytes,),
         )
         encoders, decoders = [encoder] * sides.enc_layers, [decoder] * sides.dec_layers
         return [embeddings[0], *encoders, norm, embeddings[1], *decoders, norm, head]
 
     def boundary_bytes(self, bound: int, samples: int, width: int) -> int:
-        """Behind the seam the encoder's output goes with the decoder's hidden state; at it, alone."""
+        """Return the bytes of the tensors sent to the stage that starts with unit ``bound``.
+
+        These are the encoder's hidden states or output and, after the decoder's embedding, the decoder's hidden states.
+        """
         of_token = samples * self.sizes.hidden_size * width
         enc, dec = self.sides.enc_seq_length * of_token, self.sides.dec_seq_length * of_token
         return enc + (dec if bound > self._units.dec_embedding else 0)
 
     def _cross_products(self, queries: int, keys: int, tensor: int) -> tuple[Product, ...]:
         h, width = self.sizes.hidden_size, decoder_cost.attention_width(self.sizes) // tensor
-        entering = Product(queries, h, width, is_column=True), Product(keys, h, 2 * width, is_column=True)
-        return *entering, Product(queries, width, h)
+        column_products = Product(queries, h, width, is_column=True), Product(keys, h, 2 * width, is_column=True)
+        return *column_products, Product(queries, width, h)
 
     def _scores(self, samples: int, tensor: int, queries: int, keys: int) -> tuple[Product, ...]:
-        number = samples * self.sizes.num_attention_heads / tensor
-        return scores(queries, keys, self.sizes.kv_hidden_size, number)
+        num_heads = samples * self.sizes.num_attention_heads / tensor
+        return scores(queries, keys, self.sizes.kv_hidden_size, num_heads)
 
     def shared_kept(self, samples: int, tensor: int, width: int) -> list[Shared]:
-        """The encoder's output, which all decoder layers of a piece read."""
+        """Return the bytes of the encoder's output, which all decoder layers of a chunk share."""
         output = samples * self.sides.enc_seq_length * self.sizes.hidden_size * width
         return [Shared(output, tuple(self._units.dec_layers))]
 
@@ -183,35 +194,35 @@ class T5Costs(Costs):
         return loss_bytes(self.sizes, tokens, tensor, width, forwards=forwards, is_on_cpu=self.is_on_cpu)
 
     def stage_bounds(self, stages: int, chunks: int = 1, placement: str = LOOP) -> list[int]:
-        """As ``Costs`` says; with ``pipeline_split_rank`` the decoder's embedding is the first unit of that stage."""
+        """See ``Costs``; with ``pipeline_split_rank`` the decoder's embedding is the first unit of that stage."""
         enc_layers, rank = self.sides.enc_layers, self.sides.pipeline_split_rank
         if stages == 1:
             return [0, self.num_units]
         layers = self._costs_by_layer()
         if chunks > 1:
-            cut = partition_balanced_chunks(layers, stages, chunks, placement)
+            bounds = partition_balanced_chunks(layers, stages, chunks, placement)
         elif rank:
             decoder = partition_balanced(layers[enc_layers:], stages - rank)
-            cut = [*partition_balanced(layers[:enc_layers], rank)[:-1], *[enc_layers + bound for bound in decoder]]
+            bounds = [*partition_balanced(layers[:enc_layers], rank)[:-1], *[enc_layers + bound for bound in decoder]]
         else:
-            cut = partition_balanced(layers, stages)
-        return [0, *[self._unit_before(layer) for layer in cut[1:-1]], self.num_units]
+            bounds = partition_balanced(layers, stages)
+        return [0, *[self._unit_before(layer) for layer in bounds[1:-1]], self.num_units]
 
     @property
     def _units(self) -> T5LayerOrder:
         return t5_units(self.sides.enc_layers, self.sides.dec_layers)
 
     def _unit_before(self, layer: int) -> int:
-        """Return the first unit of a piece that begins with ``layer``, counted over both sides."""
-        units, of_decoder = self._units, layer - self.sides.enc_layers
-        if of_decoder < 0:
+        """Return the first unit of a chunk that starts with ``layer``, an index over the layers of both sides."""
+        units, dec_layer = self._units, layer - self.sides.enc_layers
+        if dec_layer < 0:
             return units.enc_layers[layer]
-        return units.dec_layers[of_decoder] if of_decoder else units.dec_embedding
+        return units.dec_layers[dec_layer] if dec_layer else units.dec_embedding
 
     def _costs_by_layer(self) -> list[float]:
-        """Return the cost of each layer of both sides, with the units that always lie beside it."""
-        costs, seam = self.unit_costs, self._units.dec_embedding
-        encoder, decoder = costs[:seam], costs[seam:-1]
+        """Return the cost of each layer of both sides, including the other units that are always on the same stage."""
+        costs, dec_embedding = self.unit_costs, self._units.dec_embedding
+        encoder, decoder = costs[:dec_embedding], costs[dec_embedding:-1]
         decoder[-1] += costs[-1]  # the head follows the decoder's norm
         layers = []
         for first, *inner, last in (encoder, decoder):
@@ -221,56 +232,59 @@ class T5Costs(Costs):
         return layers
 
     def _layer_flops(self) -> tuple[int, int]:
-        """Return the forward FLOPs of a sample in an encoder layer and in a decoder layer."""
+        """Return the forward FLOPs per sample of an encoder layer and of a decoder layer."""
         enc, dec = self.sides.enc_seq_length, self.sides.dec_seq_length
-        width, own = decoder_cost.attention_width(self.sizes), decoder_cost.projections_flops(self.sizes)
-        of_token = own + decoder_cost.feed_forward_flops(self.sizes)
-        cross = (dec + enc) * own // 2 + 4 * dec * enc * width
-        return enc * of_token + 4 * enc * enc * width, dec * of_token + 4 * dec * dec * width + cross
+        width, projections = decoder_cost.attention_width(self.sizes), decoder_cost.projections_flops(self.sizes)
+        per_token = projections + decoder_cost.feed_forward_flops(self.sizes)
+        cross = (dec + enc) * projections // 2 + 4 * dec * enc * width
+        return enc * per_token + 4 * enc * enc * width, dec * per_token + 4 * dec * dec * width + cross
 
     def _encoder_kept(self, samples: int, tensor: int, width: int, sequence: int, is_joined: bool) -> Kept:
         h, length, heads = self.sizes.hidden_size, self.sides.enc_seq_length, decoder_cost.attention_width(self.sizes)
-        whole = decoder_cost.between_bytes(2 * h * width, 2 * h * self.mask_bytes, sequence, is_joined=is_joined)
-        cut = (4 * heads + decoder_cost.feed_forward_kept(self.sizes)) * width
+        unsharded = decoder_cost.between_bytes(2 * h * width, 2 * h * self.mask_bytes, sequence, is_joined=is_joined)
+        sharded = (4 * heads + decoder_cost.feed_forward_kept(self.sizes)) * width
         tokens = samples * length
-        own = self._scores_kept(samples, length, length, tensor, width)
-        return Kept(tokens * (whole + cut // tensor) + own, tokens * h * width // sequence)
+        self_scores = self._scores_kept(samples, length, length, tensor, width)
+        return Kept(tokens * (unsharded + sharded // tensor) + self_scores, tokens * h * width // sequence)
 
     def _decoder_kept(self, samples: int, tensor: int, width: int, sequence: int, is_joined: bool) -> Kept:
-        """Three parts read the decoder's side; keys and values of cross attention are as long as the encoder's."""
+        """Return the bytes of the activations that a decoder layer saves for backward.
+
+        The hidden states are the input of three blocks. Cross-attention keys and values have the encoder's length.
+        """
         h, length, heads = self.sizes.hidden_size, self.sides.dec_seq_length, decoder_cost.attention_width(self.sizes)
-        whole = decoder_cost.between_bytes(3 * h * width, 3 * h * self.mask_bytes, sequence, is_joined=is_joined)
-        cut = (6 * heads + decoder_cost.feed_forward_kept(self.sizes)) * width
+        unsharded = decoder_cost.between_bytes(3 * h * width, 3 * h * self.mask_bytes, sequence, is_joined=is_joined)
+        sharded = (6 * heads + decoder_cost.feed_forward_kept(self.sizes)) * width
         tokens, cross = samples * length, samples * self.sides.enc_seq_length * 2 * heads * width // tensor
-        own = self._scores_kept(samples, length, length, tensor, width)
-        to_encoder = self._scores_kept(samples, length, self.sides.enc_seq_length, tensor, width, is_cross=True)
-        kept = tokens * (whole + cut // tensor) + cross + own + to_encoder
+        self_scores = self._scores_kept(samples, length, length, tensor, width)
+        cross_scores = self._scores_kept(samples, length, self.sides.enc_seq_length, tensor, width, is_cross=True)
+        kept = tokens * (unsharded + sharded // tensor) + cross + self_scores + cross_scores
         return Kept(kept, tokens * h * width // sequence)
 
     def _scores_kept(
         self, samples: int, queries: int, keys: int, tensor: int, width: int, *, is_cross: bool = False
     ) -> int:
-        """Return the bytes of what one attention keeps with a number for each query and key.
+        """Return the bytes of the query-by-key tensors that one attention saves for backward.
 
-        | attention | keeps |
+        | attention | saved |
         |---|---|
-        | to itself, learned positions | nothing |
-        | blocked | probabilities [b, a/t, s, s_k] up to ``KEPT`` numbers; with segments its mask [b, s, s_k] |
-        | to itself, else | the relative bias [a/t, s, s], with segments one for each sample |
-        | cross, else | nothing |
+        | self-attention, learned positions | nothing |
+        | in blocks | probabilities [b, a/t, s, s_k] up to ``KEPT`` elements; with segments also its mask [b, s, s_k] |
+        | other self-attention | relative bias [a/t, s, s]; with segments one per sample |
+        | other cross-attention | nothing |
         """
         if not is_cross and not self.sizes.has_relative_positions:
             return 0
         square, heads = queries * keys, self.sizes.num_attention_heads // tensor
-        masked = samples if self.has_segments else 0
+        num_masks = samples if self.has_segments else 0
         if self.is_blocked and width >= 4:
-            numbers = samples * heads * square
-            return (numbers * width if numbers <= KEPT else 0) + masked * square
-        return 0 if is_cross else max(masked, 1) * heads * square * width
+            num_elements = samples * heads * square
+            return (num_elements * width if num_elements <= KEPT else 0) + num_masks * square
+        return 0 if is_cross else max(num_masks, 1) * heads * square * width
 
 
 def costs(config: Any, is_on_cpu: bool = False) -> T5Costs:
-    """Return the costs of the model of ``config``, a ``Config``; what it keeps depends on where it is trained."""
+    """Return the costs of the model of ``config``, a ``Config``; saved activations depend on ``is_on_cpu``."""
     return T5Costs(
         config.model,
         config.own,

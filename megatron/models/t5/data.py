@@ -1,4 +1,4 @@
-"""T5Dataset: control tokens, span corruption, batch fields."""
+"""T5 samples: special tokens, span corruption, and the fields of a batch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from megatron.models.t5.spans import KINDS, Denoiser, has_modes, longest_target,
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The ids beyond those of text that T5 needs: ends, starts, padding, one sentinel per span, one mode per denoiser.
+# T5's special tokens: end, start, padding, one sentinel per span, one mode token per denoiser.
 
 
 class Vocabulary(Protocol):
-    """What T5 must know of a tokenizer: ``megatron.tokenizer.Tokenizer``, or what stands in for one."""
+    """The part of a tokenizer that T5 uses; implemented by ``megatron.tokenizer.Tokenizer``."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -43,14 +43,14 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class T5Tokens:
-    """Where T5's control tokens lie.
+    """Ids of T5's special tokens.
 
     Args:
-        eos_id: ends inputs and targets, once a sample.
-        start_id: what the decoder reads first in each document.
-        sentinels: the id that stands for the first span of a document, for the second, and so on.
-        modes: the id that opens the inputs, by the kind of the denoiser; empty with one denoiser.
-        text_vocab_size: ids of text are below it; 0 where nobody knows.
+        eos_id: ends inputs and targets, once per sample.
+        start_id: first input of the decoder in each document.
+        sentinels: the sentinel of the first span of a document, of the second span, and so on.
+        modes: mode token by denoiser kind; empty with one denoiser.
+        text_vocab_size: upper bound of text ids; 0 if unknown.
     """
 
     eos_id: int
@@ -62,7 +62,10 @@ class T5Tokens:
 
     @classmethod
     def appended(cls, vocab_size: int, num_sentinels: int, eos_id: int, num_modes: int = 0) -> T5Tokens:
-        """Return sentinels vocab_size + num_sentinels - 1 ... vocab_size, and modes behind them for R, X, S."""
+        """Append special tokens to a vocabulary.
+
+        Sentinels are vocab_size + num_sentinels - 1 ... vocab_size, followed by the modes of R, X, S.
+        """
         top = vocab_size + num_sentinels
         return cls(
             eos_id=eos_id,
@@ -75,26 +78,29 @@ class T5Tokens:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids the model must have."""
+        """Minimum vocabulary size of the model."""
         used = (self.eos_id, self.start_id, self.pad_id, *self.sentinels, *self.modes.values())
         return max(self.text_vocab_size, max(used) + 1)
 
     @property
     def names(self) -> dict[int, str]:
-        """Return what a person reads: sentinels are <1>, <2>, ... in the order of their spans, modes <R>, <X>, <S>."""
-        sentinels = {token: f"<{number}>" for number, token in enumerate(self.sentinels, 1)}
+        """Readable names: <1>, <2>, ... for sentinels in the order of spans, <R>, <X>, <S> for modes."""
+        sentinels = {token: f"<{idx}>" for idx, token in enumerate(self.sentinels, 1)}
         return sentinels | {token: f"<{kind}>" for kind, token in self.modes.items()}
 
     def require_sentinels(self, needed: int, asked_by: str) -> None:
-        """Check that there is a sentinel for each of ``needed`` spans.
+        """Check that there are at least ``needed`` sentinels, one per span.
+
+        Args:
+            asked_by: name of the flag or sample that needs them, for the message.
 
         Raises:
-            DataError: there are too few.
+            DataError: there are fewer than ``needed`` sentinels.
         """
         if needed <= len(self.sentinels):
             return
         is_appended = not self.sentinels or min(self.sentinels) >= self.text_vocab_size
-        cure = (
+        remedy = (
             f"Raise --vocab-extra-ids to {needed}"
             if is_appended
             else "Take a tokenizer with more of them, or one with none (then --vocab-extra-ids appends them)"
@@ -102,39 +108,39 @@ class T5Tokens:
         raise DataError(
             f"there must be a sentinel for each span, {needed} for {asked_by}; too few sentinels: "
             f"{'--vocab-extra-ids' if is_appended else 'the tokenizer'} gives {len(self.sentinels)}. "
-            f"{cure}, raise --mean-span-length, or shorten --enc-seq-length."
+            f"{remedy}, raise --mean-span-length, or shorten --enc-seq-length."
         )
 
 
 def t5_tokens(tokenizer: Vocabulary, vocab_extra_ids: int, denoisers: Sequence[Denoiser]) -> T5Tokens:
-    """Return the tokenizer's own control tokens, and behind its vocabulary those that it lacks.
+    """Return the special tokens of a tokenizer; missing ones are appended to its vocabulary.
 
-    Sentinels are the tokenizer's where it has any, else ``vocab_extra_ids`` new ids of which the highest is the first;
-    behind them comes a mode token for each of several denoisers.
+    If the tokenizer has no sentinels, ``vocab_extra_ids`` new ids are used, the highest of which is the first sentinel.
+    With several denoisers, their mode tokens follow.
 
     Raises:
         DataError: the vocabulary has no end-of-document token.
     """
-    own, size = tokenizer.sentinel_ids, tokenizer.vocab_size
-    new = 0 if own else vocab_extra_ids
+    sentinels, vocab_size = tokenizer.sentinel_ids, tokenizer.vocab_size
+    num_new = 0 if sentinels else vocab_extra_ids
     pad_id = tokenizer.eod_id if tokenizer.pad_id is None else tokenizer.pad_id
     kinds = [denoiser.kind for denoiser in denoisers] if has_modes(denoisers) else []
     return T5Tokens(
         eos_id=tokenizer.eod_id,
         start_id=pad_id,
         pad_id=pad_id,
-        sentinels=own or tuple(range(size + new - 1, size - 1, -1)),
-        modes={kind: size + new + place for place, kind in enumerate(kinds)},
-        text_vocab_size=size,
+        sentinels=sentinels or tuple(range(vocab_size + num_new - 1, vocab_size - 1, -1)),
+        modes={kind: vocab_size + num_new + idx for idx, kind in enumerate(kinds)},
+        text_vocab_size=vocab_size,
     )
 
 
-# How many spans and how much noise each document of a window gets, so that the window's totals stay exact.
+# Distribution of a window's spans and noise over its documents.
 #
-# A window's lengths follow from its totals, so documents that are kept apart must share these: on average each gets its
-# part by length, and what rounding leaves over falls by chance (systematic sampling). A document in which a span of the
-# mean length has no room gets none and is only read by the encoder. Where so many are that short that the others cannot
-# hold all spans, the shortest join their neighbours, and count as one document with them, until there is room.
+# The totals of a window are fixed, because its lengths depend on them. If documents are kept apart, each receives a
+# share that is proportional to its length on average; remainders are assigned at random (systematic sampling). A
+# document that is too short for a span of the mean length receives none and is only read by the encoder. If the other
+# documents cannot hold all spans, the shortest documents are merged with their neighbours until there is room.
 #
 # Source: Madow 1949, "On the theory of systematic sampling, II", section 2.
 
@@ -142,12 +148,13 @@ def t5_tokens(tokenizer: Vocabulary, vocab_extra_ids: int, denoisers: Sequence[D
 def split_noise(
     sizes: Sequence[int], noise: int, spans: int, words: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (tokens, tokens to cut out, spans) of each document that stays apart, int64[number of documents] each.
+    """Return the numbers of tokens, noise tokens and spans of each document after merging, each int64[documents].
 
     Args:
-        sizes: tokens of the documents of one window, in order.
-        noise, spans: totals of the window. They leave at least one token in front of each span.
-        words: two random words.
+        sizes: tokens of each document of a window, in order.
+        noise, spans: total numbers of noise tokens and of spans in the window, small enough to keep at least one token
+            before each span.
+        words: uint64[2], random.
     """
     tokens_per_span = -(-noise // spans) + 1
     sizes, shortest = list(sizes), 1
@@ -158,12 +165,12 @@ def split_noise(
     if len(sizes) == 1:
         return tokens, np.array([noise]), np.array([spans])
     counts = _share(spans, tokens, tokens // tokens_per_span, int(words[0]))
-    more = _share(noise - spans, counts, np.where(counts > 0, tokens - 2 * counts, 0), int(words[1]))
-    return tokens, counts + more, counts
+    extra_noise = _share(noise - spans, counts, np.where(counts > 0, tokens - 2 * counts, 0), int(words[1]))
+    return tokens, counts + extra_noise, counts
 
 
 def _join(sizes: Sequence[int], shortest: int) -> list[int]:
-    """Return the sizes after each below ``shortest`` has joined the one behind it, or the last the one before."""
+    """Merge each document below ``shortest`` with the next one, and the last one with the previous one."""
     joined = [sizes[0]]
     for size in sizes[1:]:
         if joined[-1] < shortest:
@@ -176,32 +183,33 @@ def _join(sizes: Sequence[int], shortest: int) -> list[int]:
 
 
 def _share(total: int, weights: np.ndarray, room: np.ndarray, word: int) -> np.ndarray:
-    """Return counts that sum to ``total``, on average proportional to ``weights`` and nowhere above ``room``."""
+    """Return counts that sum to ``total``, proportional to ``weights`` on average and at most ``room``."""
     weights = np.where(room > 0, weights, 0)
-    whole = int(weights.sum())
+    total_weight = int(weights.sum())
     if not total:
         return np.zeros_like(weights)
-    bounds = (np.cumsum(weights) * total + word % whole) // whole
+    bounds = (np.cumsum(weights) * total + word % total_weight) // total_weight
     counts = np.minimum(np.diff(bounds, prepend=0), room)
     free = room - counts
-    left_over = total - int(counts.sum())
-    return counts + np.clip(left_over - (np.cumsum(free) - free), 0, free)
+    remainder = total - int(counts.sum())
+    return counts + np.clip(remainder - (np.cumsum(free) - free), 0, free)
 
 
-# Cutting spans out of a text: which ones, and what inputs and targets then are.
+# Span corruption: choosing spans, and building inputs and targets.
 #
-# All of it works on whole arrays. Splitting n tokens into k parts of at least one token, all ways equally likely, is
-# choosing k - 1 of the n - 1 places between them: those with the smallest random keys. The same sort does it for
-# several documents at once.
+# The computation is vectorised. A random split of n tokens into k non-empty parts, with equal probability for each
+# split, corresponds to choosing k - 1 of the n - 1 positions between tokens: those with the smallest random keys. One
+# sort does this for several documents at once.
 
 _WORDS_OF_DOCUMENTS = 2
 
 
 class Spans(NamedTuple):
-    """A text as pieces that stay, each with the number of tokens cut out behind it.
+    """A text as alternating kept pieces and removed spans.
 
-    ``kept`` >= 1 and ``cut`` are int64[P]; ``cut`` is 0 only behind the one piece of a document without spans.
-    ``documents`` int64[P] is the number, within the text, of the document that a piece belongs to.
+    ``kept`` int64[P] is the number of tokens of each piece, at least 1. ``cut`` int64[P] is the number of tokens
+    removed after each piece; it is 0 only for the single piece of a document without spans. ``documents`` int64[P] is
+    the index of each piece's document in the text.
     """
 
     kept: np.ndarray
@@ -210,7 +218,7 @@ class Spans(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Inputs and targets without what frames them, and the document of each token; int64 all."""
+    """Inputs and targets without start, end and padding, and the document of each token; all int64."""
 
     inputs: np.ndarray
     targets: np.ndarray
@@ -219,14 +227,14 @@ class Pair(NamedTuple):
 
 
 def num_words(length: int) -> int:
-    """Return how many random words the spans of a text of ``length`` take."""
+    """Return the number of random words required for the spans of a text of ``length`` tokens."""
     return length + _WORDS_OF_DOCUMENTS
 
 
 def draw_spans(sizes: Sequence[int], denoiser: Denoiser, words: np.ndarray) -> Spans:
-    """Return spans of a text whose documents have ``sizes`` tokens; none crosses the end of a document.
+    """Draw the spans of a text whose documents have ``sizes`` tokens; spans do not cross document ends.
 
-    Their number and the tokens in them are those of a text without documents (``spans.noise_and_spans``).
+    The numbers of spans and of noise tokens do not depend on the documents; see ``spans.noise_and_spans``.
     """
     length = sum(sizes)
     noise, spans = noise_and_spans(length, denoiser)
@@ -241,20 +249,20 @@ def draw_spans(sizes: Sequence[int], denoiser: Denoiser, words: np.ndarray) -> S
 
 
 def compositions(totals: np.ndarray, parts: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Return ``parts[i]`` numbers >= 1 that sum to ``totals[i]``, for one i after the other; each way equally likely.
+    """Split each ``totals[i]`` into ``parts[i]`` integers >= 1, uniformly at random; return them concatenated.
 
     Args:
-        totals: int64[n], 0 only where ``parts`` is 0, else at least ``parts``.
+        totals: int64[n]; 0 only where ``parts`` is 0, otherwise at least ``parts``.
         words: uint64[sum(totals)], random.
     """
     num_words, num_groups = len(words), len(totals)
-    place_bits, group_bits = num_words.bit_length(), num_groups.bit_length()
-    place_mask = np.uint64((1 << place_bits) - 1)
-    # A key is group, random bits, place: no two are equal, so that any way to sort gives the same.
+    position_bits, group_bits = num_words.bit_length(), num_groups.bit_length()
+    position_mask = np.uint64((1 << position_bits) - 1)
+    # A key consists of group, random bits and position. Keys are unique, so the result does not depend on the sort.
     keys = words >> np.uint64(group_bits)
-    keys &= ~place_mask
+    keys &= ~position_mask
     if num_groups == 1:
-        keys[:1] = 0  # a group's first token always starts a part
+        keys[:1] = 0  # the first token of a group always starts a part
         chosen: slice | np.ndarray = slice(int(parts[0]))
     else:
         firsts = totals.cumsum() - totals
@@ -263,47 +271,48 @@ def compositions(totals: np.ndarray, parts: np.ndarray, words: np.ndarray) -> np
         chosen = runs(firsts, parts)
     keys |= np.arange(num_words, dtype=np.uint64)
     keys.sort()
-    starts = keys[chosen] & place_mask
+    starts = keys[chosen] & position_mask
     starts.sort()
     bounds = np.append(starts.view(np.int64), num_words)
     return bounds[1:] - bounds[:-1]
 
 
 def cut_out(text: np.ndarray, spans: Spans, sentinels: np.ndarray) -> Pair:
-    """Return the text with a sentinel for each span, and the spans with their sentinel in front of each.
+    """Return inputs (each span replaced by a sentinel) and targets (each span after its sentinel).
 
-    Sentinels count from the first one in each document.
+    Sentinels restart in each document.
     """
     kept, cut, documents = spans
     has_span, length = (cut > 0).astype(np.int64), len(text)
     num_cut = int(cut.sum())
-    number = has_span.cumsum() - has_span
-    in_document = number - number[documents.searchsorted(documents)]
-    # Both are runs out of the text and the names behind it: (piece, name) of each piece, then (name, span).
-    names = length + np.arange(len(cut))
+    span_idx = has_span.cumsum() - has_span
+    idx_in_document = span_idx - span_idx[documents.searchsorted(documents)]
+    # Inputs and targets are runs of ``source``, the text followed by the sentinels: for inputs (piece, sentinel) per
+    # piece, for targets (sentinel, span).
+    sentinel_positions = length + np.arange(len(cut))
     ends = (kept + cut).cumsum()
-    starts = np.array([[ends - cut - kept, names], [names, ends - cut]])
+    starts = np.array([[ends - cut - kept, sentinel_positions], [sentinel_positions, ends - cut]])
     lengths = np.array([[kept, has_span], [has_span, cut]])
-    source = np.concatenate([text, sentinels[in_document]])
-    both = source[runs(starts.transpose(0, 2, 1).ravel(), lengths.transpose(0, 2, 1).ravel())]
+    source = np.concatenate([text, sentinels[idx_in_document]])
+    inputs_and_targets = source[runs(starts.transpose(0, 2, 1).ravel(), lengths.transpose(0, 2, 1).ravel())]
     num_inputs = length - num_cut + int(has_span.sum())
     return Pair(
-        both[:num_inputs],
-        both[num_inputs:],
+        inputs_and_targets[:num_inputs],
+        inputs_and_targets[num_inputs:],
         documents.repeat(kept + has_span),
         documents.repeat(cut + has_span),
     )
 
 
-# A T5 sample as the arrays that travel: framed, padded, each token with its document.
+# The arrays of a T5 sample.
 #
-# | key | type | holds |
+# | key | type | contents |
 # |---|---|---|
 # | inputs | int64[s_e] | [mode,] text with sentinels, end, padding |
 # | targets | int64[s_d] | sentinels with spans, end, padding |
-# | enc_segments, dec_segments | int32[s_e], int32[s_d] | number of the document in the sample, from 0; -1: padding |
+# | enc_segments, dec_segments | int32[s_e], int32[s_d] | index of the document in the sample; -1: padding |
 #
-# The mode token belongs to the first document, both ends to the last.
+# The mode token belongs to the first document, the end tokens to the last.
 
 PADDING = -1
 
@@ -311,7 +320,7 @@ PADDING = -1
 def sample(
     pair: Pair, tokens: T5Tokens, enc_seq_length: int, dec_seq_length: int, mode: str | None = None
 ) -> dict[str, np.ndarray]:
-    """Return the arrays of the table above; targets that are too long lose their last tokens."""
+    """Return the arrays in the table above. Targets longer than ``dec_seq_length`` are truncated."""
     head = [] if mode is None else [tokens.modes[mode]]
     first, last = [0] * len(head), int(pair.input_documents[-1])
     return {
@@ -329,28 +338,33 @@ def _framed(head: list[int], values: np.ndarray, end: int, length: int, padding:
     return framed
 
 
-# T5 samples from the token file that GPT-2 reads too: spans are cut out of a text when it is read.
+# T5 samples from ordinary token files; spans are cut out when a text is read.
 #
-# A text is a window of ``raw_length`` tokens, whose inputs fill ``enc_seq_length``. Denoiser and spans follow from
-# (seed, index of the sample), so they are new in each epoch and the same in every layout, worker and resumed run.
+# A text is a window of ``raw_length`` tokens, whose inputs fill ``enc_seq_length``. Denoiser and spans depend on (seed,
+# sample index), so they differ between epochs and are the same in every layout, worker and resumed run.
 
 
 class T5Dataset:
-    """Sample i, for any i >= 0, is the dictionary of ``t5_layout``; i // samples_per_epoch is its epoch.
+    """T5 samples from a token file; sample i is the dictionary that ``sample`` returns.
+
+    Any i >= 0 is valid; its epoch is i // samples_per_epoch.
 
     Args:
-        documents: (start, stop) of the documents to take, or their ascending numbers.
-        dec_seq_length: targets are padded to it; 0: the longest that a denoiser gives.
-        denoisers: each sample's is drawn by their weights.
+        documents: (start, stop) of the documents to use, or their indices in ascending order.
+        dec_seq_length: length to which targets are padded; 0: the longest target of a denoiser.
+        denoisers: each sample's denoiser is drawn by weight.
         seed: the same on all ranks.
-        reset_attention_mask: keep the documents of a text apart: no span crosses the end of one, segments tell them
-            apart. Without it a text is one document.
-        cache: where the order of many documents is kept for all processes of this host; None: in each one's memory.
-        draws: what corpora of a mixture differ in, so that sample i of one is not cut as sample i of the other. Not
-            part of the fingerprint: a corpus that gets company stays the same corpus, whose texts go on.
+        reset_attention_mask: keep the documents of a text apart: no span crosses a document end, and segments identify
+            documents. Otherwise a text is one document.
+        cache: stores long document orders in files shared by all processes of this host; None: each process keeps them
+            in memory.
+        draws: fingerprint of the corpus if it is part of a mixture, otherwise empty. It is part of the random seed, so
+            that sample i has different spans in each corpus. It is not part of this dataset's fingerprint: when the
+            corpus becomes part of a mixture, training continues after the texts that have been read.
 
     Raises:
-        DataError: fewer tokens than one text, too few sentinels, ``dec_seq_length`` below the longest target.
+        DataError: the file has fewer tokens than one text, there are too few sentinels, or ``dec_seq_length`` is below
+            the longest target.
     """
 
     def __init__(
@@ -403,8 +417,8 @@ class T5Dataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short text that changes with all that changes a sample or the order of samples."""
-        parts = (
+        """Short hash that changes with anything that affects samples or their order."""
+        identity = (
             "t5",
             self.token_file.fingerprint,
             self.documents if isinstance(self.documents, tuple) else documents_key(self.documents),
@@ -416,17 +430,17 @@ class T5Dataset:
             self.tokens,
             self.seed,
         )
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
     def prefetch(self, index: int) -> None:
-        """Have what sample ``index`` is made of fetched, where the tokens lie in an object store."""
+        """Prefetch the tokens of sample ``index`` if they are in an object store."""
         prefetch_pieces(self.token_file, self._windows.pieces(index))
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return sample ``index``.
 
         Raises:
-            DataError: it cannot be read; names the sample, the document and the place in the file.
+            SampleError: the sample cannot be read. The message names sample, document and position in the file.
         """
         pieces = self._windows.pieces(index)
         text = self._windows.read(index, pieces)
@@ -438,23 +452,23 @@ class T5Dataset:
         return sample(pair, self.tokens, self.enc_seq_length, self.dec_seq_length, mode)
 
 
-# What T5's samples hold beside the text, and random ones.
+# The data parts of the T5 family.
 
 
 def special_tokens(tokenizer: Any, config: Config) -> T5Tokens:
-    """Return the ids that stand behind those of the text: sentinels, modes, start."""
+    """Return the special tokens of a run: sentinels, modes, start."""
     return t5_tokens(tokenizer, config.own.vocab_extra_ids, config.own.kinds)
 
 
 def random_dataset(config: Config, texts: Any, tokens: T5Tokens, seed: int) -> T5Dataset:
-    """Return samples of ``texts``, as a token file has them."""
-    own = config.own
+    """Return samples of the random documents ``texts``."""
+    t5_config = config.own
     return T5Dataset(
         texts,
         documents=(0, texts.num_documents),
-        enc_seq_length=own.enc_seq_length,
-        dec_seq_length=own.dec_seq_length,
-        denoisers=own.kinds,
+        enc_seq_length=t5_config.enc_seq_length,
+        dec_seq_length=t5_config.dec_seq_length,
+        denoisers=t5_config.kinds,
         tokens=tokens,
         seed=seed,
         reset_attention_mask=config.data.reset_attention_mask,
@@ -464,7 +478,7 @@ def random_dataset(config: Config, texts: Any, tokens: T5Tokens, seed: int) -> T
 DATA = DataParts(special_tokens=special_tokens, random_dataset=random_dataset)
 
 
-# What the model takes of a sample.
+# From samples to the inputs of the model.
 
 
 def t5_fields(
@@ -482,16 +496,17 @@ def t5_fields(
         inputs, enc_segments [b, s_e]; targets, dec_segments [b, s_d]
         results [b, s_e] and [b, s_d]; loss_mask is float32, both segments are None without ``has_segments``
 
-    The decoder reads its targets one place late, behind ``start_id`` at the start of each document. Padding, whose
-    segment is -1, has no loss; behind the last target it needs no segments, for nothing before it sees it.
+    The decoder's inputs are the targets shifted right by one, with ``start_id`` at the start of each document. Padding
+    (segment -1) is excluded from the loss. Padding at the end of the targets needs no segments, because no earlier
+    token attends to it.
     """
     is_start = dec_segments != dec_segments.roll(1, dims=1)
     is_start[:, 0] = True
-    late = targets.roll(1, dims=1).masked_fill(is_start, tokens.start_id)
+    shifted = targets.roll(1, dims=1).masked_fill(is_start, tokens.start_id)
     is_padding = dec_segments < 0
     return {
         "enc_tokens": inputs,
-        "dec_tokens": late.masked_fill(is_padding, tokens.pad_id),
+        "dec_tokens": shifted.masked_fill(is_padding, tokens.pad_id),
         "labels": targets,
         "loss_mask": (~is_padding).float(),
         "enc_segments": enc_segments if has_segments else None,

@@ -20,13 +20,13 @@ from megatron.models.t5.layers import T5ModelArgs
 from megatron.models.t5.model import T5DecoderLayer, T5EncoderLayer, embed, tied_logits
 
 PADDING = -1
-"""The segment of what fills a source up: nothing attends to it."""
+"""Segment of padding in a source; no token attends to it."""
 
 
 class T5Reader(CachedModel):
-    """The decoder, which has the encoder's output before it. Collective over the replica, from its making on.
+    """Cached decoder that encodes its sources once. Construction and methods are collective over the replica.
 
-    The output crosses to all stages once; each decoder layer keeps the keys and values that it makes of it.
+    The encoder's output is broadcast to all stages once; each decoder layer caches its cross-attention keys and values.
     """
 
     def __init__(self, part: ModelStage, sources: Rows, capacity: int) -> None:
@@ -47,20 +47,20 @@ class T5Reader(CachedModel):
     def _encode(self, number: int, x: torch.Tensor | None) -> torch.Tensor:
         unit = self.part.units[number]
         if x is None:
-            how: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "sizes": self.sizes,
                 "place": self.part.place,
                 "side": "encoder",
                 "training": False,
             }
-            return embed(self.sources, unit.word, getattr(unit, "position", None), segments=self.segments, **how)
+            return embed(self.sources, unit.word, getattr(unit, "position", None), segments=self.segments, **options)
         if isinstance(unit, T5EncoderLayer):
             return T5EncoderLayer.forward(unit, x, self.part.biases[number], self.segments)
         return getattr(unit, "norm", unit)(x)
 
     def read(self, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor) -> torch.Tensor | None:
         logits = super().read(tokens, positions, last)
-        self.memory = None  # its keys and values are kept from here on
+        self.memory = None  # its keys and values are cached from now on
         return logits
 
     def keep(self, rows: list[int]) -> None:
@@ -74,9 +74,9 @@ class T5Reader(CachedModel):
         return x if position is None else x + position(self.positions.t())
 
     def layer(self, number: int, unit: Any, x: torch.Tensor) -> torch.Tensor:
-        own = None if self.segments is None else torch.zeros_like(self.tokens, dtype=torch.int32)
+        dec_segments = None if self.segments is None else torch.zeros_like(self.tokens, dtype=torch.int32)
         return T5DecoderLayer.forward(
-            unit, x, self.memory, self.part.biases[number], self.segments, own, self.caches[number]
+            unit, x, self.memory, self.part.biases[number], self.segments, dec_segments, self.caches[number]
         )
 
     def tied_logits(self, x: torch.Tensor, weight: torch.Tensor) -> Logits:

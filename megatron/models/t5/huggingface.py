@@ -1,6 +1,6 @@
-"""T5 weights from Hugging Face's ``T5ForConditionalGeneration`` (T5, T5 v1.1, mT5) and back, bit for bit.
+"""Bit-exact conversion of T5, T5 v1.1 and mT5 weights to and from Hugging Face's ``T5ForConditionalGeneration``.
 
-| ours | theirs | change |
+| ours | Hugging Face | change |
 |---|---|---|
 | embedding.word.weight [v, h] | shared.weight, {side}.embed_tokens.weight, lm_head.weight if tied | one for all |
 | head.weight [v, h] (only when untied) | lm_head.weight | |
@@ -17,8 +17,8 @@
 | {side}.layers.{i}.mlp.down | ...layer.{1 or 2}.DenseReluDense.wo | |
 | {side}.final_norm | {side}.final_layer_norm | |
 
-The variant with learned positions has no counterpart. Whether the head is tied stands in ``model_fields``: since
-transformers 5 a configuration calls every T5 tied, and an untied one shows in ``scale_decoder_outputs`` alone.
+The variant with learned positions has no counterpart. ``model_fields`` determines whether the head is tied: since
+transformers 5, ``tie_word_embeddings`` is true for every T5, and only ``scale_decoder_outputs`` shows an untied head.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _WORD, _HEAD, _THEIR_WORD, _THEIR_HEAD = "embedding.word", "head", "shared", "lm
 _COPIES = ("encoder.embed_tokens", "decoder.embed_tokens")
 _SELF, _CROSS = "layer.0.SelfAttention", "layer.1.EncDecAttention"
 _BIAS = f"block.0.{_SELF}.relative_attention_bias"
-_UNUSED = f"decoder.block.0.{_CROSS}.relative_attention_bias"  # in old files; their model does not read it either
+_UNUSED = (
+    f"decoder.block.0.{_CROSS}.relative_attention_bias"  # in old files; the Hugging Face model does not read it either
+)
 _SETTINGS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -50,7 +52,7 @@ _SETTINGS = {
     "gated-silu": "gated-silu",
 }
 _DEFAULT_PROJECTIONS = {"t5": "relu", "mt5": "gated-gelu"}
-"""Their classes' defaults by model type."""
+"""Defaults of the Hugging Face classes by model type."""
 _THEIR_SETTINGS = {
     "relu": "relu",
     "gelu": "gelu",
@@ -59,88 +61,89 @@ _THEIR_SETTINGS = {
     "gated-silu": "gated-silu",
 }
 Merge = tuple[str, tuple[str, ...]]
-"""One of our names and the names of theirs that make it up, row blocks of each in turn."""
+"""(our name, Hugging Face names of the tensors whose row blocks are interleaved in our weight)."""
 
 
 def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int, *, is_untied: bool) -> dict[str, torch.Tensor]:
-    """Return our logical names and weights of ``T5ForConditionalGeneration.state_dict()``; the input is not shared.
+    """Convert ``T5ForConditionalGeneration.state_dict()`` to our logical names and weights; no memory is shared.
 
     Args:
-        is_untied: the head has weights of its own, as ``model_fields`` says.
+        is_untied: the head has separate weights, as returned by ``model_fields``.
 
     Raises:
-        CheckpointError: listing the names that no T5 has, or naming a copy of the word table that differs from it.
+        CheckpointError: names are not in Hugging Face's T5 (the message lists all of them), or a copy of the word table
+            differs from it.
     """
-    theirs = {name.removesuffix(".weight"): tensor.detach() for name, tensor in hf_state.items()}
-    _drop_copies(theirs, (*_COPIES, *(() if is_untied else (_THEIR_HEAD,))))
-    theirs.pop(_UNUSED, None)
+    hf_weights = {name.removesuffix(".weight"): tensor.detach() for name, tensor in hf_state.items()}
+    _drop_copies(hf_weights, (*_COPIES, *(() if is_untied else (_THEIR_HEAD,))))
+    hf_weights.pop(_UNUSED, None)
     ours = {}
-    for name, parts in _merges(theirs):
-        if all(part in theirs for part in parts):
-            tensors = {part: theirs.pop(part) for part in parts}
-            found = _recipe(name, parts, tensors[parts[0]].shape[0], num_heads)
-            ours[f"{name}.weight"] = huggingface.to_our_weight(found, tensors)
-    if theirs:
-        raise CheckpointError(f"these names are not of a T5ForConditionalGeneration: {', '.join(theirs)}")
+    for name, parts in _merges(hf_weights):
+        if all(part in hf_weights for part in parts):
+            tensors = {part: hf_weights.pop(part) for part in parts}
+            mapping = _recipe(name, parts, tensors[parts[0]].shape[0], num_heads)
+            ours[f"{name}.weight"] = huggingface.to_our_weight(mapping, tensors)
+    if hf_weights:
+        raise CheckpointError(f"these names are not of a T5ForConditionalGeneration: {', '.join(hf_weights)}")
     return ours
 
 
 def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.Tensor]:
-    """Return the state dict of ``T5ForConditionalGeneration``; copies of the word table are the table itself.
+    """Convert our weights to the state dict of ``T5ForConditionalGeneration``; copies of the word table share memory.
 
     Raises:
-        CheckpointError: listing the names that are not ours.
+        CheckpointError: a name is not in our T5; the message lists all of them.
     """
-    rest = {name.removesuffix(".weight"): tensor.detach() for name, tensor in ours.items()}
-    theirs: dict[str, torch.Tensor] = {}
-    for name, parts in _merges_of_ours(rest):
-        if name in rest:
-            tensor = rest.pop(name)
-            theirs.update(
+    remaining = {name.removesuffix(".weight"): tensor.detach() for name, tensor in ours.items()}
+    hf_weights: dict[str, torch.Tensor] = {}
+    for name, parts in _merges_of_ours(remaining):
+        if name in remaining:
+            tensor = remaining.pop(name)
+            hf_weights.update(
                 huggingface.from_our_weight(_recipe(name, parts, tensor.shape[0] // len(parts), num_heads), tensor)
             )
-    if rest:
-        raise CheckpointError(f"these names are not of our T5 with relative positions: {', '.join(rest)}")
-    if _THEIR_WORD in theirs:
-        copies = (*_COPIES, *(() if _THEIR_HEAD in theirs else (_THEIR_HEAD,)))
-        theirs.update(dict.fromkeys(copies, theirs[_THEIR_WORD]))
-    return {f"{name}.weight": tensor for name, tensor in theirs.items()}
+    if remaining:
+        raise CheckpointError(f"these names are not of our T5 with relative positions: {', '.join(remaining)}")
+    if _THEIR_WORD in hf_weights:
+        copies = (*_COPIES, *(() if _THEIR_HEAD in hf_weights else (_THEIR_HEAD,)))
+        hf_weights.update(dict.fromkeys(copies, hf_weights[_THEIR_WORD]))
+    return {f"{name}.weight": tensor for name, tensor in hf_weights.items()}
 
 
 def model_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the fields of our model configuration that a ``T5Config`` or ``MT5Config`` (or its dict) fixes.
+    """Convert a Hugging Face ``T5Config`` or ``MT5Config`` (or its dict) to our settings, by field name.
 
     Raises:
-        CheckpointError: listing the settings that our T5 does not have.
+        CheckpointError: the activation of the feed-forward layers is not supported.
     """
-    given = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
-    projection = given.get("feed_forward_proj") or _DEFAULT_PROJECTIONS[given.get("model_type", "t5")]
+    settings = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
+    projection = settings.get("feed_forward_proj") or _DEFAULT_PROJECTIONS[settings.get("model_type", "t5")]
     if projection not in _SETTINGS:
         raise CheckpointError(
             f"our T5 has no counterpart of feed_forward_proj {projection!r} (known: {', '.join(_SETTINGS)})"
         )
     return {
-        "num_layers": given["num_layers"],
-        "enc_layers": given["num_layers"],
-        "dec_layers": given.get("num_decoder_layers") or given["num_layers"],
-        "hidden_size": given["d_model"],
-        "num_attention_heads": given["num_heads"],
-        "kv_hidden_size": given["d_kv"],
-        "ff_hidden_size": given["d_ff"],
+        "num_layers": settings["num_layers"],
+        "enc_layers": settings["num_layers"],
+        "dec_layers": settings.get("num_decoder_layers") or settings["num_layers"],
+        "hidden_size": settings["d_model"],
+        "num_attention_heads": settings["num_heads"],
+        "kv_hidden_size": settings["d_kv"],
+        "ff_hidden_size": settings["d_ff"],
         "activation": _SETTINGS[projection],
         "hidden_bias": False,
-        "layernorm_epsilon": given.get("layer_norm_epsilon", 1e-6),
+        "layernorm_epsilon": settings.get("layer_norm_epsilon", 1e-6),
         "position_embedding_type": "relative",
-        "relative_attention_num_buckets": given.get("relative_attention_num_buckets", 32),
-        "relative_attention_max_distance": given.get("relative_attention_max_distance", 128),
+        "relative_attention_num_buckets": settings.get("relative_attention_num_buckets", 32),
+        "relative_attention_max_distance": settings.get("relative_attention_max_distance", 128),
         "max_position_embeddings": 0,
-        "vocab_size": given["vocab_size"],
-        "untie_embeddings": not _has_scaled_head(given),
+        "vocab_size": settings["vocab_size"],
+        "untie_embeddings": not _has_scaled_head(settings),
     }
 
 
 def _has_scaled_head(given: dict[str, Any]) -> bool:
-    """Return whether the head takes ``x h ** -0.5``, which those tied to the word table do; mT5's never does."""
+    """Return True if the head's input is ``x h ** -0.5``, as with tied heads; mT5 never scales it."""
     if given.get("model_type", "t5") != "t5":
         return False
     return given.get("scale_decoder_outputs", given.get("tie_word_embeddings", True))
@@ -159,13 +162,13 @@ def _drop_copies(theirs: dict[str, torch.Tensor], copies: tuple[str, ...]) -> No
 
 
 def _merges(theirs: dict[str, torch.Tensor]) -> list[Merge]:
-    """Return all merges of the layers that ``theirs`` names."""
+    """Return a ``Merge`` for each weight of the layers that ``theirs``, with Hugging Face names, contains."""
     gated = any(name.endswith(".wi_0") for name in theirs)
     return _all_merges(_layers(theirs, "block"), gated)
 
 
 def _merges_of_ours(ours: dict[str, torch.Tensor]) -> list[Merge]:
-    """Return all merges of the layers that ``ours`` names."""
+    """Return a ``Merge`` for each weight of the layers that ``ours``, with our names, contains."""
     gated = any(
         tensor.shape[0] == 2 * ours[name.replace("mlp.up", "mlp.down")].shape[1]
         for name, tensor in ours.items()
@@ -175,16 +178,16 @@ def _merges_of_ours(ours: dict[str, torch.Tensor]) -> list[Merge]:
 
 
 def _layers(names: Iterable[str], word: str) -> set[tuple[str, int]]:
-    """Return (side, index) of the layers of ``names``, which both call ``side.word.index``."""
-    found = (re.match(rf"(encoder|decoder)\.{word}\.(\d+)\.", name) for name in names)
-    return {(match[1], int(match[2])) for match in found if match}
+    """Return (side, index) of the layers in ``names``, which have the form ``side.word.index``."""
+    matches = (re.match(rf"(encoder|decoder)\.{word}\.(\d+)\.", name) for name in names)
+    return {(match[1], int(match[2])) for match in matches if match}
 
 
 def _all_merges(layers: set[tuple[str, int]], gated: bool) -> list[Merge]:
     merges: list[Merge] = [(_WORD, (_THEIR_WORD,)), (_HEAD, (_THEIR_HEAD,))]
     for side in ("encoder", "decoder"):
         merges.append((f"{side}.bias", (f"{side}.{_BIAS}",)))
-        for index in sorted(index for kind, index in layers if kind == side):
+        for index in sorted(index for layer_side, index in layers if layer_side == side):
             merges.extend(_layer_merges(side, index, gated))
         merges.append((f"{side}.final_norm", (f"{side}.final_layer_norm",)))
     return merges
@@ -206,12 +209,17 @@ def _layer_merges(side: str, index: int, gated: bool) -> list[Merge]:
         merges["cross_attention.query"] = (f"{_CROSS}.q",)
         merges["cross_attention.key_value"] = (f"{_CROSS}.k", f"{_CROSS}.v")
         merges["cross_attention.dense"] = (f"{_CROSS}.o",)
-    at, there = f"{side}.layers.{index}", f"{side}.block.{index}"
-    return [(f"{at}.{name}", tuple(f"{there}.{part}" for part in parts)) for name, parts in merges.items()]
+    our_layer, their_layer = f"{side}.layers.{index}", f"{side}.block.{index}"
+    return [(f"{our_layer}.{name}", tuple(f"{their_layer}.{part}" for part in parts)) for name, parts in merges.items()]
 
 
 def _recipe(name: str, parts: tuple[str, ...], rows: int, num_heads: int) -> WeightMapping:
-    """Return how our ``name`` is made of ``parts`` of so many ``rows`` each: by rows of a gate, by heads else."""
+    """Return the mapping of our weight ``name``.
+
+    Args:
+        parts: names of the Hugging Face tensors. Gate and value are interleaved row by row, other parts head by head.
+        rows: number of rows of each part.
+    """
     return WeightMapping(parts, blocks=rows if name.endswith(".mlp.up") else num_heads if len(parts) > 1 else 1)
 
 
@@ -225,7 +233,11 @@ def _problems(config: Config) -> Iterator[str]:
 
 
 def _fields(config: Config) -> dict[str, Any]:
-    """A tied head takes ``x h ** -0.5`` there, one of its own does not (v1.1, mT5)."""
+    """Return the contents of config.json for ``config``.
+
+    In Hugging Face, a tied head scales its input by ``h ** -0.5``, an untied head does not. T5 v1.1 and mT5 have untied
+    heads.
+    """
     model, sides = config.model, config.own
     return {
         "architectures": ["T5ForConditionalGeneration"],
@@ -254,15 +266,15 @@ def _values(theirs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recipes(config: Config) -> dict[str, WeightMapping]:
-    """Return how each weight of the model is made."""
+    """Return the mapping of each weight of the model."""
     model, sides = config.model, {"encoder": config.own.enc_layers, "decoder": config.own.dec_layers}
     layers = {(side, i) for side, count in sides.items() for i in range(count)}
-    found = {}
+    mappings = {}
     for name, parts in _all_merges(layers, model.activation.startswith("gated-")):
         if name != _HEAD or model.untie_embeddings:
             theirs = tuple(f"{part}.weight" for part in parts)
-            found[f"{name}.weight"] = _recipe(name, theirs, model.ff_hidden_size, model.num_attention_heads)
-    return found
+            mappings[f"{name}.weight"] = _recipe(name, theirs, model.ff_hidden_size, model.num_attention_heads)
+    return mappings
 
 
 def _all_to_ours(theirs: Tensors, config: Config) -> Tensors:
@@ -274,7 +286,7 @@ def _all_from_ours(ours: Tensors, config: Config) -> Tensors:
 
 
 def _decoded(tokens: torch.Tensor) -> torch.Tensor:
-    """Return other tokens [b, s / 2] for the decoder."""
+    """Return decoder tokens [b, s / 2] that differ from the encoder's ``tokens`` [b, s]."""
     return tokens.flip(1)[:, : tokens.shape[1] // 2]
 
 
@@ -294,10 +306,14 @@ def _mt5_problems(config: Config) -> Iterator[str]:
 
 
 def _mt5_fields(config: Config) -> dict[str, Any]:
-    """Their class calls every mT5 tied and scales none of its heads; files of the hub say what is."""
-    found = {**_fields(config), "architectures": ["MT5ForConditionalGeneration"], "model_type": "mt5"}
-    del found["scale_decoder_outputs"]
-    return found
+    """Return the contents of config.json without ``scale_decoder_outputs``.
+
+    The Hugging Face class treats every mT5 as tied and never scales its head. In files on the hub,
+    ``tie_word_embeddings`` has the true value.
+    """
+    fields = {**_fields(config), "architectures": ["MT5ForConditionalGeneration"], "model_type": "mt5"}
+    del fields["scale_decoder_outputs"]
+    return fields
 
 
 FORMAT = HFFormat(
@@ -310,12 +326,12 @@ FORMAT = HFFormat(
     recipes=_recipes,
     word="shared.weight",
     copies=tuple(f"{name}.weight" for name in _COPIES),
-    ties_missing_head=True,  # T5Config and MT5Config set tie_word_embeddings whatever the file says
+    ties_missing_head=True,  # T5Config and MT5Config always set tie_word_embeddings
     unread=re.compile(re.escape(f"{_UNUSED}.weight")),
-    allowed=1e-5,  # their norm takes its variance in fp32
+    allowed=1e-5,  # Hugging Face computes the variance of norms in fp32
     auto="AutoModelForSeq2SeqLM",
     our_logits=_our_logits,
     their_inputs=_their_inputs,
 )
 FORMATS = (FORMAT, replace(FORMAT, model_types=("mt5",), problems=_mt5_problems, fields=_mt5_fields))
-"""The first is an untied one's too (T5 v1.1), unless the folder that it was imported from or a flag says mt5."""
+"""The first format is also used for untied models (T5 v1.1), unless the imported folder or a flag selects mt5."""

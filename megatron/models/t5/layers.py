@@ -1,4 +1,4 @@
-"""T5 layers: relative bias, self- and cross-attention, encoder and decoder layer."""
+"""T5 layers: relative bias, self-attention and cross-attention, encoder layer and decoder layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tds.grad_norm import accurate_dtype
 
 @dataclass(frozen=True, kw_only=True)
 class T5ModelArgs(ModelArgs):
-    """Sizes of an encoder-decoder; ``num_layers`` is per side, as the flag is."""
+    """Sizes and switches of an encoder-decoder model; ``num_layers`` is per side, like the flag."""
 
     family: str = "t5"
     enc_layers: int
@@ -35,15 +35,15 @@ class T5ModelArgs(ModelArgs):
 
     @property
     def is_relative(self) -> bool:
-        """Whether it is T5 proper, else the variant with learned positions that CPM trained."""
+        """True for T5 with relative positions, False for CPM's variant with learned positions."""
         return self.position_embedding_type == "relative"
 
 
-# Attention of T5: with or without relative positions, to the sequence itself and to the encoder's output.
+# Self-attention and cross-attention.
 
 
 class RelativeBias(nn.Module):
-    """A number for each head and each bucket of distances, added to the scores. All layers of a side share it.
+    """Learned bias of the scores, per head and bucket of distances. All layers of a side share it.
 
     Shapes:
         weight [buckets, a/t]
@@ -61,12 +61,12 @@ class RelativeBias(nn.Module):
         self.weight = empty_weight((self.num_buckets, local), shard)
 
     def by_distance(self, size: int) -> torch.Tensor:
-        """Return the bias of each distance, key minus query position from -(size - 1) to size - 1.
+        """Return the bias of each distance (key position minus query position), from -(size - 1) to size - 1.
 
-        The gradient of a row is a sum over many distances, and is taken in fp32 for 16-bit weights.
+        The gradient of a row is a sum over many distances; it is accumulated in fp32 for 16-bit weights.
 
         Shapes:
-            output [a/t, 2s - 1]
+            output [a/t, 2 size - 1]
         """
         distances = torch.arange(1 - size, size, device=self.weight.device)
         buckets = relative_buckets(
@@ -79,7 +79,7 @@ class RelativeBias(nn.Module):
         return weight[buckets].t().to(self.weight.dtype)
 
     def for_queries(self, num_queries: int, num_keys: int) -> torch.Tensor:
-        """Return the bias of the last ``num_queries`` positions for all ``num_keys`` positions.
+        """Return the bias of the last ``num_queries`` positions with all ``num_keys`` positions.
 
         Shapes:
             output [a/t, s, s_k]
@@ -89,14 +89,14 @@ class RelativeBias(nn.Module):
 
 
 class T5SelfAttention(SelfAttention):
-    """Self-attention that adds the relative bias of ``table`` to unscaled scores, or, without one, scales them.
+    """Self-attention that adds the relative bias ``table`` to unscaled scores; without a table, scores are scaled.
 
     Shapes:
         x      [s, b, h]
-        mask   bool [b, 1, s, s], True where a query may look, or None; it includes the causal rule
+        mask   bool [b, 1, s, s], True where a query may attend (including the causal mask), or None
         output [s, b, h]
 
-    With a ``cache`` as ``SelfAttention``; rows then stand at the same positions where there is a bias.
+    A ``cache`` works as in ``SelfAttention``; with a relative bias all rows must be at the same positions.
     """
 
     def __init__(self, sizes: T5ModelArgs, place: ParallelContext, layer: int, *, is_causal: bool) -> None:
@@ -118,8 +118,8 @@ class T5SelfAttention(SelfAttention):
             context = self.attend(attention, query, key, value, mask=mask, is_causal=is_causal)
         elif key.shape[2] > query.shape[2]:
             bias = table.for_queries(query.shape[2], key.shape[2])  # [a/t, s, s_k]
-            added = bias if mask is None else bias.masked_fill(~mask, lowest(bias.dtype))
-            context = self.attend(attention, query, key, value, mask=added, is_causal=False, scale=1.0)
+            masked_bias = bias if mask is None else bias.masked_fill(~mask, lowest(bias.dtype))
+            context = self.attend(attention, query, key, value, mask=masked_bias, is_causal=False, scale=1.0)
         else:
             bias = table.by_distance(query.shape[2])  # [a/t, 2s - 1]
             bias = without_future(bias) if is_causal else bias
@@ -128,21 +128,21 @@ class T5SelfAttention(SelfAttention):
 
 
 class CrossAttention(Attention):
-    """Multi-head attention to the output of the encoder, without a bias in both variants.
+    """Multi-head attention to the encoder's output, without a relative bias.
 
     Shapes:
-        x      [s_d, b, h], or this rank's part of it, by ``place``
-        memory [s_e, b, h]; with the sequence cut it comes from ``entered``
-        mask   bool [b, 1, s_d, s_e], True where a query may look, or None
+        x      [s_d, b, h], or this rank's shard of the sequence, depending on ``place``
+        memory [s_e, b, h]; with sequence parallelism the output of ``entered``
+        mask   bool [b, 1, s_d, s_e], True where a query may attend, or None
         output as x
 
-    A ``cache`` keeps the keys and values of ``memory`` from the first pass on; later ones need no memory.
+    A ``cache`` stores the keys and values of ``memory`` in the first pass; later passes need no memory.
     """
 
     def __init__(self, sizes: T5ModelArgs, place: ParallelContext, layer: int) -> None:
         super().__init__(sizes, place, layer, site="cross attention")
         h, width, bias = sizes.hidden_size, sizes.attention_width, sizes.hidden_bias
-        self.shares = (1,) if place.sequence_parallel else ()  # the gradient of memory, for the debugger
+        self.shares = (1,) if place.sequence_parallel else ()  # for the debugger: memory's gradient is a partial sum
         self.scale = 1.0 if sizes.is_relative else self.head_size**-0.5
         self.query = ColumnParallelLinear(h, width, bias=bias, **place.cut)
         self.key_value = ColumnParallelLinear(
@@ -174,21 +174,21 @@ class CrossAttention(Attention):
 
 
 def make_norm(sizes: T5ModelArgs, place: ParallelContext) -> nn.Module:
-    """Return a norm as a layer of this variant has it."""
-    kind = RMSNorm if sizes.is_relative else LayerNorm
-    return place.on_part(kind(sizes.hidden_size, sizes.layernorm_epsilon))
+    """Build a norm of hidden states: RMSNorm with relative positions, LayerNorm with learned positions."""
+    norm_class = RMSNorm if sizes.is_relative else LayerNorm
+    return place.on_part(norm_class(sizes.hidden_size, sizes.layernorm_epsilon))
 
 
-# One layer of T5's encoder and one of its decoder.
+# Encoder layer and decoder layer.
 
 
 class T5Layer(nn.Module):
-    """What layers of both sides share: pre-norm parts ``x + dropout(part(norm(x)))``, feed-forward last.
+    """Base class of encoder and decoder layers: pre-norm blocks ``x + dropout(f(norm(x)))``, feed-forward last.
 
-    With relative positions there is dropout after the activation as well.
+    With relative positions there is also dropout after the activation.
 
     Args:
-        layer: number of this layer in the whole model, encoder first; part of the keys of its dropout masks.
+        layer: index of this layer in the full model, encoder first; part of the keys of its dropout masks.
     """
 
     def __init__(self, sizes: T5ModelArgs, place: ParallelContext, layer: int, *, is_causal: bool) -> None:
@@ -208,24 +208,24 @@ class T5Layer(nn.Module):
         table: RelativeBias | None,
         cache: LayerKVCache | None = None,
     ) -> torch.Tensor:
-        """Return ``x`` and what it reads from itself."""
+        """Apply the self-attention block, including its residual connection."""
         return x + self.dropped(self.attention(self.input_norm(x), mask, table, cache), "attention output")
 
     def fed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` and what the feed-forward part makes of it."""
+        """Apply the feed-forward block, including its residual connection."""
         return x + self.dropped(self.mlp(self.post_attention_norm(x)), "mlp output")
 
     def dropped(self, x: torch.Tensor, site: str) -> torch.Tensor:
-        """Return what joins the residual stream of ``x``."""
+        """Apply dropout to the output of a block before it is added to the residual."""
         return self.place.dropout(x, self.hidden_dropout, training=self.training, layer=self.layer, site=site)
 
 
 class T5EncoderLayer(T5Layer):
-    """Self-attention in both directions, feed-forward.
+    """Encoder layer: bidirectional self-attention and feed-forward.
 
     Shapes:
-        x        [s_e, b, h], or this rank's part of it, by ``place``
-        segments [b, s_e] the document of each position, -1 for padding; given, attention stays within documents
+        x        [s_e, b, h], or this rank's shard of the sequence, depending on ``place``
+        segments [b, s_e] the document of each position, -1 for padding; if given, attention stays within documents
         output   as x
     """
 
@@ -240,20 +240,20 @@ class T5EncoderLayer(T5Layer):
 
 
 class T5DecoderLayer(T5Layer):
-    """Causal self-attention, attention to the encoder's output, feed-forward.
+    """Decoder layer: causal self-attention, cross-attention and feed-forward.
 
     Shapes:
-        x      [s_d, b, h], or this rank's part of it, by ``place``
+        x      [s_d, b, h], or this rank's shard of the sequence, depending on ``place``
         memory [s_e, b, h]
-        enc_segments [b, s_e], dec_segments [b, s_d]: both or none; a document reads its own part of ``memory``
+        enc_segments [b, s_e], dec_segments [b, s_d]: both or none; a document attends to its own part of ``memory``
         output as x
 
-    With a ``cache``, as ``SelfAttention`` and ``CrossAttention`` take it, the rows of the decoder hold one document.
+    With a ``cache``, used as in ``SelfAttention`` and ``CrossAttention``, each row of the decoder is one document.
     """
 
     def __init__(self, sizes: T5ModelArgs, place: ParallelContext, layer: int) -> None:
         super().__init__(sizes, place, layer, is_causal=True)
-        self.shares: tuple[int, ...] = (1,) if place.sequence_parallel else ()  # memory's gradient, for the debugger
+        self.shares: tuple[int, ...] = (1,) if place.sequence_parallel else ()  # as in ``CrossAttention``
         self.cross_norm = make_norm(sizes, place)
         self.cross_attention = CrossAttention(sizes, place, layer)
 
@@ -266,11 +266,13 @@ class T5DecoderLayer(T5Layer):
         dec_segments: torch.Tensor | None = None,
         cache: LayerKVCache | None = None,
     ) -> torch.Tensor:
-        own, cross = None, None
+        self_mask, cross_mask = None, None
         if enc_segments is not None and dec_segments is not None:
-            own, cross = document_mask(dec_segments), segment_mask(dec_segments, enc_segments)
+            self_mask, cross_mask = document_mask(dec_segments), segment_mask(dec_segments, enc_segments)
         if cache is not None:
-            own = cache.slots.mask
-        x = self.self_attended(x, own, table, cache)
-        x = x + self.dropped(self.cross_attention(self.cross_norm(x), memory, cross, cache), "cross attention output")
+            self_mask = cache.slots.mask
+        x = self.self_attended(x, self_mask, table, cache)
+        x = x + self.dropped(
+            self.cross_attention(self.cross_norm(x), memory, cross_mask, cache), "cross attention output"
+        )
         return self.fed_forward(x)

@@ -1,4 +1,4 @@
-"""T5Model: embeddings, encoder, decoder, head; T5ModelArgs, initial values."""
+"""T5Model: embeddings, encoder, decoder and head, and the initial weights."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.mappings import gather_from_sequence_region
 from megatron.ops.attention import positions_in_segments
 
-# What enters and leaves the two sides of T5: embedding, norms, head.
+# Embedding, final norms and head.
 
 
 class T5Embedding(nn.Module):
-    """Word embedding, and learned positions in the variant that has them, with dropout. Both sides share the tables.
+    """Word embedding, learned positions in the variant that has them, and dropout. Both sides share the tables.
 
     Shapes:
         tokens, segments [b, s]
-        output [s, b, h], or this rank's part of it, by ``place``
+        output [s, b, h], or this rank's shard of the sequence, depending on ``place``
 
-    ``side``, "encoder" or "decoder", says whose dropout masks to draw.
+    ``side``, "encoder" or "decoder", selects the dropout masks.
     """
 
     def __init__(self, sizes: T5ModelArgs, place: ParallelContext) -> None:
@@ -87,14 +87,14 @@ def embed(
     segments: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the hidden states that enter ``side``; learned positions start anew in each segment.
+    """Return the input hidden states of ``side``; learned positions restart in each segment.
 
     Shapes:
         tokens, segments [b, s]
-        output [s, b, h], or this rank's part of it, by ``place``
+        output [s, b, h], or this rank's shard of the sequence, depending on ``place``
 
     Args:
-        table: all of the word table, from ``shared_table``, to look up rows in instead of asking ``word``.
+        table: the full word table, from ``shared_table``, in which rows are looked up instead of calling ``word``.
     """
     x = word(tokens.t()) if table is None else F.embedding(tokens.t(), table, sparse=True)  # [s, b, h]
     if position is not None:
@@ -106,12 +106,12 @@ def embed(
 
 
 def make_final_norm(sizes: T5ModelArgs, place: ParallelContext, side: str) -> nn.Module:
-    """Return the norm at the end of ``side``; with relative positions dropout follows it."""
+    """Build the final norm of ``side``; with relative positions it is followed by dropout."""
     return FinalRMSNorm(sizes, place, side) if sizes.is_relative else make_norm(sizes, place)
 
 
 class FinalRMSNorm(RMSNorm):
-    """The norm at the end of a side, and its dropout.
+    """The final norm of a side, followed by dropout.
 
     Shapes:
         input, output [s, b, h]
@@ -129,14 +129,14 @@ class FinalRMSNorm(RMSNorm):
 
 
 def tied_logits(x: torch.Tensor, weight: torch.Tensor, sizes: T5ModelArgs, place: ParallelContext) -> Logits:
-    """Return the logits of a head that is the word table; with relative positions ``x`` is scaled by ``h ** -0.5``.
+    """Return the logits of a head tied to the word table; with relative positions ``x`` is scaled by ``h ** -0.5``.
 
     Shapes:
-        x      [s, b, h], or this rank's part of it, by ``place``
+        x      [s, b, h], or this rank's shard of the sequence, depending on ``place``
         weight [v/t, h]
-        output [s, b, v/t], or what they are made of
+        output [s, b, v/t], or ``LazyLogits``
 
-    Source: Raffel et al.'s code, for weights of variance 1; the papers do not tell.
+    Source: Raffel et al.'s code, for weights of variance 1; the papers do not mention it.
     """
     if sizes.is_relative:
         x = x * sizes.hidden_size**-0.5
@@ -144,38 +144,40 @@ def tied_logits(x: torch.Tensor, weight: torch.Tensor, sizes: T5ModelArgs, place
 
 
 def t5_model_args_from(model: Any, t5: Any, **overrides: Any) -> T5ModelArgs:
-    """Return the sizes held by the configuration sections ``model`` and ``t5``."""
+    """Build ``T5ModelArgs`` from the configuration sections ``model`` and ``t5``."""
     return T5ModelArgs(**{**fields_held(T5ModelArgs, model), **fields_held(T5ModelArgs, t5), **overrides})
 
 
 def t5_rule(sizes: T5ModelArgs, std: float, *, is_given: bool = False) -> Rule:
-    """Return how T5 starts: the variant with learned positions, or with a ``std`` that ``is_given``, as GPT-2 does.
+    """Return the rule for T5's initial weights.
 
-    Else, with relative positions, tables have 1 and a product of n inputs ``n ** -0.5``; a query has ``(h d) ** -0.5``,
-    which stands for the scale that the scores do not have. These are the factors of Hugging Face's ``_init_weights``.
+    The variant with learned positions, and any variant if ``std`` was set explicitly (``is_given``), use GPT-2's rule.
+    Otherwise, with relative positions, the standard deviation is 1 for tables, ``n ** -0.5`` for a linear layer with n
+    inputs, and ``(h d) ** -0.5`` for queries, because scores are not scaled. These are the factors of Hugging Face's
+    ``_init_weights``.
 
     Source: Raffel et al. 2020, code; Shazeer and Stern 2018, "Adafactor".
     """
     if is_given or not sizes.is_relative:
         sides = {"encoder": gpt2_rule(std, sizes.enc_layers), "decoder": gpt2_rule(std, sizes.dec_layers)}
         return lambda name, shape: sides.get(name.partition(".")[0], sides["encoder"])(name, shape)
-    into = sizes.hidden_size**-0.5
-    query = (sizes.hidden_size * sizes.kv_hidden_size) ** -0.5
+    default_std = sizes.hidden_size**-0.5
+    query_std = (sizes.hidden_size * sizes.kv_hidden_size) ** -0.5
 
     def rule(name: str, shape: tuple[int, ...]) -> float | torch.Tensor:
         if name in ("embedding.word.weight", "head.weight"):
             return 1.0
         if name.endswith(".query_key_value.weight"):  # rows of a head: query, key, value
-            head = torch.tensor([query, into, into]).repeat_interleave(sizes.kv_hidden_size)
+            head = torch.tensor([query_std, default_std, default_std]).repeat_interleave(sizes.kv_hidden_size)
             return head.repeat(sizes.num_attention_heads).unsqueeze(1)
         if name.endswith(".query.weight"):
-            return query
-        return shape[1] ** -0.5 if name.endswith(RESIDUAL_OUTPUTS) else into
+            return query_std
+        return shape[1] ** -0.5 if name.endswith(RESIDUAL_OUTPUTS) else default_std
 
     return rule
 
 
-# T5 on one pipeline rank.
+# T5 without pipeline stages.
 
 __all__ = [
     "MODEL",
@@ -196,20 +198,20 @@ __all__ = [
 
 
 class T5Model(nn.Module):
-    """An encoder-decoder language model, cut over the tensor-parallel group of ``place``.
+    """Encoder-decoder language model, sharded over the tensor-parallel group of ``place``.
 
-    | | T5, T5 v1.1, mT5 (relative) | as CPM trained it (learned) |
+    | | T5, T5 v1.1, mT5 (relative) | CPM's variant (learned) |
     |---|---|---|
-    | positions | a bias in self-attention, by distance | a table that both sides add to the words |
-    | norm | root mean square | mean and variance, with bias |
-    | scores | not scaled | times ``d ** -0.5`` |
-    | tied head | of ``x h ** -0.5`` | of ``x`` |
-    | dropout | also after activations and final norms | of what joins the residual, embeddings, attention |
+    | positions | bias in self-attention by distance | table added to the word embeddings of both sides |
+    | norm | RMSNorm | LayerNorm with bias |
+    | scores | not scaled | scaled by ``d ** -0.5`` |
+    | input of a tied head | ``x h ** -0.5`` | ``x`` |
+    | dropout | as in CPM's variant, and after activations and final norms | residual branches, embeddings, attention |
 
     Shapes:
         enc_tokens [b, s_e], dec_tokens [b, s_d]
-        enc_segments, dec_segments alike, both or none: the document of each position, -1 for padding; given, every
-            attention stays within documents, and learned positions start anew in each
+        enc_segments, dec_segments with the same shapes, both or none: the document of each position, -1 for padding.
+            If given, attention stays within documents, and learned positions restart in each document
         output logits [s_d, b, v/t]; with ``labels`` and ``loss_mask`` [b, s_d] the pair (loss sum, token count)
 
     Source: Raffel et al. 2020, "Exploring the limits of transfer learning with a unified text-to-text transformer".
@@ -227,14 +229,14 @@ class T5Model(nn.Module):
         self.head = Head(sizes, self.place) if sizes.untie_embeddings else None
 
     def units(self) -> list[nn.Module]:
-        """Return what is cut into pipeline stages, in the order of ``t5_units``; a tied head is the embedding."""
+        """Return the modules of ``t5_units``, in order. For a tied head, the last one is the embedding."""
         encoder, decoder = self.encoder, self.decoder
         enc_units = [self.embedding, *encoder.layers, encoder.final_norm]
         dec_units = [self.embedding, *decoder.layers, decoder.final_norm]
         return [*enc_units, *dec_units, self.embedding if self.head is None else self.head]
 
     def biases_by_unit(self) -> dict[int, nn.Module | None]:
-        """Return the relative bias that each layer takes, by the number of its unit."""
+        """Return the relative bias of each layer, by unit index."""
         units = t5_units(self.sizes.enc_layers, self.sizes.dec_layers)
         enc_biases = dict.fromkeys(units.enc_layers, self.encoder.bias)
         return enc_biases | dict.fromkeys(units.dec_layers, self.decoder.bias)
@@ -259,26 +261,30 @@ class T5Model(nn.Module):
         return model_loss(logits, labels, loss_mask, self.sizes, self.place)
 
     def _word_table(self) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return the word table for the head, and for both embeddings if it is unsharded, on a CPU and not 16-bit."""
+        """Return the word table for look-ups and for the head.
+
+        Look-ups use a separate view (see ``shared_table``) if the table is unsharded, on a CPU and not 16-bit.
+        Otherwise the first value is None.
+        """
         weight = self.embedding.word.weight
         is_unsharded = self.place.group.size == 1 and weight.device.type == "cpu"
         return shared_table(weight) if is_unsharded and weight.dtype not in HALF_PRECISION else (None, weight)
 
 
 def entered(memory: torch.Tensor, place: ParallelContext) -> torch.Tensor:
-    """Return the encoder's output as all layers of the decoder read it: joined once, where each rank has its part.
+    """Return the encoder's output for the decoder layers; with sequence parallelism, gather it once for all of them.
 
-    What flows back into it is this rank's share of the gradient; the sum over all layers is summed over the ranks.
+    The output's gradient on a rank is a partial sum. It is accumulated over all layers and then reduced over the ranks.
 
     Shapes:
-        memory [s_e, b, h], or this rank's part of it, by ``place``
+        memory [s_e, b, h], or this rank's shard of the sequence, depending on ``place``
         output [s_e, b, h]
     """
     return gather_from_sequence_region(memory, place.group) if place.sequence_parallel else memory
 
 
 class T5Side(nn.Module):
-    """The layers of a side, the bias that they share, and the norm after them."""
+    """The layers of one side, their shared relative bias and the final norm."""
 
     def __init__(self, sizes: T5ModelArgs, place: ParallelContext, side: str, layers: list[nn.Module]) -> None:
         super().__init__()
@@ -289,13 +295,13 @@ class T5Side(nn.Module):
         self.final_norm = make_final_norm(sizes, place, side)
 
     def run(self, x: torch.Tensor, *others: torch.Tensor | nn.Module | None) -> torch.Tensor:
-        """Return ``x`` after all layers, each of which takes ``others`` too, and the norm."""
+        """Apply all layers, each called with ``others`` as further inputs, and the final norm."""
         x = run_layers(list(self.layers), x, *others, recompute=self.recompute)
         return self.final_norm(x)
 
 
 class T5Encoder(T5Side):
-    """Shapes as ``T5EncoderLayer``."""
+    """T5's encoder; shapes as in ``T5EncoderLayer``."""
 
     def __init__(self, sizes: T5ModelArgs, place: ParallelContext) -> None:
         layers = [T5EncoderLayer(sizes, place, i) for i in range(sizes.enc_layers)]
@@ -306,12 +312,12 @@ class T5Encoder(T5Side):
 
 
 class T5Decoder(T5Side):
-    """Shapes as ``T5DecoderLayer``."""
+    """T5's decoder; shapes as in ``T5DecoderLayer``."""
 
     def __init__(self, sizes: T5ModelArgs, place: ParallelContext) -> None:
         layers = [T5DecoderLayer(sizes, place, sizes.enc_layers + i) for i in range(sizes.dec_layers)]
         super().__init__(sizes, place, "decoder", list(layers))
-        self.shares = (1,) if place.sequence_parallel else ()  # the gradient of memory, for the debugger
+        self.shares = (1,) if place.sequence_parallel else ()  # for the debugger: memory's gradient is a partial sum
 
     def forward(
         self,
@@ -324,18 +330,22 @@ class T5Decoder(T5Side):
 
 
 def model_args(config: Config, *, recomputes: bool = False) -> T5ModelArgs:
-    """Return the sizes of the model of ``config``; ``recomputes``: with the activation recomputation of its run."""
+    """Return the ``T5ModelArgs`` of ``config``.
+
+    Args:
+        recomputes: apply the activation recomputation settings of the run; otherwise nothing is recomputed.
+    """
     switches = recompute_switches(config) if recomputes else {}
     return t5_model_args_from(config.model, config.own, **switches)
 
 
 def weight_init(config: Config) -> Rule:
-    """Return the standard deviation of the initial weights, by name."""
+    """Return the rule for the standard deviation of the initial weights."""
     return t5_rule(model_args(config), config.model.init_method_std, is_given="init_method_std" in config.given)
 
 
 def example_inputs(config: Config, words: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the inputs of a T5 without labels; ``words(length)`` draws tokens [b, length]."""
+    """Return example inputs of a T5 without labels; ``words(length)`` draws tokens [b, length]."""
     return {"enc_tokens": words(config.own.enc_seq_length), "dec_tokens": words(config.own.dec_seq_length)}
 
 

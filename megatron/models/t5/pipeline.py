@@ -1,18 +1,18 @@
 """T5 as a list of layers for the pipeline engine.
 
-What a stage passes on depends on the side whose layers it ends with; never a mask:
+The tensors that a stage sends depend on its last layer:
 
-| its last layer | tensors |
+| last layer of the stage | tensors |
 |---|---|
 | of the encoder | hidden states [s_e, b, h], decoder tokens [b, s_d], segments of both sides |
 | of the decoder | hidden states [s_d, b, h], the encoder's output ("memory") [s_e, b, h], segments of both sides |
-| the last of the decoder, or its norm | hidden states [s_d, b, h] |
+| the decoder's last layer or its norm | hidden states [s_d, b, h] |
 
-Segments travel where documents are kept apart.
+Segments are sent only if documents are kept apart or inputs are padded. Masks are never sent.
 
-Each decoder layer hands memory on as it came, so that on the way back its gradient is summed layer by layer. The word
-table is shared by both embeddings and a tied head, learned positions by both embeddings, and each table of relative
-biases by all layers of its side.
+Each decoder layer passes memory on unchanged, so that in backward its gradient is accumulated layer by layer. The word
+table is shared by both embeddings and a tied head, learned positions by both embeddings, and each relative bias table
+by all layers of its side.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class EmbeddingPipe(nn.Module):
-    """The embedding of one side, by tables that are shared with others.
+    """The embedding of one side, with tables shared with other layers.
 
-    Encoder: (its tokens, decoder tokens[, segments of both]) to (hidden states, decoder tokens[, segments]).
-    Decoder: (memory, its tokens[, segments of both]) to (hidden states, memory[, segments]).
+    Encoder: (encoder tokens, decoder tokens[, both segments]) -> (hidden states, decoder tokens[, both segments]).
+    Decoder: (memory, decoder tokens[, both segments]) -> (hidden states, memory[, both segments]).
     """
 
     word: VocabParallelEmbedding
@@ -60,9 +60,9 @@ class EmbeddingPipe(nn.Module):
 
     def forward(self, inputs: Tensors) -> Tensors:
         if self.side == "encoder":
-            tokens, beside, *segments = inputs
+            tokens, passed_through, *segments = inputs
         else:
-            beside, tokens, *segments = inputs
+            passed_through, tokens, *segments = inputs
         x = embed(
             tokens,
             self.word,
@@ -73,11 +73,11 @@ class EmbeddingPipe(nn.Module):
             training=self.training,
             segments=segments[self.side == "decoder"] if segments else None,
         )  # [s, b, h]
-        return x, beside, *segments
+        return x, passed_through, *segments
 
 
 class EncoderLayerPipe(T5EncoderLayer):
-    """A layer of the encoder, past which travels what the decoder will need."""
+    """Encoder layer that passes the decoder's inputs through."""
 
     def forward(self, inputs: Tensors) -> Tensors:  # type: ignore[override]
         x, dec_tokens, *segments = inputs
@@ -86,14 +86,15 @@ class EncoderLayerPipe(T5EncoderLayer):
 
 
 class DecoderLayerPipe(T5DecoderLayer):
-    """A layer of the decoder, which hands memory and segments on unless it is the last one.
+    """Decoder layer that passes memory and segments through, except for the last layer.
 
-    Where the sequence is cut, the part of memory travels between stages and all of it between the layers of one: its
-    gradient there is each rank's share, which the one who joins the parts sums over the ranks.
+    With sequence parallelism, stages send shards of memory, and layers within a stage pass the gathered memory. The
+    gradient of gathered memory is a partial sum on each rank; the backward of the gather in the stage's first layer
+    reduces it over the ranks.
 
     Attributes:
-        is_first_here: of its piece, which the part of memory enters.
-        is_last_here: of its piece, which the part of memory leaves.
+        is_first_here: first layer of its chunk; its input is a shard of memory.
+        is_last_here: last layer of its chunk; its output is a shard of memory.
     """
 
     def __init__(self, sizes: T5ModelArgs, place: ParallelContext, layer: int) -> None:
@@ -103,9 +104,9 @@ class DecoderLayerPipe(T5DecoderLayer):
         self.output_shares: tuple[int, ...] = ()
 
     def sums_of_memory(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return (1,) for what it takes and for what it gives, where the gradient of memory is a share; or ()."""
-        whole = (1,) if self.place.sequence_parallel else ()
-        return () if self.is_first_here else whole, () if self.is_last_here else whole
+        """Return the indices of inputs and of outputs whose gradient is a partial sum: (1,) for memory, or ()."""
+        memory_idx = (1,) if self.place.sequence_parallel else ()
+        return () if self.is_first_here else memory_idx, () if self.is_last_here else memory_idx
 
     def forward(self, inputs: Tensors) -> torch.Tensor | Tensors:  # type: ignore[override]
         y, memory, *segments = inputs
@@ -119,7 +120,7 @@ class DecoderLayerPipe(T5DecoderLayer):
 
 
 class PositionTable(PositionEmbedding):
-    """The learned positions, which every rank holds whole and looks up for its hidden states alone."""
+    """The learned positions. Every rank holds the full table and looks up the positions of its hidden states."""
 
     def __init__(self, place: ParallelContext, *size: int) -> None:
         super().__init__(*size)
@@ -127,7 +128,7 @@ class PositionTable(PositionEmbedding):
 
 
 class NormPipe(nn.Module):
-    """The norm at the end of a side; what comes beside the hidden states passes by."""
+    """The final norm of a side; further tensors are passed through."""
 
     def __init__(self, sizes: T5ModelArgs, place: ParallelContext, side: str) -> None:
         super().__init__()
@@ -141,7 +142,7 @@ class NormPipe(nn.Module):
 
 
 class TiedHeadPipe(nn.Module):
-    """Logits by the word table."""
+    """Head tied to the word table."""
 
     word: VocabParallelEmbedding
 
@@ -154,7 +155,7 @@ class TiedHeadPipe(nn.Module):
 
 
 def layer_specs(sizes: T5ModelArgs, place: ParallelContext) -> list[LayerSpec]:
-    """Return the encoder's embedding, layers and norm, the decoder's, and the head."""
+    """Return the specs of embedding, layers and norm of the encoder, the same of the decoder, and the head."""
     word = Shared(
         "word", VocabParallelEmbedding, sizes.vocab_size, sizes.hidden_size,
         divisible_by=sizes.make_vocab_size_divisible_by, **place.cut,
@@ -181,7 +182,7 @@ def layer_specs(sizes: T5ModelArgs, place: ParallelContext) -> list[LayerSpec]:
 
 
 def boundary_before(layer: int, sizes: T5ModelArgs, has_segments: bool) -> list[Boundary]:
-    """Return what crosses into a stage that begins with ``layer`` of the list."""
+    """Return the tensors sent to a stage that starts with ``layer``, an index into ``layer_specs``."""
     units = t5_units(sizes.enc_layers, sizes.dec_layers)
     if layer >= units.dec_norm:
         return [Boundary("hidden states")]
@@ -204,9 +205,9 @@ def random_batch(vocab_size: int, shape: tuple[int, ...], has_segments: bool) ->
 
 
 class T5ModelPipe(ModelPipe):
-    """T5 over the pipeline stages of ``topology``, which may be cut anywhere.
+    """T5 split over the pipeline stages of ``topology``; stages may start at any layer.
 
-    Its layers are embedding, layers and norm of the encoder, then of the decoder, and the head.
+    Its layers are embedding, layers and norm of the encoder, the same of the decoder, and the head.
     """
 
     layer_classes = (EncoderLayerPipe, DecoderLayerPipe)
@@ -217,8 +218,8 @@ class T5ModelPipe(ModelPipe):
 
     def _declare_boundaries(self) -> None:
         self._mark_ends_of_pieces()
-        ends = enumerate(self.parts[1:-1])
-        self.boundary = {piece: boundary_before(end, self.sizes, self.has_segments) for piece, end in ends}
+        bounds = enumerate(self.parts[1:-1])
+        self.boundary = {piece: boundary_before(end, self.sizes, self.has_segments) for piece, end in bounds}
 
     def specs(self) -> list[LayerSpec]:
         return layer_specs(self.sizes, self.place)
@@ -227,7 +228,7 @@ class T5ModelPipe(ModelPipe):
         return random_batch(self.sizes.vocab_size, shape, self.has_segments)
 
     def _mark_ends_of_pieces(self) -> None:
-        """Tell the layers of the decoder which of them memory enters and leaves this stage by."""
+        """Mark the decoder layers at which memory enters and leaves a chunk of this stage."""
         units = t5_units(self.sizes.enc_layers, self.sizes.dec_layers).dec_layers
         for layer in self.modules():
             if isinstance(layer, DecoderLayerPipe):
@@ -241,22 +242,22 @@ class T5ModelPipe(ModelPipe):
         return weighted(loss) if isinstance(loss, dict) else Weighted(*loss)
 
     def made_output(self, output: Logits) -> torch.Tensor:
-        """Return the logits to who asks an evaluation for outputs."""
+        """Return the logits as a tensor, for evaluations that return outputs."""
         return materialize_logits(output)
 
     def logical_name(self, local_name: str) -> str:
-        """Return the name of this parameter, or module with a dot behind it, in the single-stage model."""
+        """Return the name of this parameter, or of this module (with a trailing dot), in the single-stage model."""
         head, _, rest = local_name.partition(".")
         if head == "tied_modules":
             key, _, rest = rest.partition(".")
             side, _, is_bias = key.partition("_")
             return f"{side}.bias.{rest}" if is_bias else f"embedding.{local_name.removeprefix('tied_modules.')}"
-        index, units = int(head), t5_units(self.sizes.enc_layers, self.sizes.dec_layers)
-        if index in (units.enc_embedding, units.dec_embedding):
+        unit_idx, units = int(head), t5_units(self.sizes.enc_layers, self.sizes.dec_layers)
+        if unit_idx in (units.enc_embedding, units.dec_embedding):
             return f"embedding.{rest}"
         for side, layers in (("encoder", units.enc_layers), ("decoder", units.dec_layers)):
-            if index in layers:
-                return f"{side}.layers.{layers.index(index)}.{rest}"
-            if index == layers.stop:
+            if unit_idx in layers:
+                return f"{side}.layers.{layers.index(unit_idx)}.{rest}"
+            if unit_idx == layers.stop:
                 return f"{side}.final_norm.{rest.removeprefix('norm.')}"
         return f"head.{rest}"

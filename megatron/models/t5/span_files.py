@@ -1,4 +1,4 @@
-"""CPM's three-file sets as a dataset; T5's dataset builder."""
+"""Datasets for CPM's sets of three files, and the builder of T5 datasets."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from megatron.models.t5 import data
 from megatron.models.t5.data import Pair, T5Dataset, T5Tokens
 from megatron.models.t5.spans import Denoiser, has_modes, raw_length
 
-# CPM's sets of three files: texts whose spans were cut out once, when the files were built.
+# CPM's sets of three files: texts whose spans were cut out when the files were built.
 #
-# Each is a pair of token files, and document d of one belongs to document d of the others. V is the vocabulary's size.
+# A set is three pairs of token files; document d has the same index in all three. V is the vocabulary size.
 #
-# | pair | a document holds |
+# | pair | contents of a document |
 # |---|---|
-# | PREFIX_context | the text that stays, with the marker V + k in the place of its span k = 0, 1, ... |
-# | PREFIX_target | span after span: its marker V + k, then its tokens |
-# | PREFIX_target_offset | two numbers for each span: where it starts in the target, how long it is with its marker |
+# | PREFIX_context | the remaining text, with the marker V + k in place of span k = 0, 1, ... |
+# | PREFIX_target | for each span its marker V + k and its tokens |
+# | PREFIX_target_offset | two numbers per span: its start in the target, and its length including the marker |
 #
-# The tool that made them stored 16-bit numbers, so that places above 65,535 wrapped around. They follow from the
-# lengths, and are compared with what is stored as far as that has bits.
+# The tool that built the sets stored 16-bit numbers, so starts above 65,535 wrapped around. Starts are therefore
+# computed from the lengths and compared with the stored ones modulo their number of bits.
 
 _DOCUMENTS_LOOKED_AT = 1000
 
 
 class SpanFiles:
-    """The three pairs of token files of one set.
+    """The three pairs of token files of a set.
 
     Args:
-        vocab_size: V, of the tokenizer that the set was built with.
-        reader, cache: as ``IndexedDataset``.
+        vocab_size: V, the vocabulary size of the tokenizer that the set was built with.
+        reader, cache: as in ``IndexedDataset``.
 
     Raises:
-        DataError: a file is missing or damaged, the three do not belong together, or V is another.
+        DataError: a file is missing or damaged, the pairs do not belong together, or V does not match.
     """
 
     def __init__(self, prefix: str, vocab_size: int, *, reader: str = "mmap", cache: IndexCache | None = None) -> None:
@@ -63,15 +63,15 @@ class SpanFiles:
 
     @property
     def fingerprint(self) -> str:
-        """A short text that changes when one of the three files does."""
+        """Short hash that changes with any of the three files."""
         prints = [file.fingerprint for file in (self.context, self.target, self.offsets)]
         return hashlib.sha256(":".join(prints).encode()).hexdigest()[:16]
 
     def read(self, document: int, first: int, count: int) -> np.ndarray:
-        """Return spans ``first`` ... ``first + count - 1`` of a document, each behind its marker.
+        """Return spans ``first`` ... ``first + count - 1`` of a document, each after its marker.
 
         Raises:
-            DataError: they are not where the offsets say.
+            DataError: the spans are not at the stored offsets.
         """
         stored, lengths = self.offsets.read(document).astype(np.int64).reshape(-1, 2).T
         starts = np.cumsum(lengths) - lengths
@@ -83,8 +83,11 @@ class SpanFiles:
             raise self._damaged(document, f"its target has {self.target.sizes[document]} tokens, spans need {stop}")
         tokens = self.target.read(document, start, stop - start).astype(np.int64)
         markers = np.flatnonzero(tokens >= self.vocab_size)
-        wanted = starts[first : first + count] - start
-        if not np.array_equal(markers, wanted) or (tokens[markers] - self.vocab_size != first + np.arange(count)).any():
+        expected = starts[first : first + count] - start
+        if (
+            not np.array_equal(markers, expected)
+            or (tokens[markers] - self.vocab_size != first + np.arange(count)).any()
+        ):
             raise self._damaged(document, f"spans {first} ... {first + count - 1} do not each start with their marker")
         return tokens
 
@@ -115,50 +118,54 @@ class SpanFiles:
                 f"{', '.join(f'{count} in {suffix}' for count, suffix in zip(counts, SET_SUFFIXES, strict=True))}. "
                 "They belong to different sets, or one was cut short."
             )
-        odd = np.flatnonzero(self.offsets.sizes % 2)
-        if len(odd):
-            raise self._damaged(int(odd[0]), f"the offsets are {self.offsets.sizes[odd[0]]} numbers, not pairs")
+        odd_documents = np.flatnonzero(self.offsets.sizes % 2)
+        if len(odd_documents):
+            raise self._damaged(
+                int(odd_documents[0]), f"the offsets are {self.offsets.sizes[odd_documents[0]]} numbers, not pairs"
+            )
 
     def _check_markers(self) -> None:
-        """The first span's marker is V itself: with another vocabulary, markers would be read as text."""
+        """Check that the first span's marker is V; with another vocabulary, markers would be read as text."""
         for document in np.flatnonzero(self.offsets.sizes)[:_DOCUMENTS_LOOKED_AT]:
-            found = self.target.read(int(document))[:1].tolist()
-            if found != [self.vocab_size]:
+            markers = self.target.read(int(document))[:1].tolist()
+            if markers != [self.vocab_size]:
                 raise DataError(
                     f"{self.prefix}: targets must start with the marker {self.vocab_size}, the size of the vocabulary, "
-                    f"got {found} in document {document}. Give the tokenizer that the set was built with."
+                    f"got {markers} in document {document}. Give the tokenizer that the set was built with."
                 )
 
     def _check_ids(self) -> None:
-        most = int(self.offsets.sizes.max(initial=0)) // 2
-        beyond = self.vocab_size + most
+        max_spans = int(self.offsets.sizes.max(initial=0)) // 2
+        limit = self.vocab_size + max_spans
         for file in (self.context, self.target):
-            if beyond - 1 > np.iinfo(file.dtype).max:
+            if limit - 1 > np.iinfo(file.dtype).max:
                 document = int(np.argmax(self.offsets.sizes))
-                raise self._damaged(document, f"{file.dtype} cannot hold the markers of {most} spans")
-            found = file.first_outside(beyond)
-            if found is not None:
-                document, offset, token = found
+                raise self._damaged(document, f"{file.dtype} cannot hold the markers of {max_spans} spans")
+            first_invalid = file.first_outside(limit)
+            if first_invalid is not None:
+                document, offset, token = first_invalid
                 name = Path(file.token_path).name
                 raise self._damaged(document, f"token {offset} of {name} is {token}, above all markers")
 
 
-# T5 samples from a set of CPM's three files: spans as the set has them, sentinels numbered anew in each sample.
+# T5 samples from a set of three files. Spans are fixed; sentinels restart in each sample.
 
 _SAMPLES_LOOKED_AT = 256
 
 
 class SpanFilesDataset:
-    """Sample i, for any i >= 0, is the dictionary of ``t5_layout``; i // samples_per_epoch is its epoch.
+    """T5 samples from a set of three files; sample i is the dictionary that ``data.sample`` returns.
 
-    Inputs are ``enc_seq_length`` - 1 tokens of the contexts and the end. Targets are as long as their spans are: below
-    ``dec_seq_length`` they are padded, above it cut, which the log tells by the first samples.
+    Any i >= 0 is valid; its epoch is i // samples_per_epoch. Inputs are ``enc_seq_length`` - 1 tokens of the contexts
+    and the end token. Targets are padded or truncated to ``dec_seq_length``. Truncations in the first samples are
+    logged.
 
     Args:
-        documents, seed, reset_attention_mask, cache: as ``T5Dataset``.
+        documents, seed, reset_attention_mask, cache: as in ``T5Dataset``.
 
     Raises:
-        DataError: fewer tokens than one sample, or among the first samples one with more spans than sentinels.
+        DataError: there are fewer tokens than in one sample, or one of the first samples has more spans than there are
+            sentinels.
     """
 
     def __init__(
@@ -191,18 +198,18 @@ class SpanFilesDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short text that changes with all that changes a sample or the order of samples."""
+        """Short hash that changes with anything that affects samples or their order."""
         lengths = (self.enc_seq_length, self.dec_seq_length)
         documents = self.documents if isinstance(self.documents, tuple) else documents_key(self.documents)
-        parts = ("span files", self.files.fingerprint, documents, *lengths, self.tokens, self.seed)
-        return hashlib.sha256(repr((*parts, self.reset_attention_mask)).encode()).hexdigest()[:16]
+        identity = ("span files", self.files.fingerprint, documents, *lengths, self.tokens, self.seed)
+        return hashlib.sha256(repr((*identity, self.reset_attention_mask)).encode()).hexdigest()[:16]
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Return sample ``index``.
 
         Raises:
-            SampleError: it cannot be read; names the sample.
-            DataError: it has more spans than there are sentinels; names the sample.
+            SampleError: the sample cannot be read.
+            DataError: the sample has more spans than there are sentinels.
         """
         return data.sample(self._pair(index), self.tokens, self.enc_seq_length, self.dec_seq_length)
 
@@ -212,20 +219,22 @@ class SpanFilesDataset:
         is_marker = text >= self.files.vocab_size
         targets = self._targets(index, text, pieces)
         is_target_marker = targets >= self.files.vocab_size
-        numbers = np.arange(len(pieces)) if self.reset_attention_mask else np.zeros(len(pieces), np.int64)
-        documents = np.repeat(numbers, [piece.length for piece in pieces])
-        of_spans = documents[is_marker]
-        places = np.arange(len(of_spans)) - np.searchsorted(of_spans, of_spans)
-        self.tokens.require_sentinels(int(places.max(initial=-1)) + 1, f"sample {index} of {self.files.prefix}")
-        text[is_marker] = targets[is_target_marker] = self._sentinels[places]
-        return Pair(text, targets, documents, of_spans[np.cumsum(is_target_marker) - 1])
+        document_indices = np.arange(len(pieces)) if self.reset_attention_mask else np.zeros(len(pieces), np.int64)
+        documents = np.repeat(document_indices, [piece.length for piece in pieces])
+        span_documents = documents[is_marker]
+        idx_in_document = np.arange(len(span_documents)) - np.searchsorted(span_documents, span_documents)
+        self.tokens.require_sentinels(
+            int(idx_in_document.max(initial=-1)) + 1, f"sample {index} of {self.files.prefix}"
+        )
+        text[is_marker] = targets[is_target_marker] = self._sentinels[idx_in_document]
+        return Pair(text, targets, documents, span_documents[np.cumsum(is_target_marker) - 1])
 
     def _targets(self, index: int, text: np.ndarray, pieces: Sequence[Piece]) -> np.ndarray:
-        """Return the spans whose markers stand in ``text``, each behind its marker."""
-        found, start = [np.zeros(0, np.int64)], 0
+        """Return the spans whose markers are in ``text``, each after its marker."""
+        targets, start = [np.zeros(0, np.int64)], 0
         for piece in pieces:
-            part = text[start : start + piece.length]
-            spans = part[part >= self.files.vocab_size] - self.files.vocab_size
+            piece_tokens = text[start : start + piece.length]
+            spans = piece_tokens[piece_tokens >= self.files.vocab_size] - self.files.vocab_size
             start += piece.length
             if not len(spans):
                 continue
@@ -233,8 +242,8 @@ class SpanFilesDataset:
                 raise SampleError(
                     f"sample {index} cannot be read: markers of document {piece.document} do not count up"
                 )
-            found.append(self._read(index, piece.document, int(spans[0]), len(spans)))
-        return np.concatenate(found)
+            targets.append(self._read(index, piece.document, int(spans[0]), len(spans)))
+        return np.concatenate(targets)
 
     def _read(self, index: int, document: int, first: int, count: int) -> np.ndarray:
         try:
@@ -243,18 +252,18 @@ class SpanFilesDataset:
             raise SampleError(f"sample {index} cannot be read: {error}") from error
 
     def _look_ahead(self) -> None:
-        """Say what part of the targets will be cut."""
-        looked_at = min(self.samples_per_epoch, _SAMPLES_LOOKED_AT)
-        lengths = [len(self._pair(index).targets) + 1 for index in range(looked_at)]
+        """Log the number of truncated targets among the first samples."""
+        num_checked = min(self.samples_per_epoch, _SAMPLES_LOOKED_AT)
+        lengths = [len(self._pair(index).targets) + 1 for index in range(num_checked)]
         too_long = sum(length > self.dec_seq_length for length in lengths)
         if too_long:
             log.info(
-                f"{too_long} of {looked_at} samples looked at have more than --dec-seq-length {self.dec_seq_length} "
+                f"{too_long} of {num_checked} samples looked at have more than --dec-seq-length {self.dec_seq_length} "
                 f"targets, up to {max(lengths)}; what is beyond is left out"
             )
 
 
-# The three data sets of a T5 run, with every check that can be made before training starts.
+# The datasets of a T5 run, with all checks that are possible before training starts.
 
 
 def build_t5_train_valid_test(
@@ -269,19 +278,19 @@ def build_t5_train_valid_test(
     needed: Sequence[bool] = (True, True, True),
     tokenizer_identity: str | None = None,
 ) -> Three:
-    """Return the samples of train, valid and test; None for a split that is not needed.
+    """Return the training, validation and test samples; None for a split that is not needed.
 
-    Each corpus is a pair of token files PREFIX.bin and .idx, or where these are not there a set of CPM's three files
-    (``span_files``), whose spans are fixed.
+    Each corpus is a pair of token files PREFIX.bin and .idx, or, if these do not exist, a set of CPM's three files,
+    whose spans are fixed.
 
     Args:
-        enc_seq_length, dec_seq_length, denoisers, seed, reset_attention_mask: as ``T5Dataset``.
-        tokens: every token id of a text must be below its ``text_vocab_size``.
-        tokenizer_identity: compared with the one in the sidecar where there is one.
+        enc_seq_length, dec_seq_length, denoisers, seed, reset_attention_mask: as in ``T5Dataset``.
+        tokens: all token ids of a text must be below its ``text_vocab_size``.
+        tokenizer_identity: identity of the tokenizer, compared with the identity in the corpus's sidecar file, if any.
 
     Raises:
-        DataError: rows D02 and D09-D14 of the list of faults, paths and weights that cannot be used, too few sentinels,
-            ``dec_seq_length`` too small, several denoisers for a set of three files.
+        DataError: the data fail a check (D02, D09-D14 in docs/reliability.md), paths or weights are invalid, there are
+            too few sentinels, ``dec_seq_length`` is too small, or there are several denoisers for a three-file set.
     """
     asked_by = f"--enc-seq-length {enc_seq_length}"
     settings: dict[str, Any] = {
@@ -297,16 +306,16 @@ def build_t5_train_valid_test(
         if is_set(prefix):
             _check_one_kind(prefix, denoisers)
             files = SpanFiles(prefix, tokens.text_vocab_size, reader=paths.data_impl, cache=cache)
-            as_they_are = partial(_span_file_samples, files, shared)
+            make_from_set = partial(_span_file_samples, files, shared)
             return OpenCorpus(
-                files.context, files.fingerprint, as_they_are, enc_seq_length - 1, asked_by, is_drawn=False
+                files.context, files.fingerprint, make_from_set, enc_seq_length - 1, asked_by, is_drawn=False
             )
         token_file = IndexedDataset(prefix, reader=paths.data_impl, cache=cache)
         dataset_checks.check_tokenizer(token_file, tokenizer_identity)
         dataset_checks.check_token_ids(token_file, tokens.text_vocab_size or tokens.vocab_size, cache)
-        drawn = partial(_t5_samples, token_file, {**shared, "denoisers": denoisers})
+        make_from_tokens = partial(_t5_samples, token_file, {**shared, "denoisers": denoisers})
         sample_tokens = raw_length(enc_seq_length, denoisers)
-        return OpenCorpus(token_file, token_file.fingerprint, drawn, sample_tokens, asked_by, is_drawn=True)
+        return OpenCorpus(token_file, token_file.fingerprint, make_from_tokens, sample_tokens, asked_by, is_drawn=True)
 
     return build_datasets(paths, needed, open_corpus, tokenizer_identity, _tokens_per_sample)
 
@@ -320,7 +329,7 @@ def _span_file_samples(files: SpanFiles, settings: dict[str, Any], documents: Do
 
 
 def _tokens_per_sample(parts: Sequence[Any]) -> int:
-    """Return the tokens that the model reads of a sample, which must be the same in all corpora."""
+    """Return the tokens per sample that the model reads, which must be the same in all corpora."""
     first = parts[0]
     for other in parts:
         if other.dec_seq_length != first.dec_seq_length:

@@ -1,25 +1,26 @@
-"""How long T5's inputs and targets are: arithmetic alone.
+"""Lengths of T5's inputs and targets.
 
-A text of ``length`` tokens loses ``noise`` of them in ``spans`` pieces, each of which leaves one sentinel behind:
+Span corruption removes ``noise`` tokens in ``spans`` spans from a text of ``length`` tokens and replaces each span by a
+sentinel:
 
-| what | holds | tokens |
+| sequence | contents | tokens |
 |---|---|---|
-| inputs | the rest of the text, a sentinel for each span, end of sample | length - noise + spans + 1 |
+| inputs | remaining text, a sentinel for each span, end of sample | length - noise + spans + 1 |
 | targets | for each span its sentinel and its tokens, end of sample | noise + spans + 1 |
 
-Where there are several denoisers, one more token at the start of the inputs names the one: the mode token.
+With several denoisers, the inputs start with an additional token that identifies the denoiser: the mode token.
 
     noise = round(noise_density * length)        at least 1, at most length - 1
     spans = round(noise / mean_span_length)      at least 1, at most min(noise, length - noise)
 
-Halves round to the even neighbour. Each length moves by 0 or 1 when the text grows by 1, so one denoiser fills any
-number of inputs exactly: 512 <- 568 with 114 targets.
+Halves are rounded to even. Each length changes by 0 or 1 when the text grows by 1, so that a single denoiser can fill
+any input length exactly. For example, a text of 568 tokens leads to 512 inputs and 114 targets.
 
-| denoiser | noise density | mean span length | what it asks for |
+| denoiser | noise density | mean span length | task |
 |---|---|---|---|
-| R | --noise-density | --mean-span-length | short spans, T5's own task |
+| R | --noise-density | --mean-span-length | short spans, the original T5 objective |
 | X | 0.5 | 8 | half of the text |
-| S | 0.25 | one span | the last quarter from the first three |
+| S | 0.25 | one span | predict the last quarter from the first three |
 
 Sources: Raffel et al. 2020, "Exploring the limits of transfer learning with a unified text-to-text transformer",
 section 3.1.4 (lengths as in seqio); Tay et al. 2022, "UL2: unifying language learning paradigms", section 3.1.
@@ -34,12 +35,12 @@ from dataclasses import dataclass
 
 KINDS = ("R", "X", "S")
 SHORTEST_TEXT = 2
-"""A span needs a token, and a token before it."""
+"""A span needs one token, and one token before it."""
 
 
 @dataclass(frozen=True)
 class Denoiser:
-    """One way to cut spans out of a text; ``weight`` is its share of the samples, relative to the others'."""
+    """A denoising task: how spans are cut out of a text. ``weight`` is its relative share of the samples."""
 
     kind: str
     noise_density: float
@@ -48,25 +49,25 @@ class Denoiser:
 
 
 def parse_denoisers(text: str, noise_density: float, mean_span_length: float) -> tuple[Denoiser, ...]:
-    """Return the denoisers of ``--denoisers``, such as "R", "R,X,S" or "R:2,X:1,S:1" with weights.
+    """Parse ``--denoisers``, such as "R", "R,X,S" or "R:2,X:1,S:1" with weights.
 
     Raises:
-        ValueError: not such a text, or R's two numbers leave no room for its spans.
+        ValueError: the text is malformed, or R's density and span length leave no room for its spans.
     """
     weights = _parse_weights(text)
     shapes = {"R": (noise_density, mean_span_length), "X": (0.5, 8.0), "S": (0.25, math.inf)}
     if "R" in weights:
         _check_shape(noise_density, mean_span_length)
-    return tuple(Denoiser(kind, *shapes[kind], weight) for kind, weight in weights.items())
+    return tuple(Denoiser(name, *shapes[name], weight) for name, weight in weights.items())
 
 
 def has_modes(denoisers: Sequence[Denoiser]) -> bool:
-    """Return whether inputs start with a token that names the denoiser: where there are several."""
+    """Return True if inputs start with a mode token: if there are several denoisers."""
     return len(denoisers) > 1
 
 
 def noise_and_spans(length: int, denoiser: Denoiser) -> tuple[int, int]:
-    """Return how many tokens of a text of ``length`` are cut out, and in how many spans."""
+    """Return the number of tokens removed from a text of ``length`` tokens, and the number of spans."""
     if length < SHORTEST_TEXT:
         raise ValueError(f"a text must have at least {SHORTEST_TEXT} tokens to cut spans out of it, got {length}")
     noise = min(max(round(denoiser.noise_density * length), 1), length - 1)
@@ -75,24 +76,24 @@ def noise_and_spans(length: int, denoiser: Denoiser) -> tuple[int, int]:
 
 
 def input_length(length: int, denoiser: Denoiser, has_mode: bool = False) -> int:
-    """Return the tokens that the encoder reads of a text of ``length``."""
+    """Return the number of encoder tokens for a text of ``length`` tokens."""
     noise, spans = noise_and_spans(length, denoiser)
     return length - noise + spans + 1 + has_mode
 
 
 def target_length(length: int, denoiser: Denoiser) -> int:
-    """Return the tokens that the decoder gives for a text of ``length``."""
+    """Return the number of decoder tokens for a text of ``length`` tokens."""
     return sum(noise_and_spans(length, denoiser)) + 1
 
 
 def raw_length(enc_seq_length: int, denoisers: Sequence[Denoiser]) -> int:
-    """Return the largest length of text whose inputs fit ``enc_seq_length`` with every denoiser.
+    """Return the largest text length whose inputs fit ``enc_seq_length`` with every denoiser.
 
-    With one denoiser they fill it; with several the shorter inputs are padded.
+    With one denoiser, inputs fill ``enc_seq_length``; with several, shorter inputs are padded.
 
     Raises:
-        ValueError: no text is short enough, or one denoiser leaves a place empty (spans of about one token, with about
-            as much noise as there can be).
+        ValueError: no text is short enough, or a single denoiser cannot fill the length exactly (spans of about one
+            token, with close to the maximum noise).
     """
 
     def longest_input(length: int) -> int:
@@ -104,8 +105,8 @@ def raw_length(enc_seq_length: int, denoisers: Sequence[Denoiser]) -> int:
             f"{SHORTEST_TEXT} tokens, got {enc_seq_length}. Raise it."
         )
     most_noise = max(denoiser.noise_density for denoiser in denoisers)
-    beyond = math.ceil((enc_seq_length + 1) / (1 - most_noise)) + SHORTEST_TEXT
-    length = bisect_right(range(beyond), enc_seq_length, lo=SHORTEST_TEXT, key=longest_input) - 1
+    upper_bound = math.ceil((enc_seq_length + 1) / (1 - most_noise)) + SHORTEST_TEXT
+    length = bisect_right(range(upper_bound), enc_seq_length, lo=SHORTEST_TEXT, key=longest_input) - 1
     if len(denoisers) == 1 and longest_input(length) < enc_seq_length:
         raise ValueError(
             f"--enc-seq-length must be a length that inputs can have, got {enc_seq_length}: --noise-density "
@@ -116,25 +117,25 @@ def raw_length(enc_seq_length: int, denoisers: Sequence[Denoiser]) -> int:
 
 
 def longest_target(length: int, denoisers: Sequence[Denoiser]) -> int:
-    """Return the most targets that a text of ``length`` can have: what ``--dec-seq-length`` must hold."""
+    """Return the length of the longest target of a text of ``length`` tokens: the minimum of ``--dec-seq-length``."""
     return max(target_length(length, denoiser) for denoiser in denoisers)
 
 
 def most_spans(length: int, denoisers: Sequence[Denoiser]) -> int:
-    """Return the most spans that a text of ``length`` can lose: the sentinels that a vocabulary needs."""
+    """Return the maximum number of spans in a text of ``length`` tokens, the number of sentinels required."""
     return max(noise_and_spans(length, denoiser)[1] for denoiser in denoisers)
 
 
 def _parse_weights(text: str) -> dict[str, float]:
-    wrong = f"--denoisers must be some of {', '.join(KINDS)}, each once, with a weight if you like: R:2,X:1,S:1"
+    problem = f"--denoisers must be some of {', '.join(KINDS)}, each once, with a weight if you like: R:2,X:1,S:1"
     weights: dict[str, float] = {}
     for part in text.split(","):
         kind, colon, number = (word.strip() for word in part.partition(":"))
         if kind not in KINDS:
-            raise ValueError(f"{wrong}; got {part.strip()!r} in {text!r}")
+            raise ValueError(f"{problem}; got {part.strip()!r} in {text!r}")
         if kind in weights:
-            raise ValueError(f"{wrong}; got {kind} twice in {text!r}")
-        weights[kind] = _parse_weight(number, f"{wrong}; got {part.strip()!r} in {text!r}") if colon else 1.0
+            raise ValueError(f"{problem}; got {kind} twice in {text!r}")
+        weights[kind] = _parse_weight(number, f"{problem}; got {part.strip()!r} in {text!r}") if colon else 1.0
     return weights
 
 
