@@ -269,7 +269,7 @@ class ColumnParallelLinear(nn.Module):
         self.group = group
         self.gather_output = gather_output
         self.sequence_parallel, self.has_entered = sequence_parallel, has_entered
-        self.shares = (0,) if has_entered else ()  # the gradient of the input, for the debugger
+        self.shares = (0,) if has_entered else ()  # input whose gradient is a summand, for megatron.debug
         local = divide("output_size", output_size, group)
         start = group.rank * local
         self.weight = empty_weight((local, input_size), Shard((output_size, input_size), 0, start, local))

@@ -1,10 +1,11 @@
 // Causal attention, one head at a time in a core's cache. causal_attention.py describes the result and when it is used.
 //
-// A head's query, key and value are copied out of the layer's product, whose rows are n * 3 * d elements apart. Operands
-// that a product reads by columns are transposed. Then 64 queries at a time are processed: a product with the keys up to
-// the last of these queries, the exponentials of its rows while they are in the cache, and the remaining products. With
-// documents, the keys start at the document of the first query. The small matrix products (`brgemm`, of row-major
-// matrices) are those of oneDNN in torch, and vectors are torch's, so this compiles wherever `torch.compile` does.
+// A head's query, key and value are copied out of the layer's product, whose rows are n * 3 * d elements apart.
+// Operands that a product reads by columns are transposed. For each block of 64 queries, the kernel computes a product
+// with the keys up to the last of these queries, the exponentials of its rows while they are in the cache, and the
+// remaining products. With documents, the keys start at the document of the first query. The small matrix products
+// (`brgemm`, of row-major matrices) are those of oneDNN in torch, and vectors are torch's, so this compiles wherever
+// `torch.compile` does.
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
