@@ -49,9 +49,9 @@ class ActivationStorage:
     """Stores the inputs of recomputed runs of layers, each tensor once, and restores them in backward.
 
     Args:
-        slots: returns the maximum number of stored first inputs of runs (runs per forward times forwards in flight),
-            and that of tensors passed to all runs of a forward, such as the encoder's output. Called at the first
-            forward.
+        slots: returns two maximum numbers of stored tensors: of the runs' first inputs (runs per forward times forwards
+            in flight), and of inputs common to all runs of a forward, such as the encoder's output. Called at the
+            first forward.
     """
 
     def __init__(self, how: ActivationOffload, slots: Callable[[], tuple[int, int]] = lambda: (1, 1)) -> None:

@@ -31,7 +31,7 @@ from megatron.torch_compat import all_gather_single, reduce_scatter_single
 
 
 class Run(NamedTuple):
-    """Consecutive tokens: local indices ``start`` to ``stop`` are the positions from ``first`` of the full sequence."""
+    """Consecutive tokens: local indices ``start`` to ``stop``, positions from ``first`` on in the full sequence."""
 
     start: int
     stop: int
@@ -89,7 +89,7 @@ def split_batch(batch: Mapping[str, torch.Tensor | None], group: Group) -> dict[
 
 
 def gather_from_context_region(x: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-    """Return the full sequence along ``dim``; gradients are summed over ranks, and each rank gets its tokens'."""
+    """Return the full sequence along ``dim``, in sequence order; gradients are reduce-scattered."""
     if group.size == 1:
         return x
     return _Gather.apply(x.movedim(dim, 0), group).movedim(0, dim)

@@ -106,7 +106,7 @@ def build_grid(topology: Topology, rank: int, timeout: timedelta | None = None, 
 
 
 def groups_by_ranks(grid: Grid) -> dict[tuple[int, ...], Any]:
-    """Return torch's process group of each group of at least two ranks, by its ranks.
+    """Return torch's process groups of all groups with at least two ranks, keyed by these ranks.
 
     Groups without this rank map to ``GroupMember.NON_GROUP_MEMBER``.
     """

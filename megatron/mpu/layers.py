@@ -58,7 +58,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 BESIDE, WHOLE_TILES = 8, 64
-"""Off the CPU, logits whose width is not a multiple of the first (16 bytes or more) are padded to one of the second."""
+"""Alignment of logits off the CPU.
+
+A width that is not a multiple of ``BESIDE`` columns (16 bytes in 16 bits) is padded to a multiple of ``WHOLE_TILES``.
+"""
 
 
 def aligned(columns: int, place: torch.device) -> int:
@@ -108,7 +111,10 @@ def _(bias: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _gradient(ctx: Any, grad: torch.Tensor) -> Any:
-    """Return the gradient of the bias, the sum over rows as a product with ones: faster, as exact as the weight's."""
+    """Return the gradient of the bias: the sum over rows, computed as a product with ones.
+
+    The product is faster than a sum and as exact as the weight's gradient.
+    """
     grad_rows = grad.reshape(-1, grad.shape[-1])
     return grad_rows.new_ones(1, len(grad_rows)).mm(grad_rows).squeeze(0), None
 
@@ -126,9 +132,9 @@ _in_every_row.register_autograd(_gradient)
 # With sequence parallelism the graph saves only this rank's slice of the input, not the gathered input.
 #
 # The results are bitwise equal to those of the same operations without overlap. On GPUs, kernels start in the order of
-# their calls only with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron requires as well. It is set for runs without a
-# pipeline. A pipeline posts receives early, which would block the kernels after them in a single queue, so
-# ``megatron.training.initialize`` sets several queues. The sums are the same then but may start later.
+# their calls only with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron requires as well. It is set for tensor
+# parallelism without a pipeline. A pipeline posts receives early, which would block the kernels after them in a single
+# queue, so ``megatron.training.initialize`` sets several queues. The sums are the same then but may start later.
 #
 # While a schedule defers weight gradients (``tds.engine.weight_grad_store``), no product is left to overlap with a
 # collective, so the operations run sequentially. Compiled layers use the same sequential operations, whose order the
@@ -269,7 +275,7 @@ class ColumnParallelLinear(nn.Module):
         self.group = group
         self.gather_output = gather_output
         self.sequence_parallel, self.has_entered = sequence_parallel, has_entered
-        self.shares = (0,) if has_entered else ()  # input whose gradient is a summand, for megatron.debug
+        self.shares = (0,) if has_entered else ()  # inputs whose gradient is this rank's summand, for megatron.debug
         local = divide("output_size", output_size, group)
         start = group.rank * local
         self.weight = empty_weight((local, input_size), Shard((output_size, input_size), 0, start, local))

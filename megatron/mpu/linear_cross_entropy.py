@@ -14,9 +14,9 @@ recomputed, and [n, h] and [v/t, h] are saved for backward instead of [n, v/t]. 
 computed.
 
 Logits of 16-bit inputs are products in 16 bits, as in a linear layer; on CUDA they are written in fp32. Everything else
-is computed in fp32 (fp64 for fp64), including the sum of the table's gradients over chunks. The summand of a chunk is a
-product in 16 bits again. It is a sum over tokens that the loss scale does not reduce, so it could overflow in fp16.
-Therefore the hidden states are divided by a power of two that bounds it.
+is computed in fp32 (fp64 for fp64), including the sum of the table's gradients over chunks. The contribution of a chunk
+is again a product in 16 bits. It is a sum over tokens, which no loss scale makes smaller, so it could overflow in fp16.
+To bound it, the hidden states are divided by a power of two.
 
 On GPUs a product is 2 to 4 times slower if rows do not start at multiples of 16 bytes, as with 50,257 logits. Off the
 CPU the logits therefore have additional columns (``aligned``) from padding rows of the table or zeros, without
@@ -43,7 +43,7 @@ from megatron.torch_compat import all_gather_single
 FP16_SCALE = 8.0
 """Scale of the logits' gradients in fp16, where a probability of 1e-5 has few bits; divided out in fp32."""
 FP16_LARGEST = 2.0**15
-"""Bound of a chunk's summand of the table's gradient in fp16, half of the largest fp16 number."""
+"""Bound of a chunk's contribution to the table's gradient in fp16: half of the largest fp16 number."""
 
 
 def linear_cross_entropy(
@@ -65,7 +65,8 @@ def linear_cross_entropy(
     With a ``z_loss`` the weighted sum of the z-losses is returned as a second tensor. As in
     ``vocab_parallel_cross_entropy``, the gradient of the first sum is that of both.
 
-    With a ``cap`` each logit y becomes ``cap * tanh(y / cap)``. The slopes, [c, v/t], are held in addition to a chunk.
+    With a ``cap`` each logit y becomes ``cap * tanh(y / cap)``. The slopes of a chunk, [c, v/t], need additional
+    memory.
 
     The gradient of ``x`` is this rank's summand of a sum over the group, as in a linear layer sharded by output rows.
     The preceding ``copy_to_tensor_region`` or gather of the sequence reduces it. Padded rows of the table get no
@@ -275,7 +276,7 @@ class _Work:
             self._add_gradients(begun, factor, softmax_factor * (begun.own[0] - max_logits).exp() / denominator)
 
     def _add_gradients(self, begun: _Begun, factor: torch.Tensor, of_exponentials: torch.Tensor) -> None:
-        """Turn the exponentials into the gradient of the logits and add to the gradients of x, table and bias."""
+        """Turn the exponentials into the gradient of the logits; accumulate the gradients of x, table and bias."""
         wide_grad = begun.exponentials.mul_(of_exponentials.unsqueeze(-1))  # [c, v/t], softmax times weight
         if self.given.num_real:
             wide_grad.scatter_add_(-1, begun.local, -(factor * begun.is_here).unsqueeze(-1))

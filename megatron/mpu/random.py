@@ -30,7 +30,8 @@ from megatron.mpu.random_key import hashed
 class DropoutKey:
     """Position of a forward pass: the optimizer step and the micro-batch within it, both from 0.
 
-    ``first`` is the number of micro-batches of the step that lower replicas process. Only ``PhiloxDropout`` reads it.
+    ``first`` is the number of micro-batches of the step that replicas of lower rank process. Only ``PhiloxDropout``
+    reads it.
     """
 
     step: int = 0

@@ -119,12 +119,12 @@ class Topology:
 
 
 def axes_text(context: int) -> str:
-    """Return the product that must divide the world size as text; the context axis is omitted if its size is 1."""
+    """Return the axes whose product must divide the world size, as text; context is omitted if its size is 1."""
     return "tensor x pipe" if context == 1 else "tensor x pipe x context"
 
 
 def sizes_text(world_size: int, tensor: int, pipe: int, context: int) -> str:
-    """Return the world size, the flags and their product as text of an error message."""
+    """Return the world size, the flags and their product, as text for an error message."""
     flags = f"--model-parallel-size {tensor}, --pipe-parallel-size {pipe}"
     product, total = f"{tensor} x {pipe}", tensor * pipe * context
     if context > 1:

@@ -135,7 +135,10 @@ class Held:
         return _part_shape(self.shape, self.cut, rank)
 
     def numbers_to_owner(self, rank: int) -> int:
-        """Return the number of elements that ``rank`` sends to the owner: 0 from other ranks without a partition."""
+        """Return the number of elements that ``rank`` sends to the owner.
+
+        Without a partition the owner holds the full tensor already, and other ranks send nothing.
+        """
         return 0 if self.cut is None and rank != self.owner else math.prod(self.part_shape(rank))
 
 

@@ -8,7 +8,7 @@
 | sgd | ``torch.optim.SGD`` | with momentum ``momentum_buffer`` [m, n], otherwise none |
 
 In step n Adafactor changes a weight by ``min(lr, 1 / sqrt(n)) max(1e-3, RMS(weight))`` times an update whose RMS is
-clipped at 1; its mean squares decay with ``1 - n^-0.8``. This is the recipe of T5 without the relative step size: the
+clipped at 1. The mean squares decay with ``1 - n^-0.8``. This is the recipe of T5 without the relative step size: the
 learning rate is the given one, with any schedule, rather than always ``1 / sqrt(n)``. T5 was trained without weight
 decay and without clipping of the global norm, and with an lr that never exceeds ``1 / sqrt(n)`` (``LRScheduler``,
 inverse-square-root). With a larger lr, torch's bound ``1 / sqrt(n)`` takes effect.

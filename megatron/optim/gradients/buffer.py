@@ -36,7 +36,9 @@ from tds.linear_function import add_product
 SCATTERS: bool | None = None
 """True if ZeRO 1 reduce-scatters gradients; None: on NCCL only.
 
-gloo implements a reduce-scatter by an all-reduce, and an all-reduce in the buckets of ZeRO 0 has the bits of ZeRO 0."""
+gloo implements a reduce-scatter by an all-reduce. With gloo, full gradients are therefore all-reduced in the buckets of
+ZeRO 0, which is bitwise equal to ZeRO 0.
+"""
 
 
 def scatters(group: Group) -> bool:

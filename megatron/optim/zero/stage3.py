@@ -274,7 +274,10 @@ class ParamUnits:
         self._has_warned = self._has_warned or output is not None
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Return the graph's entry for a saved tensor, with the unit of a weight, which may be freed by backward."""
+        """Return the graph's entry for a saved tensor.
+
+        For a weight the entry includes its unit, because the weight may be freed before backward.
+        """
         if tensor.layout is not torch.strided:  # has no such storage and is not a weight
             return tensor.detach()
         unit = self._unit_at.get(tensor.untyped_storage().data_ptr())
