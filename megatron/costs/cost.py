@@ -150,7 +150,7 @@ class Costs(ABC):
     def attention_work(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
     ) -> int:
-        """Return the scratch bytes of a backward of a layer's attention that exceed the memory freed by the layer."""
+        """Return the scratch bytes of attention in backward, less the memory that its layer has freed by then."""
         return 0
 
     def context_messages(self, samples: int, tensor: int, width: int) -> tuple[int, ...]:
@@ -316,7 +316,7 @@ class Costs(ABC):
         small_parameters = self.small_parameters(tensor, state.gradient)
         products = self.stage_matrices(bounds, stages, tensor, placement) if state.saved else [[]] * stages
         matrices = [sum(product.weights for product in stage_products) for stage_products in products]
-        apart = self.stage_apart(bounds, tensor, stages, placement)
+        apart_parameters = self.stage_apart(bounds, tensor, stages, placement)
         estimates = []
         for stage, num_parameters in enumerate(self.stage_parameters(bounds, tensor, stages, placement)):
             pieces = chunks_on(bounds, stages, stage, placement)
@@ -333,12 +333,19 @@ class Costs(ABC):
             scratch += max(stage_attention_scratch - logits, 0)  # the logits are freed before the backward of attention
             activations = forwards * saved_per_micro_batch // chunks + scratch
             memory = state.memory(
-                num_parameters, activations, logits, zero, gathered, matrices[stage], apart[stage], self.expert_ranks
+                num_parameters,
+                activations,
+                logits,
+                zero,
+                gathered,
+                matrices[stage],
+                apart_parameters[stage],
+                self.expert_ranks,
             )
             if checkpoint_activations:
                 read = sum(_held([0] * len(units), shared, [piece]) for piece in pieces)
-                parts = [units[start:stop] for start, stop in pieces]
-                memory = waiting.placed(memory, parts, forwards / chunks, read, stage_attention_scratch)
+                units_of_pieces = [units[start:stop] for start, stop in pieces]
+                memory = waiting.placed(memory, units_of_pieces, forwards / chunks, read, stage_attention_scratch)
             buffers = CommunicationBuffers(
                 small=sum(small_parameters[n] for start, stop in pieces for n in range(start, stop)),
                 message=hidden if stages > 1 else 0,

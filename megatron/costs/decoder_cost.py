@@ -172,7 +172,7 @@ def _is_gated(sizes: ModelDimensions) -> bool:
 # |---|---|---|
 # | g groups of a query heads | 2 h (a + g) d in attention | (2 a + 2 g) d elements per token |
 # | rotary positions | none | (a + g) d more elements per token |
-# | norms of queries and keys | 2 d of each head, (a + g) d of all heads | (a + g) d more elements per token |
+# | norms of queries and keys | 2 d per head, or (a + g) d over all heads | (a + g) d more elements per token |
 # | norms before, after, both | 2, 2, 4 norms | as many inputs of norms |
 # | ALiBi | none | biases of w a / t s^2 bytes per stage, with w bytes per element |
 # | ALiBi within documents | none | biases of w b a / t s^2 bytes per micro-batch |
@@ -304,7 +304,7 @@ class DecoderCosts(Costs):
         attention = projections_flops(sizes, self.keys)
         products = [attention + self._feed_forward_flops(layer) for layer in range(sizes.num_layers)]
         each = zip(products, self.seen_by_layer, strict=True)
-        layers = [own + 4 * keys * attention_width(sizes) for own, keys in each]
+        layers = [product_flops + 4 * keys * attention_width(sizes) for product_flops, keys in each]
         layer = max(layers, default=attention + feed_forward_flops(sizes))
         norm, head = ELEMENTWISE * h / layer, head_cost(sizes) / layer
         return [norm, *[each / layer for each in layers], norm, head]
@@ -348,7 +348,8 @@ class DecoderCosts(Costs):
         table = table_parameters(sizes, tensor) if sizes.untie_embeddings else 0
         positions = sizes.max_position_embeddings * sizes.hidden_size if sizes.has_learned_positions else 0
         norm = self.norm_parameters if sizes.embed_layernorm else 0
-        layer_with = dict(zip(self.with_experts, range(sizes.num_layers), strict=True))  # a layer for each value
+        # a layer with experts and one without, if there are both
+        layer_with = dict(zip(self.with_experts, range(sizes.num_layers), strict=True))
         parameters = {has: self.layer_parameters(tensor, layer) for has, layer in layer_with.items()}
         layers = [parameters[has] for has in self.with_experts]
         return [table + positions + norm, *layers, self.norm_parameters, table]
@@ -393,18 +394,18 @@ class DecoderCosts(Costs):
         memory than attention.
         """
         tokens = samples * self.own_length
-        half = tokens * (feed_forward_kept(self.sizes) * width // tensor)
+        feed_forward = tokens * (feed_forward_kept(self.sizes) * width // tensor)
         if not self.sizes.num_experts:
-            return self._attention_work(samples, tensor, width, sequence, half, is_joined=is_joined)
+            return self._attention_work(samples, tensor, width, sequence, feed_forward, is_joined=is_joined)
         if self.with_experts[-1]:
-            half = self.experts.kept(tokens, tensor, width, sequence, is_joined=is_joined)
-        attention = self._attention_work(samples, tensor, width, sequence, half, is_joined=is_joined)
+            feed_forward = self.experts.kept(tokens, tensor, width, sequence, is_joined=is_joined)
+        attention = self._attention_work(samples, tensor, width, sequence, feed_forward, is_joined=is_joined)
         return max(attention, self.experts.work(tokens, tensor, width, sequence))
 
     def _attention_work(
         self, samples: int, tensor: int, width: int, sequence: int, half: int, *, is_joined: bool
     ) -> int:
-        """Return the scratch bytes of a backward of attention.
+        """Return the scratch bytes of attention in backward, less the memory freed by then.
 
         Args:
             half: bytes that the feed-forward half has freed.
@@ -472,8 +473,8 @@ class DecoderCosts(Costs):
     def _scores(self, samples: int, tensor: int) -> tuple[Product, ...]:
         """Return the products of all heads on a rank; a fused kernel computes half of a causal matrix."""
         num_heads = samples * self.sizes.num_attention_heads / tensor
-        half = 0.5 if self.is_causal and self.is_fused else 1.0
-        return scores(self.own_length, self.seq_length, self.sizes.kv_hidden_size, num_heads * half)
+        causal_factor = 0.5 if self.is_causal and self.is_fused else 1.0
+        return scores(self.own_length, self.seq_length, self.sizes.kv_hidden_size, num_heads * causal_factor)
 
     def _core_kept(self, samples: int, tensor: int, width: int) -> int:
         """Return the bytes of the probabilities before and after dropout, and of its mask: 5 a s / h times s b h.
@@ -569,9 +570,9 @@ def mask_reason(config: Any, kind: str, *, is_causal: bool = True) -> str | None
         return None
     if dtype == "fp64":
         return "kernels on CUDA take fp32 and 16 bits"
-    least, most = HEADS_IN_BLOCKS
-    if not least <= model.kv_hidden_size <= most:
-        return f"flex_attention takes heads of {least} to {most}, got {model.kv_hidden_size}"
+    smallest, largest = HEADS_IN_BLOCKS
+    if not smallest <= model.kv_hidden_size <= largest:
+        return f"flex_attention takes heads of {smallest} to {largest}, got {model.kv_hidden_size}"
     return None
 
 

@@ -123,13 +123,20 @@ class ExpertCosts:
             sequence, is_joined: see ``Costs.unit_kept``.
         """
         sizes, h, wide = self.sizes, self.sizes.hidden_size, max(width, 4)
-        num_experts, k, part = sizes.num_experts, sizes.moe_router_topk, tokens // sequence
+        num_experts, k, local_tokens = sizes.num_experts, sizes.moe_router_topk, tokens // sequence
         rows = self._seen(tokens, tensor) * k
         between = tokens * self.of_width * self.active_width * width // tensor
-        lists = rows * (2 * INDEX * (2 if self.ranks > 1 else 1) + 2 * wide) + part * INDEX * k
-        tables = self._tables * part * num_experts * wide
-        gated = part * h * width if sizes.moe_shared_expert_gate else 0
-        return 2 * rows * h * width + between + lists + tables + gated + self._input(part, tokens, width, is_joined)
+        lists = rows * (2 * INDEX * (2 if self.ranks > 1 else 1) + 2 * wide) + local_tokens * INDEX * k
+        tables = self._tables * local_tokens * num_experts * wide
+        gated = local_tokens * h * width if sizes.moe_shared_expert_gate else 0
+        return (
+            2 * rows * h * width
+            + between
+            + lists
+            + tables
+            + gated
+            + self._input(local_tokens, tokens, width, is_joined)
+        )
 
     @property
     def _tables(self) -> int:
@@ -156,7 +163,7 @@ class ExpertCosts:
         return 0 if width >= 4 and dense == router else int(router)
 
     def work(self, tokens: int, tensor: int, width: int, sequence: int = 1) -> int:
-        """Return the scratch bytes of a backward of the half that exceed the memory it has freed.
+        """Return the scratch bytes of the half in backward, less the memory that it has freed by then.
 
         The gradients of one weight of all experts exist at the same time, before they are added to their sums.
         """

@@ -82,7 +82,7 @@ class Zero:
         return 2 if self.prefetches and self.replicas > 1 else 1
 
     def share(self, stage: int) -> int:
-        """Return the number of replicas over which state is sharded that ZeRO shards from ``stage`` on."""
+        """Return the number of shards of state that ZeRO shards from ``stage`` on: 1 below that stage."""
         return self.replicas if self.stage >= stage else 1
 
 
@@ -193,13 +193,13 @@ class SavedActivations:
         """
         inputs = sum(sum([unit.input for unit in piece if unit.input][:: self.every]) for piece in pieces)
         saved_inputs = -(-int(forwards * inputs) // self.parts)
-        others = sum(unit.full for piece in pieces for unit in piece if not unit.input)
+        not_recomputed = sum(unit.full for piece in pieces for unit in piece if not unit.input)
         recomputed = max(
             sum(sorted((unit.full for unit in piece if unit.input), reverse=True)[: self.every]) for piece in pieces
         )
         at_work = max(recomputed + work - memory.logits, 0)  # the logits are freed before a layer is recomputed
         on_device, on_host = (0, saved_inputs) if self.is_on_host else (saved_inputs, 0)
-        saved = int(forwards * (read + others)) + on_device
+        saved = int(forwards * (read + not_recomputed)) + on_device
         return replace(memory, activations=saved + at_work, host=memory.host + on_host)
 
 
@@ -242,8 +242,8 @@ def loss_bytes(
     words, wide, h = -(-known_vocab_size(sizes) // tensor), max(width, 4), sizes.hidden_size
     at_once = tokens_at_once(sizes.loss_chunk_tokens, tokens, known_vocab_size(sizes), h, is_on_cpu=is_on_cpu)
     if at_once == WHOLE:
-        kept = wide + (width if has_cap else 0)
-        return tokens * words * (width + (wide if width < wide else 0) + kept * forwards)
+        saved = wide + (width if has_cap else 0)
+        return tokens * words * (width + (wide if width < wide else 0) + saved * forwards)
     copies = width if width < wide else 0
     num_buffers = (2 if tensor > 1 else 1) * (2 if has_cap else 1)
     at_work = words * (at_once * (wide * num_buffers + copies) + h * copies)

@@ -95,20 +95,24 @@ def paired(first: Dump, second: Dump) -> Iterator[tuple[Joined, Joined]]:
     known from a module's own weight. A tensor without a dimension of samples, such as the positions of a micro-batch,
     is comparable only if both dumps have the same micro-batch size.
     """
-    one, other = grouped(first), grouped(second)
+    first_records, second_records = grouped(first), grouped(second)
     have_pipeline = {dump.facts["layout"].get("pipe", 1) > 1 for dump in (first, second)}
 
     def is_own(key: Key) -> bool:
-        return key.index == 0 or all(records[key][0].cut is not None for records in (one, other))
+        return key.index == 0 or all(records[key][0].cut is not None for records in (first_records, second_records))
 
-    for key in one:
-        if key in other and (len(have_pipeline) == 1 or is_own(key)) and _can_add_up(one[key], other[key]):
-            for start, stop in common_spans(one[key], other[key]):
-                yield join(key, one[key], start, stop), join(key, other[key], start, stop)
+    for key in first_records:
+        if (
+            key in second_records
+            and (len(have_pipeline) == 1 or is_own(key))
+            and _can_add_up(first_records[key], second_records[key])
+        ):
+            for start, stop in common_spans(first_records[key], second_records[key]):
+                yield join(key, first_records[key], start, stop), join(key, second_records[key], start, stop)
 
 
 def _can_add_up(one: Sequence[Record], other: Sequence[Record]) -> bool:
-    """Return True if micro-batches have the same size in both, or if the shapes of tensors differ with their size."""
+    """Return True if micro-batches have the same size in both, or if their sizes show in the shapes of tensors."""
     sizes = [{r.samples.stop - r.samples.first for r in records if r.samples is not None} for records in (one, other)]
     return sizes[0] == sizes[1] or {whole_shape(r) for r in one}.isdisjoint(whole_shape(r) for r in other)
 
@@ -135,11 +139,11 @@ def join(key: Key, records: Sequence[Record], first: int, stop: int) -> Joined:
     """Join the records of the samples from ``first`` up to ``stop``."""
     by_samples: dict[Samples, list[Record]] = defaultdict(list)
     for record in records:
-        own = record.samples or Samples(0, 0)
-        if first <= own.first and own.stop <= stop:
-            by_samples[own].append(record)
-    over_ranks = [_over_ranks(each) for _, each in sorted(by_samples.items())]
-    parts = tuple(part for each, _, _ in over_ranks for part in each)
+        record_samples = record.samples or Samples(0, 0)
+        if first <= record_samples.first and record_samples.stop <= stop:
+            by_samples[record_samples].append(record)
+    over_ranks = [_over_ranks(group) for _, group in sorted(by_samples.items())]
+    parts = tuple(part for group, _, _ in over_ranks for part in group)
     return Joined(
         key,
         first,
@@ -160,8 +164,8 @@ def _over_ranks(records: Sequence[Record]) -> tuple[list[Record], Statistics, bo
     differ = any(not _are_copies(copies) for copies in by_cut.values())
     if set(by_cut) == {None}:
         if differ and records[0].samples is not None:  # slices of an unknown cut
-            parts = [replace(record.statistics, sketch=()) for record in records]
-            return list(records), joined(parts), False
+            slice_statistics = [replace(record.statistics, sketch=()) for record in records]
+            return list(records), joined(slice_statistics), False
         return [records[0]], records[0].statistics, differ
     slices = [copies[0] for _, copies in sorted(by_cut.items(), key=lambda item: item[0] or ())]
     return slices, joined([*(record.statistics for record in slices), zeros(number_missing(slices))]), differ
@@ -285,12 +289,12 @@ def compare(first: Dump, second: Dump, rtol: float | None = None) -> Comparison:
 def _floors(pairs: Iterable[tuple[Joined, Joined]]) -> dict[tuple[int, str], tuple[float, float]]:
     """Return the smallest norm and value to which errors are relative, by step and kind of tensor."""
     norms: dict[tuple[int, str], list[float]] = defaultdict(list)
-    numbers: dict[tuple[int, str], list[float]] = defaultdict(list)
+    values: dict[tuple[int, str], list[float]] = defaultdict(list)
     for pair in pairs:
         for tensor in pair:
             norms[tensor.key.step, tensor.key.what].append(_known(tensor.statistics.norm))
-            numbers[tensor.key.step, tensor.key.what].append(_known(tensor.statistics.largest))
-    return {key: (SMALLEST_SHARE * max(norms[key]), SMALLEST_SHARE * max(numbers[key])) for key in norms}
+            values[tensor.key.step, tensor.key.what].append(_known(tensor.statistics.largest))
+    return {key: (SMALLEST_SHARE * max(norms[key]), SMALLEST_SHARE * max(values[key])) for key in norms}
 
 
 def _tolerance(key: Key, of_steps: tuple[float, float], start: int) -> float:
@@ -335,8 +339,8 @@ def statistics_error(a: Statistics, b: Statistics, norm_floor: float = 0.0, numb
     """Return an estimate of the difference of two tensors relative to their norm, given their statistics."""
     if (a.nan, a.inf) != (b.nan, b.inf) or a.count != b.count:
         return math.inf
-    norm, number = max(_known(a.norm), _known(b.norm), norm_floor), max(_known(a.largest), _known(b.largest))
-    errors = [_share(_known(a.norm - b.norm), norm), _share(_known(a.largest - b.largest), max(number, number_floor))]
+    norm, largest = max(_known(a.norm), _known(b.norm), norm_floor), max(_known(a.largest), _known(b.largest))
+    errors = [_share(_known(a.norm - b.norm), norm), _share(_known(a.largest - b.largest), max(largest, number_floor))]
     rows = [(a.total, b.total), *(zip(a.sketch, b.sketch, strict=True) if a.sketch and b.sketch else ())]
     size = max(_rms([row[0] for row in rows]), _rms([row[1] for row in rows]), norm)
     errors.append(_share(_rms([x - y for x, y in rows]), size))

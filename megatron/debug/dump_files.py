@@ -93,7 +93,7 @@ class Writer:
         return self.folder / f"rank-{self.rank:05d}.jsonl"
 
     def make(self) -> None:
-        """Create the folder, which hosts may not share, and this rank's file if they do not exist.
+        """Create the folder (hosts may not share it) and this rank's file if they do not exist.
 
         Raises:
             OSError: they cannot be written.
@@ -264,11 +264,11 @@ def _lasting(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _record(held: dict[str, Any]) -> Record:
-    numbers = held["statistics"]
+    statistics = held["statistics"]
     held |= {
         "cut": None if held["cut"] is None else Cut(*held["cut"]),
         "samples": None if held["samples"] is None else Samples(*held["samples"]),
         "shape": tuple(held["shape"]),
-        "statistics": Statistics(**{**numbers, "sketch": tuple(numbers["sketch"])}),
+        "statistics": Statistics(**{**statistics, "sketch": tuple(statistics["sketch"])}),
     }
     return Record(**held)

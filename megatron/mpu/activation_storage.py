@@ -71,18 +71,18 @@ class ActivationStorage:
 
     def waiting_bytes(self) -> int:
         """Return the number of bytes stored for backward at present, without free slots of buffers."""
-        return sum(kept.held.nbytes for kept in self._waiting)
+        return sum(stored.held.nbytes for stored in self._waiting)
 
     def buffer_bytes(self) -> int:
         """Return the number of bytes of all buffers."""
         return sum(buffer.num_bytes for buffer in self._buffers.values())
 
     def _keep(self, x: torch.Tensor, *, is_first: bool) -> _Kept:
-        kept: _Kept | None = self._seen.get(x)
-        if kept is None:
-            kept = self._seen[x] = _Kept(x, self.how, self._room(x, is_first))
-            self._waiting.add(kept)
-        return kept
+        stored: _Kept | None = self._seen.get(x)
+        if stored is None:
+            stored = self._seen[x] = _Kept(x, self.how, self._room(x, is_first))
+            self._waiting.add(stored)
+        return stored
 
     def _room(self, x: torch.Tensor, is_first: bool) -> Callable[[torch.Tensor], tuple[torch.Tensor, Any]]:
         """Return an allocator of memory for a slice of ``x``; it returns the memory and a function that releases it."""
@@ -117,7 +117,7 @@ class Inputs:
         if self._originals is not None:
             originals, self._originals = self._originals, None
             return originals
-        return tuple(place.restored() if isinstance(place, _Kept) else place for place in self._places)
+        return tuple(item.restored() if isinstance(item, _Kept) else item for item in self._places)
 
 
 class _Kept:
@@ -127,19 +127,19 @@ class _Kept:
         self, x: torch.Tensor, how: ActivationOffload, find_room: Callable[[torch.Tensor], tuple[torch.Tensor, Any]]
     ) -> None:
         self.how, self.shape, self.device = how, x.shape, x.device
-        part = self._own_part(x.detach())
-        self.held, give_back = find_room(part)
+        shard = self._own_part(x.detach())
+        self.held, give_back = find_room(shard)
         if give_back is not None:
             weakref.finalize(self, give_back).atexit = False
         if how.is_on_host:
-            device.copy_to_host(self.held, part)
+            device.copy_to_host(self.held, shard)
         else:
-            self.held.copy_(part)
+            self.held.copy_(shard)
 
     def restored(self) -> torch.Tensor:
         """Return a copy of the stored tensor that requires a gradient. Collective if partitioned."""
-        part = device.copy_from_host(self.held, self.device) if self.how.is_on_host else self.held
-        full = _gathered(part, self.shape, self.how.group) if self._is_cut else part.view(self.shape)
+        shard = device.copy_from_host(self.held, self.device) if self.how.is_on_host else self.held
+        full = _gathered(shard, self.shape, self.how.group) if self._is_cut else shard.view(self.shape)
         return full.detach().requires_grad_()
 
     @property
@@ -152,8 +152,8 @@ class _Kept:
         if not self._is_cut:
             return flat
         length = -(-flat.numel() // group.size)
-        part = flat[group.rank * length : (group.rank + 1) * length]
-        return torch.cat([part, part.new_zeros(length - part.numel())]) if part.numel() < length else part
+        shard = flat[group.rank * length : (group.rank + 1) * length]
+        return torch.cat([shard, shard.new_zeros(length - shard.numel())]) if shard.numel() < length else shard
 
 
 def _gathered(part: torch.Tensor, shape: torch.Size, group: Group) -> torch.Tensor:

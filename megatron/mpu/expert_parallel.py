@@ -61,8 +61,8 @@ class Exchange:
         expert_ids = torch.arange(local_counts.shape[1], device=counts.device).repeat(group.size)
         experts = expert_ids.repeat_interleave(local_counts.reshape(-1), output_size=sum(receives))
         order = experts.sort(dim=0, stable=True).indices
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        return cls(group, sends, receives, order, place, local_counts.sum(0))
+        position = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+        return cls(group, sends, receives, order, position, local_counts.sum(0))
 
     def send(self, rows: torch.Tensor) -> torch.Tensor:
         """Send ``rows``, sorted by expert; return the rows of this rank's experts, sorted by expert. Collective."""

@@ -129,8 +129,8 @@ def _(
     probability: float,
     by_kernel: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    made = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return made, position.new_empty(1) if by_kernel else torch.empty_like(made)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return out, position.new_empty(1) if by_kernel else torch.empty_like(out)
 
 
 @torch.library.custom_op("megatron_tds::keyed_dropout_gradient", mutates_args=())

@@ -169,8 +169,8 @@ class _ColumnProducts(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, group: Group, sequence_parallel: bool, *leaves: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        half = len(leaves) // 2
-        weights, biases = leaves[:half], leaves[half:]
+        num_weights = len(leaves) // 2
+        weights, biases = leaves[:num_weights], leaves[num_weights:]
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         ctx.leaves = weights  # the parameters themselves: under recompute, saved_tensors are detached copies
         ctx.save_for_backward(x, *weights)

@@ -89,12 +89,12 @@ def linear_cross_entropy(
     """
     _, start, num_real = vocab_range(vocab_size, group, divisible_by)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    given = _Given(
+    args = _Given(
         targets.reshape(-1) - start, known_or_nan(weights.detach().to(wide), targets, vocab_size).reshape(-1),
         num_real, at_once, cap, group, z_loss,
         has_backward=torch.is_grad_enabled(),
     )  # fmt: skip
-    return _LinearCrossEntropy.apply(x, table, bias, given)
+    return _LinearCrossEntropy.apply(x, table, bias, args)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class PhiloxDropout(DropoutStreams):
         rank_runs = runs_of(len(x) * (self.tensor_size if is_part else 1), self.context)
         runs = list(runs_within(rank_runs, row, row + len(x)))
         if self.by_kernel(x):
-            parts = [
+            dropped = [
                 fused_dropout.drop(
                     x[run.start : run.stop],
                     None if residual is None else residual[run.start : run.stop],
@@ -121,7 +121,7 @@ class PhiloxDropout(DropoutStreams):
                 )
                 for run in runs
             ]
-            return torch.cat(parts)
+            return torch.cat(dropped)
         mask = dropped_mask(
             key,
             probability,
@@ -163,11 +163,11 @@ class PhiloxDropout(DropoutStreams):
         rank_heads = heads * self.context.size if self.context.size > 1 and not runs else heads
         plane = first_head + (self.tensor_rank * rank_heads if is_cut else 0)
         if runs and self.by_kernel(x):
-            parts = []
+            dropped = []
             for run in runs:
                 mask_at = Mask(key, probability, (run.first, sample, plane, 0), is_attention=True)
-                parts.append(fused_dropout.drop(x[:, :, run.start : run.stop], None, mask_at))
-            return torch.cat(parts, dim=2)
+                dropped.append(fused_dropout.drop(x[:, :, run.start : run.stop], None, mask_at))
+            return torch.cat(dropped, dim=2)
         if self.by_kernel(x):
             return fused_dropout.drop(x, None, Mask(key, probability, (0, sample, plane, 0), is_attention=True))
         mask = dropped_mask(

@@ -48,7 +48,7 @@ def attention(
     is_grouped = key.shape[1] != query.shape[1]
     if drop is not None:
         if is_grouped:
-            key, value = (for_each_query(part, query.shape[1]) for part in (key, value))
+            key, value = (for_each_query(tensor, query.shape[1]) for tensor in (key, value))
         mask = causal_mask(query, key) if is_causal else mask
         added = additive(mask, query.dtype) if mask is not None and mask.dtype == torch.bool else mask
         return dropped_attention(query, key, value, added, drop=drop, scale=scale)

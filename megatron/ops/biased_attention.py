@@ -272,7 +272,7 @@ def _flops_of_backward(
 
 
 def _add_samples(total: torch.Tensor, scores: torch.Tensor, *, is_first: bool) -> None:
-    """Add the scores [heads, s, s] of each sample of a block to ``total``, which ``is_first`` overwrites."""
+    """Add the scores [heads, s, s] of each sample of a block to ``total``; with ``is_first`` overwrite it."""
     samples = scores.split(total.shape[0])
     if is_first:
         total.copy_(samples[0])

@@ -27,7 +27,7 @@ CACHED = 2**18
 
 
 def queries_of_block(size: int) -> int:
-    """Return the number q of queries per block; the fraction of the s x s scores that is computed is (1 + q/s) / 2.
+    """Return the number q of queries per block; about (1 + q/s) / 2 of the s x s scores are computed.
 
     With small blocks of long rows a core processes few heads together, and the overhead of more products is larger than
     the computation that is saved.
@@ -115,7 +115,7 @@ class RoomOfBackward(Room):
 
 
 class BlockOfBackward(Block):
-    """A block with the gradient of its context, ``given`` [n, own, d], and the memory ``second`` of further scores."""
+    """A block with the gradient of its context, ``given`` [n, own, d], and ``second``, memory of the scores' size."""
 
     def __init__(self, room: RoomOfBackward, own: slice) -> None:
         super().__init__(room, own)
@@ -363,11 +363,11 @@ def heads_of(packed: torch.Tensor) -> list[torch.Tensor]:
 @torch.library.custom_op("megatron_tds::causal_self_attention", mutates_args=())
 def _forward(packed: torch.Tensor) -> torch.Tensor:
     s, b, a, _, d = packed.shape
-    parts = _by_part(packed)
+    qkv = _by_part(packed)
     context = packed.new_empty(s, b, a, d)
     rows = context.flatten(1, 2)  # [s, n, d]
     for heads, room in rooms(Room, packed):
-        room.together.copy_(parts[:, heads])
+        room.together.copy_(qkv[:, heads])
         context_of_heads = rows[:, heads]
         for block in room.blocks:
             block.make_probabilities()
@@ -379,13 +379,13 @@ def _forward(packed: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("megatron_tds::causal_self_attention_backward", mutates_args=())
 def _backward(grad: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     """Return the gradient of ``packed``, in its shape, given that of the context [s, b, a, d]."""
-    parts, context_grad = _by_part(packed), grad.flatten(1, 2).transpose(0, 1)
+    qkv, context_grad = _by_part(packed), grad.flatten(1, 2).transpose(0, 1)
     packed_grad = torch.empty_like(packed, memory_format=torch.contiguous_format)
-    part_grads = _by_part(packed_grad)
+    qkv_grad = _by_part(packed_grad)
     for heads, room in rooms(RoomOfBackward, packed):
-        room.together.copy_(parts[:, heads])
+        room.together.copy_(qkv[:, heads])
         room.given.copy_(context_grad[heads])
-        query_grad, key_grad, value_grad = part_grads[:, heads]
+        query_grad, key_grad, value_grad = qkv_grad[:, heads]
         for block in room.blocks:
             block.make_probabilities()
             block.of_value.add(block.scores.transpose(1, 2), block.given)

@@ -45,12 +45,12 @@ class Slots:
         """
         flat = experts.reshape(-1)
         order = flat.sort(dim=0, stable=True).indices
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+        slot_of_choice = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         counts = count(flat, num_experts + drops)[:num_experts]
         if drops:
             num_slots = int(counts.sum())
-            order, place = order[:num_slots], place.clamp(max=num_slots)
-        return cls(order, place, counts, experts.shape[-1])
+            order, slot_of_choice = order[:num_slots], slot_of_choice.clamp(max=num_slots)
+        return cls(order, slot_of_choice, counts, experts.shape[-1])
 
 
 def count(experts: torch.Tensor, number: int) -> torch.Tensor:

@@ -42,8 +42,8 @@ def relative_buckets(
 #
 # Elements i and i + d/2 of a head form a rotated pair (halves, as in Hugging Face's files). Meta's files, GPT-J's and
 # Megatron's ``--rotary-interleaved`` rotate elements 2 i and 2 i + 1. The result is the same if the rows of each head's
-# query and key weights are reordered. A model whose weights have one order but which rotates by the other rule
-# generates nonsense. It trains well from scratch, so that loss curves do not reveal the mistake. A conversion must
+# query and key weights are reordered. If weights in one order are used with the other rule, the model generates
+# nonsense. Both rules train equally well from scratch, so that no loss curve reveals the mistake. A conversion must
 # permute the rows.
 #
 # Source: Su et al. 2021, "RoFormer"; for llama3 Dubey et al. 2024, "The Llama 3 herd of models"; for yarn
@@ -101,8 +101,8 @@ class Rotary:
     def _llama3_share(self, plain: list[float]) -> list[float]:
         """Return the weight of each pair's original speed."""
         low, high = self.low_frequency_factor, self.high_frequency_factor
-        turns = [self.original_positions * frequency / (2.0 * math.pi) for frequency in plain]
-        return [min(max((n - low) / (high - low), 0.0), 1.0) for n in turns]
+        num_turns = [self.original_positions * frequency / (2.0 * math.pi) for frequency in plain]
+        return [min(max((n - low) / (high - low), 0.0), 1.0) for n in num_turns]
 
     def _yarn_share(self) -> list[float]:
         def pair_of(turns: float) -> float:

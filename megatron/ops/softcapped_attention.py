@@ -42,14 +42,14 @@ def softcapped_attention(
         output [b, a/t, s, d]
 
     Args:
-        drop: dropout of probabilities, used instead of ``dropout``. With either, all probabilities are in memory.
+        drop: dropout of probabilities, used instead of ``dropout``; with either, all probabilities are in memory.
         scale: default ``d ** -0.5``.
 
     Source: Gemma Team 2024, "Gemma 2: improving open language models at a practical size", section 2.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if dropout or drop is not None:
-        key, value = (for_each_query(part, query.shape[1]) for part in (key, value))
+        key, value = (for_each_query(tensor, query.shape[1]) for tensor in (key, value))
         mask = causal_mask(query, key) if mask is None else mask
         added = additive(mask, query.dtype) if mask.dtype == torch.bool else mask
         return dropped_attention(

@@ -106,8 +106,8 @@ def runs_of(cuts: Sequence[MatrixPartition], number: int, numbers: int | None = 
         numbers: elements of full matrices per owner; None: ``OWN_NUMBERS``.
     """
     limit, start, numel = number * (numbers or OWN_NUMBERS), 0, 0
-    for idx, cut in enumerate(cuts):
-        size = math.prod(cut.shape)
+    for idx, partition in enumerate(cuts):
+        size = math.prod(partition.shape)
         if numel and numel + size > limit:
             yield range(start, idx)
             start, numel = idx, 0
@@ -152,8 +152,8 @@ def to_owners(weights: Sequence[Held], parts: Sequence[torch.Tensor], group: Gro
     if group.size == 1:
         return [parts[idx] for idx in owned]
     sent = [
-        part.reshape(-1)[: weight.numbers_to_owner(group.rank)]
-        for _, weight, part in sorted(_by_owner(weights, parts), key=lambda each: each[0])
+        tensor.reshape(-1)[: weight.numbers_to_owner(group.rank)]
+        for _, weight, tensor in sorted(_by_owner(weights, parts), key=lambda each: each[0])
     ]
     counts_out = [0] * group.size
     for weight in weights:
@@ -164,9 +164,9 @@ def to_owners(weights: Sequence[Held], parts: Sequence[torch.Tensor], group: Gro
     for rank, from_rank in enumerate(received.split(counts_in)):
         numels = [weights[idx].numbers_to_owner(rank) for idx in owned]
         for idx, full, flat in zip(owned, full_tensors, from_rank.split(numels), strict=True):
-            cut = weights[idx].cut
+            partition = weights[idx].cut
             if flat.numel():
-                target = full if cut is None else cut.slice(full, rank)
+                target = full if partition is None else partition.slice(full, rank)
                 target.copy_(flat.view(target.shape))
     return full_tensors
 
@@ -185,24 +185,24 @@ def from_owners(
     owned = [weight for weight in weights if weight.owner == group.rank]
     sent, counts_out = [], []
     for rank in range(group.size):
-        parts = [
+        rank_slices = [
             full if weight.cut is None else weight.cut.slice(full, rank)
             for weight, full in zip(owned, wholes, strict=True)
         ]
-        sent += [part.reshape(-1) for part in parts]
-        counts_out.append(sum(part.numel() for part in parts))
+        sent += [tensor.reshape(-1) for tensor in rank_slices]
+        counts_out.append(sum(tensor.numel() for tensor in rank_slices))
     idx_by_owner = [[idx for idx, weight in enumerate(weights) if weight.owner == rank] for rank in range(group.size)]
     numels = [[math.prod(weights[idx].part_shape(group.rank)) for idx in indices] for indices in idx_by_owner]
     received = _all_to_all(sent, counts_out, [sum(group_numels) for group_numels in numels], group, like)
     slices: dict[int, torch.Tensor] = {}
     flat = received.split([numel for group_numels in numels for numel in group_numels])
-    for idx, part in zip((idx for group_numels in idx_by_owner for idx in group_numels), flat, strict=True):
-        slices[idx] = part.view(weights[idx].part_shape(group.rank))
+    for idx, tensor in zip((idx for group_numels in idx_by_owner for idx in group_numels), flat, strict=True):
+        slices[idx] = tensor.view(weights[idx].part_shape(group.rank))
     return [slices[idx] for idx in range(len(weights))]
 
 
 def _by_owner(weights: Sequence[Held], parts: Sequence[torch.Tensor]) -> Iterable[tuple[int, Held, torch.Tensor]]:
-    return ((weight.owner, weight, part) for weight, part in zip(weights, parts, strict=True))
+    return ((weight.owner, weight, tensor) for weight, tensor in zip(weights, parts, strict=True))
 
 
 def _all_to_all(

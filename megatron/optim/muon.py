@@ -108,9 +108,9 @@ class Muon(torch.optim.Optimizer):
         data: Group = SINGLE,
         place: torch.device | None = None,
     ) -> None:
-        others = [group for group in groups if not group.get("is_muon")]
+        adam_groups = [group for group in groups if not group.get("is_muon")]
         super().__init__(groups, {"lr": lr})
-        self._adam = adam(others) if others else None  # adds its defaults to the same group dictionaries
+        self._adam = adam(adam_groups) if adam_groups else None  # adds its defaults to the same group dictionaries
         if self._adam is not None:
             self.state_dtypes = getattr(self._adam, "state_dtypes", {})
             self.state: defaultdict[torch.Tensor, Any] = self._adam.state

@@ -205,8 +205,8 @@ class GatherOrder:
             self._announce(unit)
             self._check_announced(others=None if self._reads_notes else instead_of)
             return
-        first, *others = self._start(expected, unit, instead_of)
-        for gather in (first, *others):
+        first, *remaining = self._start(expected, unit, instead_of)
+        for gather in (first, *remaining):
             gather.wait()
         if self._group.size > 1:
             self._compare(self._notes(first), expected)

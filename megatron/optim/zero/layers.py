@@ -32,8 +32,8 @@ def layers_of(module: nn.Module, weights: Iterable[nn.Parameter]) -> dict[nn.Mod
                 owners[parameter].add(layer)
     weights_of: dict[nn.Module, list[nn.Parameter]] = {layer: [] for layer in order if layer is not None}
     for parameter, layers in owners.items():
-        (layer, *others) = layers
-        if layer is not None and not others:
+        (layer, *other_layers) = layers
+        if layer is not None and not other_layers:
             weights_of[layer].append(parameter)
     return {layer: layer_weights for layer, layer_weights in weights_of.items() if layer_weights}
 
@@ -56,5 +56,5 @@ def _modules_with_layers(
 
 def _is_split(layer: nn.Module) -> bool:
     """Return True if most of ``layer`` is in lists of modules."""
-    inside = {p for part in layer.modules() if isinstance(part, LISTS) for p in part.parameters()}
+    inside = {p for inner in layer.modules() if isinstance(inner, LISTS) for p in inner.parameters()}
     return sum(p.numel() for p in inside) > MOST * sum(p.numel() for p in layer.parameters())

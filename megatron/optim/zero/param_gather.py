@@ -54,9 +54,9 @@ class ParamGather:
             if getattr(layer, "_compiled_call_impl", None) is None
         }
         in_layers = {weight for layer_weights in layers.values() for weight in layer_weights}
-        others = [weight for weight in sharded if weight not in in_layers]
-        self._order = [*others, *(weight for layer_weights in layers.values() for weight in layer_weights)]
-        module.register_forward_pre_hook(lambda *_: self.wait(others), prepend=True)
+        outside_layers = [weight for weight in sharded if weight not in in_layers]
+        self._order = [*outside_layers, *(weight for layer_weights in layers.values() for weight in layer_weights)]
+        module.register_forward_pre_hook(lambda *_: self.wait(outside_layers), prepend=True)
         for layer, layer_weights in layers.items():
             layer.register_forward_pre_hook(lambda *_, weights=layer_weights: self.wait(weights), prepend=True)
         for inner in module.modules():

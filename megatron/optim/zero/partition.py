@@ -99,4 +99,4 @@ def partition_of(parameter: torch.Tensor, replicas: int) -> ParamPartition | Non
 def _even_bounds(count: int, parts: int) -> list[int]:
     """Return the bounds of ``parts`` ranges of ``count`` items; if needed, the first ranges have one item more."""
     size, num_larger = divmod(count, parts)
-    return [0, *accumulate(size + (part < num_larger) for part in range(parts))]
+    return [0, *accumulate(size + (idx < num_larger) for idx in range(parts))]
