@@ -316,9 +316,9 @@ class Costs(ABC):
         small_parameters = self.small_parameters(tensor, state.gradient)
         products = self.stage_matrices(bounds, stages, tensor, placement) if state.saved else [[]] * stages
         matrices = [sum(product.weights for product in stage_products) for stage_products in products]
-        apart_parameters = self.stage_apart(bounds, tensor, stages, placement)
+        num_apart = self.stage_apart(bounds, tensor, stages, placement)
         estimates = []
-        for stage, num_parameters in enumerate(self.stage_parameters(bounds, tensor, stages, placement)):
+        for stage, num_held in enumerate(self.stage_parameters(bounds, tensor, stages, placement)):
             pieces = chunks_on(bounds, stages, stage, placement)
             forwards = in_flight(stages, num_micro_batches, schedule, chunks, stage, placement, group_size)
             saved_per_micro_batch = sum(_held([unit.full for unit in units], shared, [piece]) for piece in pieces)
@@ -333,14 +333,7 @@ class Costs(ABC):
             scratch += max(stage_attention_scratch - logits, 0)  # the logits are freed before the backward of attention
             activations = forwards * saved_per_micro_batch // chunks + scratch
             memory = state.memory(
-                num_parameters,
-                activations,
-                logits,
-                zero,
-                gathered,
-                matrices[stage],
-                apart_parameters[stage],
-                self.expert_ranks,
+                num_held, activations, logits, zero, gathered, matrices[stage], num_apart[stage], self.expert_ranks
             )
             if checkpoint_activations:
                 read = sum(_held([0] * len(units), shared, [piece]) for piece in pieces)

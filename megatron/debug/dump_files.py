@@ -195,9 +195,8 @@ class Dump(NamedTuple):
     def piece(self, record: Record) -> int:
         """Return the index of the record's chunk among the chunks of all stages, in forward order."""
         ranks, stages = self.facts["ranks"], self.facts["layout"].get("pipe", 1)
-        placement = Placement(
-            stages, record.chunk + 2, self.facts.get("placement", LOOP)
-        )  # any number of chunks will do
+        # the piece does not depend on the number of chunks
+        placement = Placement(stages, record.chunk + 2, self.facts.get("placement", LOOP))
         return placement.piece(ranks[record.rank]["stage"], record.chunk)
 
     def tensor(self, record: Record) -> torch.Tensor:

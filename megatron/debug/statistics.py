@@ -189,12 +189,10 @@ def output_cut(module: nn.Module, output: torch.Tensor, has_ids: bool, index: in
         return None if getattr(module, "gives_whole", False) else _rows(module, output, index)
     if output.dim() == 0:
         return None
-    num_outputs = getattr(module, "num_outputs", 1)
-    if num_outputs * output.shape[-1] != shape[0]:
+    n = getattr(module, "num_outputs", 1)
+    if n * output.shape[-1] != shape[0]:
         return None
-    return Cut(
-        output.dim() - 1, shard.start // num_outputs, shard.length // num_outputs, shard.global_shape[0] // num_outputs
-    )
+    return Cut(output.dim() - 1, shard.start // n, shard.length // n, shard.global_shape[0] // n)
 
 
 def input_cut(module: nn.Module, given: torch.Tensor, index: int = 0) -> Cut | None:

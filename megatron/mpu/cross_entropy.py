@@ -75,9 +75,8 @@ def known_or_nan(
     if not (targets.device.type == "cpu" if is_on_host is None else is_on_host):
         return weights.masked_fill(is_invalid, float("nan"))
     try:
-        torch._assert_async(
-            ~is_invalid.any()
-        )  # on CUDA the check would not block, and a failure would abort the process
+        # on CUDA this check would not block, and a failure would abort the process
+        torch._assert_async(~is_invalid.any())
     except RuntimeError as error:
         raise _outside(targets[is_invalid], vocab_size) from error
     return weights

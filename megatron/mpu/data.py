@@ -82,9 +82,7 @@ def _broadcast(
     else:
         flat = torch.empty(sum(sizes), dtype=dtype, device=device)
     dist.broadcast(flat, src=group.ranks[0], group=group.handle)
-    return {
-        name: flat_tensor.view(shape) for name, flat_tensor, shape in zip(names, flat.split(sizes), shapes, strict=True)
-    }
+    return {name: x.view(shape) for name, x, shape in zip(names, flat.split(sizes), shapes, strict=True)}
 
 
 def _on_device(

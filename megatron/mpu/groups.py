@@ -97,10 +97,8 @@ def build_grid(topology: Topology, rank: int, timeout: timedelta | None = None, 
         "expert_data": _own_group(topology.expert_groups(of_replicas=True), topology, rank, timeout, handles),
     }
     world = Group(ranks=tuple(range(topology.world_size)), rank=rank, handle=dist.group.WORLD)
-    tensor_sets = topology.groups("tensor")
-    tensor_host = (
-        groups["tensor"] if is_on_host else _own_group(tensor_sets, topology, rank, timeout, {}, backend="gloo")
-    )
+    sets = topology.groups("tensor")
+    tensor_host = groups["tensor"] if is_on_host else _own_group(sets, topology, rank, timeout, {}, backend="gloo")
     host = replace(world, handle=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT))
     return Grid(topology=topology, rank=rank, **groups, world=world, host=host, tensor_host=tensor_host)
 

@@ -137,10 +137,8 @@ class PhiloxDropout(DropoutStreams):
         site: str, is_cut: bool,
     ) -> torch.Tensor:  # fmt: skip
         """Return the result of attention ``function`` with dropout of its probabilities."""
-        key, position = (
-            self.key(layer, site, is_cut),
-            self.position,
-        )  # read now: the position may change before the call
+        # read key and position now, because the position may change before ``function`` calls ``drop``
+        key, position = self.key(layer, site, is_cut), self.position
         drop = partial(self._drop_probabilities, probability=probability, key=key, at=position, is_cut=is_cut)
         return function(drop=drop)
 

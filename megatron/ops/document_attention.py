@@ -384,9 +384,8 @@ def cumulative_lengths(starts: Tensor, is_short: Tensor, positions: Tensor, num_
     is_start[:, 1:] |= is_short[:, 1:] & (~is_short[:, :-1] | (positions[1:] % CUT == 0))
     is_start[:, 0] = True
     num_entries = 2 * (s // (SHORT + 1)) + s // CUT + 5
-    entry = torch.where(
-        is_start, is_start.cumsum(1), num_entries - 1
-    )  # from 1; the last entry is for positions without a start
+    # entries count from 1; positions without a start write to the last entry
+    entry = torch.where(is_start, is_start.cumsum(1), num_entries - 1)
     offsets = torch.arange(s, dtype=torch.int32, device=starts.device).expand(b, s)
     queries = torch.full((b, num_entries), s, dtype=torch.int32, device=starts.device)
     queries.scatter_(1, entry, torch.where(is_start, offsets, s))
@@ -405,9 +404,8 @@ def _mask_of_windows(starts: Tensor, first: int, window: int) -> Tensor:
     """Return where queries may attend, among the keys of the preceding block of ``SHORT`` and of their own block."""
     b, s = starts.shape
     blocks = -(-s // SHORT)
-    query_offsets = torch.arange(blocks * SHORT, device=starts.device).view(
-        blocks, SHORT, 1
-    )  # of queries, relative to the first one
+    # positions of queries and of their keys, relative to the first query
+    query_offsets = torch.arange(blocks * SHORT, device=starts.device).view(blocks, SHORT, 1)
     key_offsets = (query_offsets[:, :1] - SHORT) + torch.arange(2 * SHORT, device=starts.device)  # [blocks, 1, 2 SHORT]
     first_keys = F.pad(starts - first, (0, blocks * SHORT - s), value=-first).view(b, blocks, SHORT, 1)
     is_seen = (

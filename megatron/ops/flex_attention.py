@@ -105,13 +105,11 @@ def _plan(starts: Tensor, stops: Tensor | None, num_keys: int, first: int, windo
     from torch.nn.attention.flex_attention import BlockMask  # imported on use: it loads torch's compiler
 
     positions = torch.arange(first, first + starts.shape[1], dtype=torch.int32, device=starts.device).unsqueeze(0)
-    low = (
-        torch.maximum(starts, positions - window) if window else starts.clone()
-    )  # a plan must not refer to its cache key
+    # clones, because a plan must not refer to its cache key
+    low = torch.maximum(starts, positions - window) if window else starts.clone()
     high = (positions + 1).expand_as(starts).contiguous() if stops is None else stops.clone()
-    low, high, positions = (
-        _as_the_last(x) for x in (low, high, positions)
-    )  # for the padded queries, whose results are not used
+    # padded queries repeat the last one; their results are not used
+    low, high, positions = (_as_the_last(x) for x in (low, high, positions))
 
     def is_seen(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= low[b, query]) & (key < high[b, query])

@@ -136,9 +136,8 @@ def _backward(
         q, grad = (_by_group(x, part, len(k)) for x in (query, gradient))
         probabilities, tangents = _probabilities(q, k, mask, part, cap, scale)
         grads[2][part.sample, part.groups] = torch.bmm(probabilities.to(v.dtype).transpose(1, 2), grad)
-        score_grads = torch.bmm(grad, v.transpose(1, 2)).to(
-            probabilities.dtype
-        )  # first the gradient of the probabilities
+        # first the gradient of the probabilities, then of the scores
+        score_grads = torch.bmm(grad, v.transpose(1, 2)).to(probabilities.dtype)
         score_grads = torch.ops.aten._softmax_backward_data(score_grads, probabilities, -1, probabilities.dtype)
         product_grads = score_grads.mul_(1.0 - tangents.square_()).mul_(scale).to(q.dtype)
         grads[0][part.sample, part.heads] = torch.bmm(product_grads, k).view(-1, *query.shape[2:])

@@ -134,9 +134,8 @@ class Muon(torch.optim.Optimizer):
         """Update the weights ``run``, whose slices are exchanged together."""
         weights = [self._weights[idx] for idx in run]
         updates = [self._momentum(main_param) for main_param, _ in main_params]
-        if not any(
-            group["lr"] for _, group in main_params
-        ):  # for example if only states are created: no weight would change
+        # for example if only states are created: no weight would change
+        if not any(group["lr"] for _, group in main_params):
             return
         orthogonalized = self._orthogonalised(weights, [self._owners[idx] for idx in run], updates)
         for weight, (main_param, group), update in zip(weights, main_params, orthogonalized, strict=True):
