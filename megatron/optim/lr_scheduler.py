@@ -19,7 +19,7 @@ class LRScheduler:
     | linear | lr + (min_lr - lr) u |
     | cosine | min_lr + (lr - min_lr) (1 + cos(pi u)) / 2 |
     | exponential | lr (min_lr / lr)^u |
-    | wsd | lr, then a decay to min_lr over the last ``wsd_decay_fraction`` or ``wsd_length`` updates |
+    | wsd | lr, then over the last ``wsd_decay_fraction`` or ``wsd_length`` updates to min_lr, by ``wsd_style`` |
     | inverse-square-root | lr sqrt(W / n), never below ``min_lr``; without a warm-up W is 1 |
 
     During the decay of wsd, in which u rises from 0 to 1, the rate is min_lr + (lr - min_lr) c. ``wsd_style`` selects
