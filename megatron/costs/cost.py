@@ -139,7 +139,7 @@ class Costs(ABC):
     def unit_kept(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
     ) -> list[Kept]:
-        """Return what each unit saves for backward of ``samples`` samples, with ``width`` bytes per element.
+        """Return the bytes that each unit saves of ``samples`` samples for backward, with ``width`` bytes per element.
 
         Args:
             sequence: number of tensor ranks over which tokens are sharded between products: t with sequence

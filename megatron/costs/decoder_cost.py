@@ -29,8 +29,8 @@ from tds.schedule import LOOP
 ELEMENTWISE = 64
 """Cost of a pass over one element (norm, softmax) in FLOPs of a matrix product.
 
-With this value a head costs 2.77 layers. Measured were 212 ms for a head and 75 ms for a layer, a ratio of 2.83 (h 256,
-v 8192, s 256, two CPU cores).
+With this value a head costs as much as 2.77 layers. The measured times are 212 ms for a head and 75 ms for a layer, a
+ratio of 2.83 (h 256, v 8192, s 256, two CPU cores).
 """
 KEPT = 2**24
 """Maximum number of probabilities that T5's blocked attention saves: ``megatron.ops.biased_attention.KEPT``."""

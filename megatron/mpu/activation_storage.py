@@ -32,7 +32,7 @@ from megatron.torch_compat import all_gather_single
 
 @dataclass(frozen=True)
 class ActivationOffload:
-    """Options of the storage. ``group``: the tensor ranks, which hold the same inputs and may store a slice each."""
+    """Storage options. ``group``: the tensor ranks, which hold the same inputs and may store a slice each."""
 
     is_partitioned: bool = False
     is_on_host: bool = False
@@ -49,9 +49,9 @@ class ActivationStorage:
     """Stores the inputs of recomputed runs of layers, each tensor once, and restores them in backward.
 
     Args:
-        slots: returns two maximum numbers of stored tensors: of the runs' first inputs (runs per forward times forwards
-            in flight), and of inputs common to all runs of a forward, such as the encoder's output. Called at the
-            first forward.
+        slots: returns the maximum number of stored first inputs (runs per forward times forwards in flight), and that
+            of stored inputs that all runs of a forward share, such as the encoder's output. Called at the first
+            forward.
     """
 
     def __init__(self, how: ActivationOffload, slots: Callable[[], tuple[int, int]] = lambda: (1, 1)) -> None:

@@ -58,7 +58,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 BESIDE, WHOLE_TILES = 8, 64
-"""Alignment of logits off the CPU.
+"""Alignment of logits on devices other than the CPU.
 
 A width that is not a multiple of ``BESIDE`` columns (16 bytes in 16 bits) is padded to a multiple of ``WHOLE_TILES``.
 """

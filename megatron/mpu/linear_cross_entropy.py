@@ -18,9 +18,9 @@ is computed in fp32 (fp64 for fp64), including the sum of the table's gradients 
 is again a product in 16 bits. It is a sum over tokens, which no loss scale makes smaller, so it could overflow in fp16.
 To bound it, the hidden states are divided by a power of two.
 
-On GPUs a product is 2 to 4 times slower if rows do not start at multiples of 16 bytes, as with 50,257 logits. Off the
-CPU the logits therefore have additional columns (``aligned``) from padding rows of the table or zeros, without
-probability and gradient.
+On GPUs a product is 2 to 4 times slower if rows do not start at multiples of 16 bytes, as with 50,257 logits. On
+devices other than the CPU, the logits therefore have additional columns (``aligned``), computed from padding rows of
+the table or from zeros. They have no probability and no gradient.
 
 Source: Hsu et al. 2024, "Liger kernel", computes gradients in forward on one rank; Wijmans et al. 2024, "Cut your
 losses in large-vocabulary language models", recomputes the logits in backward.

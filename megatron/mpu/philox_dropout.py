@@ -136,7 +136,7 @@ class PhiloxDropout(DropoutStreams):
         self, function: Callable[..., torch.Tensor], probability: float, *, device: torch.device, layer: int,
         site: str, is_cut: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the result of attention ``function`` with dropout of its probabilities."""
+        """Call attention ``function`` with dropout of its probabilities."""
         # read key and position now, because the position may change before ``function`` calls ``drop``
         key, position = self.key(layer, site, is_cut), self.position
         drop = partial(self._drop_probabilities, probability=probability, key=key, at=position, is_cut=is_cut)

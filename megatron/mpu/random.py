@@ -149,7 +149,7 @@ class DropoutStreams:
         self, function: Callable[..., torch.Tensor], probability: float, *, device: torch.device, layer: int,
         site: str, is_cut: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Return the result of attention ``function`` of ``megatron.ops`` with dropout of its probabilities.
+        """Call attention ``function`` of ``megatron.ops`` with dropout of its probabilities.
 
         Args:
             function: takes either ``dropout``, the rate of a mask that it draws from torch's default generator, or

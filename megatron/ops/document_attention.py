@@ -28,8 +28,8 @@ from megatron.ops.plans import plan_of
 from megatron.torch_compat import has_triton, varlen_attention
 
 # Starts of documents: int32 [b, s], the first key that each query sees. The tensor has the shape of the tokens, so that
-# it is split and communicated like them. If queries are a slice of a sequence, as with context parallelism, they come
-# with the same slice of the starts and with the keys of the full sequence. Positions count from the first key.
+# it is split and communicated like them. If queries are a slice of a sequence, as with context parallelism, ``starts``
+# is the same slice, and the keys are those of the full sequence. Positions count from the first key.
 
 
 def document_starts(segment_ids: Tensor) -> Tensor:
@@ -401,7 +401,11 @@ def _ended(begins: Tensor, total: int) -> Tensor:
 
 
 def _mask_of_windows(starts: Tensor, first: int, window: int) -> Tensor:
-    """Return where queries may attend, among the keys of the preceding block of ``SHORT`` and of their own block."""
+    """Return the mask of ``_by_windows``: True for keys in the query's block or the one before that it may attend to.
+
+    Shapes:
+        output bool [b blocks, 1, SHORT, 2 SHORT]
+    """
     b, s = starts.shape
     blocks = -(-s // SHORT)
     # positions of queries and of their keys, relative to the first query

@@ -131,9 +131,8 @@ def _blocks_seen(low: Tensor, high: Tensor, num_blocks: int) -> tuple[Tensor, Te
 
     Shapes:
         low, high int32 [b, s], first key that each query sees, and one more than the last key
-        output    numbers of blocks int32 [b, 1, s / BLOCK] and their indices int32 [b, 1, s / BLOCK, num_blocks], of
-        both
-            kinds; the indices are at the start of the last dimension
+        output    for both kinds, the number of blocks, int32 [b, 1, s / BLOCK], and the indices of the blocks, int32
+            [b, 1, s / BLOCK, num_blocks], at the start of the last dimension
     """
     lows, highs = (x.unflatten(1, (-1, BLOCK)) for x in (low, high))  # 2 x [b, s / BLOCK, BLOCK]
     first_seen, end_seen = lows.amin(2) // BLOCK, -(-highs.amax(2) // BLOCK)

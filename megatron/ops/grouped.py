@@ -54,7 +54,7 @@ class Slots:
 
 
 def count(experts: torch.Tensor, number: int) -> torch.Tensor:
-    """Return how often each of ``number`` experts occurs in ``experts``: int64 [number]. The host does not wait."""
+    """Return the number of occurrences of each of ``number`` experts: int64 [number]. The host does not wait."""
     flat = experts.reshape(-1)
     return torch.zeros(number, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 

@@ -26,7 +26,7 @@ from megatron.optim.zero.partition import ParamPartition, partition_of
 # Main params, moments and gradients are sharded as for every other optimizer. Memory is therefore balanced for matrices
 # of any shape, and checkpoints and gathers of weights need no other partition. Matrices are sent in bf16, the input and
 # output dtype of Newton-Schulz: 2 bytes per element in each direction, in addition to 4 for gradients and 2 for
-# weights. The replicas share the work without ZeRO, too.
+# weights. Without ZeRO the replicas share the work as well.
 #
 # Source: Liu et al. 2025, "Muon is scalable for LLM training", section 2.3 and algorithm 1, in which every replica
 # computes all matrices of which it has a slice; Ahn et al. 2025, "Dion", for owners on a grid.

@@ -120,8 +120,8 @@ def build_optimizer(
     """Return the optimizer ``name``. For other arguments see ``MixedPrecisionOptimizer`` and ``ParamStore``.
 
     Args:
-        betas, epsilon: of AdamW, also for the weights that Muon does not update; other optimizers ignore them.
-        momentum: of SGD.
+        betas, epsilon: settings of AdamW, also for weights that Muon does not update; other optimizers ignore them.
+        momentum: momentum of SGD.
         adam: used instead of ``torch.optim.AdamW``, with the same arguments; None: torch's.
         muon: settings of Muon.
         rates: settings of single parameters that differ from the defaults.
