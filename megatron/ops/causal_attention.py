@@ -227,18 +227,9 @@ def backward(
 ) -> torch.Tensor:
     """Return the gradient of ``packed``, in its shape, given that of the context [s, b, a/t, d]."""
     packed = packed.contiguous()
-    grad_packed = torch.empty_like(packed)
-    _call(
-        "causal_backward",
-        grad.contiguous(),
-        packed,
-        _read(starts),
-        queries,
-        grad_packed,
-        is_backward=True,
-        packed=packed,
-    )
-    return grad_packed
+    out = torch.empty_like(packed)
+    _call("causal_backward", grad.contiguous(), packed, _read(starts), queries, out, is_backward=True, packed=packed)
+    return out
 
 
 def _read(starts: torch.Tensor | None) -> torch.Tensor | None:
