@@ -10,7 +10,8 @@
 Rates by name take precedence over the other flags; among several matching patterns the last one applies. A flag sets
 the rate itself: muP only divides the rate of --lr.
 
-All rates follow the schedule of ``LRScheduler``, with another peak and a floor in proportion to the peak.
+All rates follow the schedule of ``LRScheduler`` with another peak. Their floor is in proportion to the peak, except
+with --decoupled-lr (--min-lr) and with --decoupled-min-lr.
 """
 
 from __future__ import annotations
