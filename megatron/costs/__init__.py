@@ -1,1 +1,1 @@
-"""Parameters, FLOPs and memory of a model by arithmetic, for the planner and ``--dry-run`` (no torch)."""
+"""Parameters, FLOPs and memory of a model, computed without torch for the planner and ``--dry-run``."""

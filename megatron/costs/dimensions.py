@@ -1,4 +1,4 @@
-"""What the costs of a model read of its sizes and features. No torch."""
+"""Protocols of the sizes and features of a model that cost functions read. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class ModelDimensions(Protocol):
-    """What is read of a model; ``ModelConfig`` and ``megatron.models.ModelArgs`` have it."""
+    """Sizes of a model; ``ModelConfig`` and ``megatron.models.ModelArgs`` implement this protocol."""
 
     @property
     def num_layers(self) -> int: ...
@@ -35,7 +35,7 @@ class ModelDimensions(Protocol):
 
 
 class Features(ModelDimensions, Protocol):
-    """What is read of a decoder beside its sizes: fields of ``megatron.config.decoder.DecoderFeatures``."""
+    """Features of a decoder in addition to its sizes: fields of ``megatron.config.decoder.DecoderFeatures``."""
 
     @property
     def num_query_groups(self) -> int: ...
@@ -74,10 +74,10 @@ class Features(ModelDimensions, Protocol):
 
 
 def known_vocab_size(sizes: ModelDimensions) -> int:
-    """Return v.
+    """Return the vocabulary size v.
 
     Raises:
-        ValueError: it is not known yet.
+        ValueError: the vocabulary size is not known yet.
     """
     if sizes.vocab_size is None:
         raise ValueError("vocab_size is not known yet: call config.with_vocab(size) first")

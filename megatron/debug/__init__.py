@@ -1,5 +1,5 @@
-"""Looks into a run: what each module takes and gives, where the first NaN is made, and how two such records differ.
+"""Inspection of a run: inputs and outputs of each module, the origin of the first NaN, and differences of two dumps.
 
-Nothing imports this package unless --debug-dump or --debug-nan is given; tools read dumps by ``folder``, ``joining``
-and ``comparison``.
+This package is imported only if --debug-dump or --debug-nan is given. Tools read dumps with ``dump_files`` and
+``compare``.
 """

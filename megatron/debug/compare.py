@@ -1,4 +1,4 @@
-"""Two dumps aligned and compared."""
+"""compare: alignment and comparison of two dumps."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from megatron.debug.dump_files import GRADIENT, WEIGHT, Dump, Record, Samples
 from megatron.debug.hooks import GRAD_INPUT, GRAD_OUTPUT, INPUT, OUTPUT
 from megatron.debug.statistics import Statistics, joined, summed, zeros
 
-# The parts of two dumps that are of the same numbers, joined over tensor ranks, replicas and micro-batches.
+# Corresponding tensors of two dumps, joined over tensor ranks, replicas and micro-batches.
 #
-# | ranks | hold |
+# | records | joined as |
 # |---|---|
-# | of a tensor group, with cuts told | slices: statistics add up, each slice once |
-# | of a tensor group, no cut told, equal numbers | copies: one of them counts |
-# | of a tensor group, with cuts told, gradients | slices; one whose gradient never came is of zeros |
+# | of a tensor group, with known cuts | slices: statistics add up, each slice once |
+# | of a tensor group, with known cuts, gradients | slices; a slice without a gradient counts as zeros |
+# | of a tensor group, without cuts, equal statistics | copies: one of them counts |
+# | of a tensor group, without cuts, other statistics | slices of an unknown cut: statistics add up, sketches do not |
 # | of a tensor group, shares of a sum | summands: means and sketches add up, norms do not |
-# | of a tensor group, no cut told, other numbers | parts of an unknown cut: statistics add up, sketches do not |
-# | replicas, micro-batches | other samples: joined as far as both dumps must be joined to hold the same ones |
-# | stages with a tied weight, replicas with a weight | copies |
+# | of replicas and micro-batches | other samples: joined until both dumps cover the same samples |
+# | of stages with a tied weight, of replicas with a weight | copies |
 
 SAME = 1e-9
-"""Relative difference up to which ranks are taken to hold copies."""
+"""Relative difference up to which ranks are assumed to hold copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What two dumps have in common: a tensor of a step; ``call`` counts within a micro-batch, over all stages."""
+    """Identifies a tensor of a step in both dumps. ``call`` counts the calls within a micro-batch, over all stages."""
 
     step: int
     what: str
@@ -42,10 +42,10 @@ class Key:
 
 @dataclass(frozen=True)
 class Joined:
-    """One tensor over the samples from ``first`` up to ``stop`` (0 and 0 for a weight), as one dump has it.
+    """One tensor of a dump over the samples from ``first`` up to ``stop`` (0 and 0 for a weight).
 
-    ``parts`` are the records that it was joined of, a copy left out; ``copies_differ`` says that ranks with copies of a
-    weight, or of a slice, have other numbers.
+    ``parts`` are the records from which it was joined, without copies. ``copies_differ`` is True if ranks with copies
+    of a weight, or of a slice, have different statistics.
     """
 
     key: Key
@@ -57,70 +57,74 @@ class Joined:
 
     @property
     def lead(self) -> Record:
-        """The part that tells when: the first of the lowest rank, for the clocks of ranks differ."""
+        """The part whose time counts: the earliest of the lowest rank, because the clocks of ranks differ."""
         return min(self.parts, key=lambda part: (part.rank, part.time_ns))
 
 
 def grouped(dump: Dump) -> dict[Key, list[Record]]:
-    """Return the records of each tensor, of all ranks and samples."""
+    """Return the records of each tensor, over all ranks and samples."""
     calls = _calls(dump)
-    found: dict[Key, list[Record]] = defaultdict(list)
+    records_by_key: dict[Key, list[Record]] = defaultdict(list)
     for record in dump.records:
         call = calls.get((record.step, record.name, dump.piece(record), record.call), record.call)
-        found[Key(record.step, record.what, record.name, call, record.index)].append(record)
-    return dict(found)
+        records_by_key[Key(record.step, record.what, record.name, call, record.index)].append(record)
+    return dict(records_by_key)
 
 
 def _calls(dump: Dump) -> dict[tuple[int, str, int, int], int]:
-    """Return the number of a call over all pieces by (step, name, piece, number on its stage).
+    """Return the index of each call over all pieces, by (step, name, piece, index on its stage).
 
-    The clocks of hosts differ, so pieces tell the order, not times.
+    Calls are ordered by piece rather than by time, because the clocks of hosts differ.
     """
-    places: dict[tuple[int, str], set[tuple[int, int]]] = defaultdict(set)
+    calls: dict[tuple[int, str], set[tuple[int, int]]] = defaultdict(set)
     for record in dump.records:
         if record.what == "output" and record.micro_batch == 0:
-            places[record.step, record.name].add((dump.piece(record), record.call))
+            calls[record.step, record.name].add((dump.piece(record), record.call))
     return {
-        (step, name, *place): number
-        for (step, name), seen in places.items()
-        for number, place in enumerate(sorted(seen))
+        (step, name, *call): idx
+        for (step, name), seen_calls in calls.items()
+        for idx, call in enumerate(sorted(seen_calls))
     }
 
 
 def paired(first: Dump, second: Dump) -> Iterator[tuple[Joined, Joined]]:
-    """Yield each tensor as both dumps have it, over the smallest runs of samples that both can be joined to.
+    """Yield each tensor that both dumps contain, joined over the smallest ranges of samples that both allow.
 
-    Layers of a pipeline hand on what others will need beside their first tensor, and its gradient on the way back; of
-    a dump with a pipeline and one without, only first tensors are the same, and the others that a module's own weight
-    has cut. What has no dimension of samples, such as the positions of a micro-batch, is the same tensor where both
-    have micro-batches of one size.
+    Layers of a pipeline pass on tensors for later layers in addition to their first tensor, and the gradients of these
+    on the way back. If only one dump has a pipeline, only first tensors are comparable, and other tensors whose cut is
+    known from a module's own weight. A tensor without a dimension of samples, such as the positions of a micro-batch,
+    is comparable only if both dumps have the same micro-batch size.
     """
-    one, other = grouped(first), grouped(second)
+    first_records, second_records = grouped(first), grouped(second)
     have_pipeline = {dump.facts["layout"].get("pipe", 1) > 1 for dump in (first, second)}
 
     def is_own(key: Key) -> bool:
-        return key.index == 0 or all(records[key][0].cut is not None for records in (one, other))
+        return key.index == 0 or all(records[key][0].cut is not None for records in (first_records, second_records))
 
-    for key in one:
-        if key in other and (len(have_pipeline) == 1 or is_own(key)) and _can_add_up(one[key], other[key]):
-            for start, stop in common_spans(one[key], other[key]):
-                yield join(key, one[key], start, stop), join(key, other[key], start, stop)
+    for key in first_records:
+        if (
+            key in second_records
+            and (len(have_pipeline) == 1 or is_own(key))
+            and _can_add_up(first_records[key], second_records[key])
+        ):
+            for start, stop in common_spans(first_records[key], second_records[key]):
+                yield join(key, first_records[key], start, stop), join(key, second_records[key], start, stop)
 
 
 def _can_add_up(one: Sequence[Record], other: Sequence[Record]) -> bool:
-    """Return whether the tensors of larger micro-batches are larger, where micro-batches differ in size."""
-    sizes = [{r.samples.stop - r.samples.first for r in each if r.samples is not None} for each in (one, other)]
+    """Return True if micro-batches have the same size in both, or if their sizes show in the shapes of tensors."""
+    sizes = [{r.samples.stop - r.samples.first for r in records if r.samples is not None} for records in (one, other)]
     return sizes[0] == sizes[1] or {whole_shape(r) for r in one}.isdisjoint(whole_shape(r) for r in other)
 
 
 def whole_shape(record: Record) -> tuple[int, ...]:
-    """Return the shape of what all ranks of a tensor group hold together, as far as a cut is told."""
+    """Return the shape of the tensor that all ranks of a tensor group hold together, as far as the cut is known."""
     cut, shape = record.cut, record.shape
     return shape if cut is None else (*shape[: cut.dim], cut.size, *shape[cut.dim + 1 :])
 
 
 def common_spans(one: Sequence[Record], other: Sequence[Record]) -> list[tuple[int, int]]:
-    """Return the runs of samples between the bounds that both sets of records have."""
+    """Return the ranges of samples between the bounds that both sets of records have."""
     if any(record.samples is None for record in (*one, *other)):
         return [(0, 0)]
     bounds = sorted(_bounds(one) & _bounds(other))
@@ -132,14 +136,14 @@ def _bounds(records: Sequence[Record]) -> set[int]:
 
 
 def join(key: Key, records: Sequence[Record], first: int, stop: int) -> Joined:
-    """Return the tensor over the samples from ``first`` up to ``stop``."""
+    """Join the records of the samples from ``first`` up to ``stop``."""
     by_samples: dict[Samples, list[Record]] = defaultdict(list)
     for record in records:
-        own = record.samples or Samples(0, 0)
-        if first <= own.first and own.stop <= stop:
-            by_samples[own].append(record)
-    over_ranks = [_over_ranks(each) for _, each in sorted(by_samples.items())]
-    parts = tuple(part for each, _, _ in over_ranks for part in each)
+        record_samples = record.samples or Samples(0, 0)
+        if first <= record_samples.first and record_samples.stop <= stop:
+            by_samples[record_samples].append(record)
+    over_ranks = [_over_ranks(group) for _, group in sorted(by_samples.items())]
+    parts = tuple(part for group, _, _ in over_ranks for part in group)
     return Joined(
         key,
         first,
@@ -151,28 +155,28 @@ def join(key: Key, records: Sequence[Record], first: int, stop: int) -> Joined:
 
 
 def _over_ranks(records: Sequence[Record]) -> tuple[list[Record], Statistics, bool]:
-    """Return (records without copies, their statistics joined, whether copies differ) of the same samples."""
+    """Return (records without copies, their joined statistics, True if copies differ) for the same samples."""
     if any(record.is_share for record in records):
         return list(records), summed([record.statistics for record in records]), False
-    by_place: dict[tuple[int, ...] | None, list[Record]] = defaultdict(list)
+    by_cut: dict[tuple[int, ...] | None, list[Record]] = defaultdict(list)
     for record in records:
-        by_place[record.cut].append(record)
-    differ = any(not _are_copies(each) for each in by_place.values())
-    if set(by_place) == {None}:
-        if differ and records[0].samples is not None:  # parts of a cut that nobody told of
-            parts = [replace(record.statistics, sketch=()) for record in records]
-            return list(records), joined(parts), False
+        by_cut[record.cut].append(record)
+    differ = any(not _are_copies(copies) for copies in by_cut.values())
+    if set(by_cut) == {None}:
+        if differ and records[0].samples is not None:  # slices of an unknown cut
+            slice_statistics = [replace(record.statistics, sketch=()) for record in records]
+            return list(records), joined(slice_statistics), False
         return [records[0]], records[0].statistics, differ
-    once = [each[0] for _, each in sorted(by_place.items(), key=lambda item: item[0] or ())]
-    return once, joined([*(record.statistics for record in once), zeros(number_missing(once))]), differ
+    slices = [copies[0] for _, copies in sorted(by_cut.items(), key=lambda item: item[0] or ())]
+    return slices, joined([*(record.statistics for record in slices), zeros(number_missing(slices))]), differ
 
 
 def number_missing(slices: Sequence[Record]) -> int:
-    """Return how many numbers of a gradient none of its slices holds: no way leads from them to the loss."""
+    """Return the number of elements of a gradient that no slice contains, because they do not affect the loss."""
     cut = slices[0].cut
     if cut is None or slices[0].what not in (GRAD_INPUT, GRAD_OUTPUT):
         return 0
-    missing = cut.size - sum(each.cut.length for each in slices if each.cut is not None)
+    missing = cut.size - sum(record.cut.length for record in slices if record.cut is not None)
     return missing * math.prod(whole_shape(slices[0])) // cut.size
 
 
@@ -188,32 +192,32 @@ def _are_copies(records: Sequence[Record]) -> bool:
     )
 
 
-# How far two dumps lie apart, tensor by tensor in the order of the run, and the first one beyond its tolerance.
+# Differences of two dumps, tensor by tensor in the order of the run, and the first one beyond its tolerance.
 
 PHASES = {WEIGHT: "weights", INPUT: "forward", OUTPUT: "forward", GRAD_OUTPUT: "backward", GRAD_INPUT: "backward",
           GRADIENT: "gradients"}  # fmt: skip
 ORDER = ("weights", "forward", "backward", "gradients")
-"""Of a step, in which a difference is looked for."""
+"""Order of the phases of a step in which differences are listed."""
 TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2}
-"""Relative, by the coarser number format of the two runs: what other sums in another order come to."""
+"""Relative tolerance by the coarser dtype of the two runs: the effect of sums in another order."""
 LATER = 10.0
-"""Times as much behind the first step: Adam makes steps of the rounding of gradients that are zero by symmetry."""
+"""Factor of the tolerance after the first step: Adam turns the rounding of gradients that should be zero into steps."""
 UNJUDGED = math.inf
-"""Of weights behind the first step, for the same reason."""
+"""Tolerance of weights after the first step, for the same reason."""
 SMALLEST_SHARE = 1e-6
-"""Of the largest norm of its kind in the step: tensors below it are zero by symmetry; their rounding is no error."""
+"""Fraction of the largest norm of the same kind in the step. Smaller tensors are zero by symmetry, up to rounding."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How two dumps differ in one tensor over some samples.
+    """Difference of two dumps in one tensor over some samples.
 
     Attributes:
-        error: relative to the norm, or to the largest number; infinite where one has NaN or infinity and the other not.
-        tolerance: up to which it counts as none.
-        place: by which the tensors of a phase are in the order of the first run.
-        by_tensors: ``error`` is of the tensors themselves rather than of their statistics.
-        copies: names of dumps whose ranks do not agree on what they hold copies of.
+        error: relative to the norm, or to the largest value; infinite if only one dump has NaN or infinity.
+        tolerance: largest error that is not reported.
+        place: sort key of the tensor within its phase, in the order of the first run.
+        by_tensors: ``error`` is computed from the tensors rather than from their statistics.
+        copies: names of the dumps in which copies of the tensor differ between ranks.
     """
 
     key: Key
@@ -238,7 +242,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All differences in the order of the first run, and what only one of the dumps has of steps that both have."""
+    """All differences in the order of the first run, and tensors that only one dump has in steps that both have."""
 
     differences: list[Difference]
     only_first: list[Key]
@@ -246,18 +250,18 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """The first one beyond its tolerance."""
-        return next((each for each in self.differences if each.is_beyond), None)
+        """First difference beyond its tolerance."""
+        return next((difference for difference in self.differences if difference.is_beyond), None)
 
 
 def compare(first: Dump, second: Dump, rtol: float | None = None) -> Comparison:
-    """Return how far the two dumps lie apart.
+    """Compare two dumps.
 
     Args:
-        rtol: tolerance of all steps; None: by the number formats.
+        rtol: tolerance of all steps; None: by the dtypes of the runs.
 
     Raises:
-        ValueError: they have no tensor in common.
+        ValueError: the dumps have no tensor in common.
     """
     pairs = list(paired(first, second))
     start = min((one.key.step for one, _ in pairs), default=0)
@@ -267,38 +271,38 @@ def compare(first: Dump, second: Dump, rtol: float | None = None) -> Comparison:
             "modules (--debug-dump-modules) or another model"
         )
     floors = _floors(pairs)
-    usual = max(TOLERANCE[dump.facts["dtype"]] for dump in (first, second))
-    tolerance = (usual, usual * LATER) if rtol is None else (rtol, rtol)
-    found = [
+    step_tolerance = max(TOLERANCE[dump.facts["dtype"]] for dump in (first, second))
+    tolerance = (step_tolerance, step_tolerance * LATER) if rtol is None else (rtol, rtol)
+    differences = [
         _difference(
             first, second, one, other, _tolerance(one.key, tolerance, start), floors[one.key.step, one.key.what]
         )
         for one, other in pairs
     ]
-    found.sort(key=lambda each: (each.key.step, ORDER.index(each.phase), each.place))
+    differences.sort(key=lambda each: (each.key.step, ORDER.index(each.phase), each.place))
     one, other = grouped(first), grouped(second)
     steps = {key.step for key in one} & {key.step for key in other}
     only = [[key for key in a if key not in b and key.step in steps] for a, b in ((one, other), (other, one))]
-    return Comparison(found, *only)
+    return Comparison(differences, *only)
 
 
 def _floors(pairs: Iterable[tuple[Joined, Joined]]) -> dict[tuple[int, str], tuple[float, float]]:
-    """Return the smallest norm and number that errors are related to, by step and kind."""
+    """Return the smallest norm and value to which errors are relative, by step and kind of tensor."""
     norms: dict[tuple[int, str], list[float]] = defaultdict(list)
-    numbers: dict[tuple[int, str], list[float]] = defaultdict(list)
+    values: dict[tuple[int, str], list[float]] = defaultdict(list)
     for pair in pairs:
-        for each in pair:
-            norms[each.key.step, each.key.what].append(_known(each.statistics.norm))
-            numbers[each.key.step, each.key.what].append(_known(each.statistics.largest))
-    return {key: (SMALLEST_SHARE * max(norms[key]), SMALLEST_SHARE * max(numbers[key])) for key in norms}
+        for tensor in pair:
+            norms[tensor.key.step, tensor.key.what].append(_known(tensor.statistics.norm))
+            values[tensor.key.step, tensor.key.what].append(_known(tensor.statistics.largest))
+    return {key: (SMALLEST_SHARE * max(norms[key]), SMALLEST_SHARE * max(values[key])) for key in norms}
 
 
 def _tolerance(key: Key, of_steps: tuple[float, float], start: int) -> float:
-    """Return up to which error a tensor agrees.
+    """Return the tolerance of a tensor.
 
     Args:
-        of_steps: of the first step and of later ones.
-        start: the first step that both dumps have.
+        of_steps: tolerances of the first step and of later steps.
+        start: first step that both dumps have.
     """
     if key.what == WEIGHT and key.step > start:
         return UNJUDGED
@@ -309,34 +313,34 @@ def _difference(
     first: Dump, second: Dump, one: Joined, other: Joined, tolerance: float, floor: tuple[float, float]
 ) -> Difference:
     a, b = one.statistics, other.statistics
-    exact = _tensor_error(first, second, one, other, floor[0])
+    tensor_error = _tensor_error(first, second, one, other, floor[0])
     micro_batches = {part.micro_batch for part in one.parts}
     return Difference(
         one.key,
         (one.first, one.stop),
-        statistics_error(a, b, *floor) if exact is None else exact,
+        statistics_error(a, b, *floor) if tensor_error is None else tensor_error,
         tolerance,
         a,
         b,
         micro_batches.pop() if len(micro_batches) == 1 else None,
         _place(first, one),
-        exact is not None,
-        tuple(str(dump.folder) for dump, each in ((first, one), (second, other)) if each.copies_differ),
+        tensor_error is not None,
+        tuple(str(dump.folder) for dump, tensor in ((first, one), (second, other)) if tensor.copies_differ),
     )
 
 
 def _place(dump: Dump, one: Joined) -> tuple[int, int]:
-    """Return (piece, time), by one rank's clock; a backward goes through the pieces in reverse."""
+    """Return (piece, time on one rank's clock); the pieces of a backward are in reverse order."""
     piece = dump.piece(one.lead)
     return -piece if PHASES[one.key.what] == "backward" else piece, one.lead.time_ns
 
 
 def statistics_error(a: Statistics, b: Statistics, norm_floor: float = 0.0, number_floor: float = 0.0) -> float:
-    """Return about how far the tensors are apart, relative to their norm, by what is known of them."""
+    """Return an estimate of the difference of two tensors relative to their norm, given their statistics."""
     if (a.nan, a.inf) != (b.nan, b.inf) or a.count != b.count:
         return math.inf
-    norm, number = max(_known(a.norm), _known(b.norm), norm_floor), max(_known(a.largest), _known(b.largest))
-    errors = [_share(_known(a.norm - b.norm), norm), _share(_known(a.largest - b.largest), max(number, number_floor))]
+    norm, largest = max(_known(a.norm), _known(b.norm), norm_floor), max(_known(a.largest), _known(b.largest))
+    errors = [_share(_known(a.norm - b.norm), norm), _share(_known(a.largest - b.largest), max(largest, number_floor))]
     rows = [(a.total, b.total), *(zip(a.sketch, b.sketch, strict=True) if a.sketch and b.sketch else ())]
     size = max(_rms([row[0] for row in rows]), _rms([row[1] for row in rows]), norm)
     errors.append(_share(_rms([x - y for x, y in rows]), size))
@@ -344,7 +348,7 @@ def statistics_error(a: Statistics, b: Statistics, norm_floor: float = 0.0, numb
 
 
 def _known(value: float) -> float:
-    """Return the value, 0 where it is not known."""
+    """Return ``value``, or 0 if it is unknown (NaN)."""
     return 0.0 if math.isnan(value) else value
 
 
@@ -357,14 +361,14 @@ def _share(part: float, whole: float) -> float:
 
 
 def _tensor_error(first: Dump, second: Dump, one: Joined, other: Joined, floor: float) -> float | None:
-    """Return the relative norm of the difference, where both dumps hold the tensors of the same samples."""
+    """Return the relative norm of the difference; None if not both dumps have the tensors of the same samples."""
     if any(part.file is None for part in (*one.parts, *other.parts)):
         return None
     a, b = _whole(first, one.parts), _whole(second, other.parts)
     if a is None or b is None or a.shape != b.shape:
         return None
-    for kind in (torch.isnan, torch.isposinf, torch.isneginf):
-        if not torch.equal(kind(a), kind(b)):
+    for predicate in (torch.isnan, torch.isposinf, torch.isneginf):
+        if not torch.equal(predicate(a), predicate(b)):
             return math.inf
     a, b = (x.nan_to_num(0.0, 0.0, 0.0) for x in (a, b))
     norm = max(float(a.norm()), float(b.norm()), floor)
@@ -372,7 +376,7 @@ def _tensor_error(first: Dump, second: Dump, one: Joined, other: Joined, floor: 
 
 
 def _whole(dump: Dump, parts: Sequence[Record]) -> torch.Tensor | None:
-    """Return the tensor joined of its slices or shares; None where parts are of other samples or of an unknown cut."""
+    """Join a tensor from its slices or summands; None if parts have different samples or an unknown cut."""
     is_sum = any(part.is_share for part in parts)
     if len({part.samples for part in parts}) > 1 or (len(parts) > 1 and parts[0].cut is None and not is_sum):
         return None
@@ -384,16 +388,16 @@ def _whole(dump: Dump, parts: Sequence[Record]) -> torch.Tensor | None:
         return tensors[0]
     if not number_missing(parts):
         return torch.cat(tensors, dim=cut.dim)
-    whole = tensors[0].new_zeros(whole_shape(parts[0]))
+    full = tensors[0].new_zeros(whole_shape(parts[0]))
     for part, tensor in zip(parts, tensors, strict=True):
-        whole.narrow(cut.dim, part.cut.start if part.cut else 0, tensor.shape[cut.dim]).copy_(tensor)
-    return whole
+        full.narrow(cut.dim, part.cut.start if part.cut else 0, tensor.shape[cut.dim]).copy_(tensor)
+    return full
 
 
 def worst_by_name(differences: Iterable[Difference], step: int, phase: str) -> dict[str, float]:
-    """Return name -> largest error of a phase of a step, in the order of the run."""
-    found: dict[str, float] = {}
-    for each in differences:
-        if each.key.step == step and each.phase == phase:
-            found[each.key.name] = max(found.get(each.key.name, 0.0), each.error)
-    return found
+    """Return the largest error of each name in a phase of a step, in the order of the run."""
+    errors: dict[str, float] = {}
+    for difference in differences:
+        if difference.key.step == step and difference.phase == phase:
+            errors[difference.key.name] = max(errors.get(difference.key.name, 0.0), difference.error)
+    return errors

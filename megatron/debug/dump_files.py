@@ -1,16 +1,16 @@
-"""The files of a dump: written as the run goes, so that a crash leaves all that came before it.
+"""Files of a dump. They are written during the run, so that a crash preserves all earlier records.
 
-| file | holds |
+| file | content |
 |---|---|
-| `dump.json` | the layout, and what else a reader must know |
-| `rank-00003.jsonl` | what one rank saw, a line for each tensor, between the lines "begin" and "end" of each step |
-| `tensors/rank-00003/...safetensors` | the tensors, where they were asked for; a line of the rank names its file |
+| `dump.json` | the layout and other facts that a reader needs |
+| `rank-00003.jsonl` | records of one rank, one line per tensor, between the lines "begin" and "end" of each step |
+| `tensors/rank-00003/...safetensors` | the tensors, if requested; the line of a record contains the file name |
 
-A line "loss", of the last stage, says whether the loss is a pair (sum, count) or the mean of a replica: as soon as that
-is known, and for the gradients of all ranks, which are written as they are.
+A line "loss" of the last stage records whether the loss is a pair (sum, count) or the mean of a replica. It is written
+as soon as this is known, and it applies to the gradients of all ranks, which are written without conversion.
 
-A step that comes again, after a resume or a return to a checkpoint, takes the place of what was there of it and of all
-later ones.
+A step that is repeated, after a resume or a return to a checkpoint, replaces the records of that step and of all later
+steps.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ WEIGHT, GRADIENT = "weight", "gradient"
 
 
 class Samples(NamedTuple):
-    """Which of the step's global batch a tensor belongs to: from ``first`` up to ``stop``.
+    """Range of samples of the step's global batch to which a tensor belongs: from ``first`` up to ``stop``.
 
-    Where samples are cut into pieces (--seq-length-schedule) these are counted.
+    If samples are split into shorter sequences (--seq-length-schedule), these are counted instead.
     """
 
     first: int
@@ -48,16 +48,16 @@ class Samples(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One tensor as one rank saw it.
+    """One tensor as recorded by one rank.
 
     Args:
         micro_batch, samples: None for weights and their gradients.
-        shape, dtype: of the rank's own part; ``statistics`` leave padding out.
-        factor: what the tensor in ``file`` is to be multiplied by; the statistics have been.
-        time_ns: when it was seen, for the order among ranks.
-        rank: who saw it.
-        chunk: of the stage that the rank is.
-        is_share: a summand of this rank, of what its tensor group sums later.
+        shape, dtype: those of the rank's slice; ``statistics`` exclude padding.
+        factor: factor to apply to the tensor in ``file``; it is already applied to the statistics.
+        time_ns: time of the record, for the order among ranks.
+        rank: rank that made the record.
+        chunk: chunk of the rank's pipeline stage.
+        is_share: the tensor is this rank's summand of a sum that its tensor group computes later.
     """
 
     step: int
@@ -80,7 +80,7 @@ class Record:
 
 
 class Writer:
-    """Writes what one rank sees into ``folder``."""
+    """Writes the records of one rank into ``folder``."""
 
     def __init__(self, folder: Path, rank: int, *, with_tensors: bool = False) -> None:
         self.folder, self.rank, self.with_tensors = folder, rank, with_tensors
@@ -89,14 +89,14 @@ class Writer:
 
     @property
     def path(self) -> Path:
-        """This rank's file."""
+        """File of this rank."""
         return self.folder / f"rank-{self.rank:05d}.jsonl"
 
     def make(self) -> None:
-        """Make the folder, which other hosts may not share, and this rank's file, if they are not there.
+        """Create the folder (hosts may not share it) and this rank's file if they do not exist.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: they cannot be written.
         """
         files.make_folder(self.folder)
         with open(self.path, "ab"):
@@ -106,7 +106,7 @@ class Writer:
         """Begin a step."""
         self.close()
         self._file = open(self.path, "ab")  # noqa: SIM115 - closed in close()
-        self._file.write(b"\n")  # a kill may have cut off the last line
+        self._file.write(b"\n")  # a kill may have truncated the last line
         self._step, self._number = step, 0
         self._write({"kind": "begin", "step": step})
 
@@ -125,24 +125,24 @@ class Writer:
         factor: float = 1.0,
         is_share: bool = False,
     ) -> None:
-        """Write the statistics of ``factor`` times ``x``, and ``x`` itself where that is asked for."""
-        now = time.time_ns()
+        """Write the statistics of ``factor`` times ``x``, and ``x`` itself if tensors are requested."""
+        time_ns = time.time_ns()
         real = x if cut is None else cut.unpadded(x)
         start = cut.start if cut is not None and cut.dim == x.dim() - 1 else 0
-        found = measure(real, start).times(factor)
+        statistics = measure(real, start).times(factor)
         record = Record(
             self._step, name, what, micro_batch, samples, call, index, tuple(x.shape),
-            str(x.dtype).removeprefix("torch."), cut, found, factor, now, self.rank, self._keep(x), chunk,
+            str(x.dtype).removeprefix("torch."), cut, statistics, factor, time_ns, self.rank, self._keep(x), chunk,
             is_share,
         )  # fmt: skip
         self._write({"kind": "tensor", "step": self._step, "record": record})
 
     def note(self, kind: str, **facts: Any) -> None:
-        """Write a line of another kind about the step."""
+        """Write a line of another ``kind`` about the step."""
         self._write({"kind": kind, "step": self._step, **facts})
 
     def close(self) -> None:
-        """Write no more until the next step begins."""
+        """Close the file until the next step begins."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -165,26 +165,26 @@ class Writer:
 
 
 def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Make ``folder`` a dump with these facts.
+    """Create the manifest of a dump with these ``facts``.
 
     Raises:
-        ValueError: it is one already, with another layout.
+        ValueError: ``folder`` contains a dump of another run, for example with another layout.
     """
     facts = {"format": FORMAT, **facts}
     path = folder / MANIFEST
     if path.exists():
-        kept = orjson.loads(path.read_bytes())
+        existing = orjson.loads(path.read_bytes())
         fixed = ("format", "layout", "family", "micro_batch_size", "dtype", "seed")
-        differing = [key for key in fixed if kept.get(key) != orjson.loads(orjson.dumps(facts.get(key)))]
-        if differing:
-            changes = ", ".join(f"{key} {kept.get(key)} and now {facts.get(key)}" for key in differing)
+        different = [key for key in fixed if existing.get(key) != orjson.loads(orjson.dumps(facts.get(key)))]
+        if different:
+            changes = ", ".join(f"{key} {existing.get(key)} and now {facts.get(key)}" for key in different)
             raise ValueError(f"{folder} holds the dump of another run ({changes})")
     files.make_folder(folder)
     files.replace_bytes(path, orjson.dumps(facts, option=orjson.OPT_INDENT_2) + b"\n")
 
 
 class Dump(NamedTuple):
-    """A dump as read: the manifest, the tensors of its whole and begun steps, the other lines by kind."""
+    """A dump as read: the manifest, the records of its complete and incomplete steps, the other lines by kind."""
 
     folder: Path
     facts: dict[str, Any]
@@ -193,22 +193,23 @@ class Dump(NamedTuple):
     findings: list[dict[str, Any]]
 
     def piece(self, record: Record) -> int:
-        """Return the place of the record's chunk among those of all stages, in the order of a forward."""
-        places, stages = self.facts["ranks"], self.facts["layout"].get("pipe", 1)
-        lie = Placement(stages, record.chunk + 2, self.facts.get("placement", LOOP))  # of so many chunks or fewer
-        return lie.piece(places[record.rank]["stage"], record.chunk)
+        """Return the index of the record's chunk among the chunks of all stages, in forward order."""
+        ranks, stages = self.facts["ranks"], self.facts["layout"].get("pipe", 1)
+        # the piece does not depend on the number of chunks
+        placement = Placement(stages, record.chunk + 2, self.facts.get("placement", LOOP))
+        return placement.piece(ranks[record.rank]["stage"], record.chunk)
 
     def tensor(self, record: Record) -> torch.Tensor:
-        """Return what the rank saw, without padding, in fp64."""
+        """Return the recorded tensor, without padding, in fp64 and times its factor."""
         x = load_file(self.folder / str(record.file))["tensor"].double() * record.factor
         return x if record.cut is None else record.cut.unpadded(x)
 
 
 def read(folder: Path) -> Dump:
-    """Return what ``folder`` holds.
+    """Read the dump in ``folder``.
 
     Raises:
-        ValueError: it is no dump, of a format that is not known, or a rank's file is missing.
+        ValueError: ``folder`` is not a dump, its format is unknown, or a rank's file is missing.
     """
     path = folder / MANIFEST
     if not path.exists():
@@ -219,10 +220,10 @@ def read(folder: Path) -> Dump:
     dump = Dump(folder, facts, [], {}, [])
     forms: dict[int, bool] = {}
     for rank in range(facts["world_size"]):
-        own = folder / f"rank-{rank:05d}.jsonl"
-        if not own.exists():
-            raise ValueError(f"{folder} must hold what all {facts['world_size']} ranks saw, got no {own.name}")
-        for line in _lasting(own):
+        rank_path = folder / f"rank-{rank:05d}.jsonl"
+        if not rank_path.exists():
+            raise ValueError(f"{folder} must hold what all {facts['world_size']} ranks saw, got no {rank_path.name}")
+        for line in _lasting(rank_path):
             if line["kind"] == "tensor":
                 dump.records.append(_record(line["record"]))
             elif line["kind"] == "end":
@@ -237,10 +238,10 @@ def read(folder: Path) -> Dump:
 
 
 def _of_mean_loss(record: Record, forms: Mapping[int, bool], replicas: int) -> Record:
-    """Return a gradient within a replica as one of the mean loss, but for a factor that all layouts share.
+    """Return ``record`` with a gradient converted to that of the mean loss, up to a factor common to all layouts.
 
     Args:
-        forms: step -> whether the loss is a pair (sum, count); a scalar is the mean of a replica.
+        forms: step -> True if the loss is a pair (sum, count); a scalar is the mean of a replica.
     """
     is_weighted = forms.get(record.step, next(iter(forms.values()), True))
     if record.what not in (GRAD_OUTPUT, GRAD_INPUT) or is_weighted:
@@ -250,23 +251,23 @@ def _of_mean_loss(record: Record, forms: Mapping[int, bool], replicas: int) -> R
 
 
 def _lasting(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a rank's file that no later beginning of a step has made void."""
-    kept: list[dict[str, Any]] = []
+    """Yield the valid lines of a rank's file: those not replaced by a repeated step."""
+    lines: list[dict[str, Any]] = []
     for text in path.read_bytes().splitlines():
         with suppress(orjson.JSONDecodeError):
             line = orjson.loads(text)
             if line["kind"] == "begin":
-                kept = [each for each in kept if each["step"] < line["step"]]
-            kept.append(line)
-    yield from kept
+                lines = [other for other in lines if other["step"] < line["step"]]
+            lines.append(line)
+    yield from lines
 
 
 def _record(held: dict[str, Any]) -> Record:
-    numbers = held["statistics"]
+    statistics = held["statistics"]
     held |= {
         "cut": None if held["cut"] is None else Cut(*held["cut"]),
         "samples": None if held["samples"] is None else Samples(*held["samples"]),
         "shape": tuple(held["shape"]),
-        "statistics": Statistics(**{**numbers, "sketch": tuple(numbers["sketch"])}),
+        "statistics": Statistics(**{**statistics, "sketch": tuple(statistics["sketch"])}),
     }
     return Record(**held)

@@ -1,4 +1,4 @@
-"""Hooks on modules; the module that made the first NaN."""
+"""Watch: hooks that report the tensors of modules; FiniteCheck: the module that produced the first NaN."""
 
 from __future__ import annotations
 
@@ -14,34 +14,33 @@ from torch import nn
 
 from megatron.debug.statistics import Cut, input_cut, is_share, output_cut
 
-# Hooks that show each tensor that modules take and give in training, and its gradient, in the order of the run.
+# Hooks that report each input and output of modules in training, and its gradient, in the order of the run.
 #
-# | what | when | of which modules |
+# | tensor | reported | modules |
 # |---|---|---|
-# | input | ahead of a forward | those without modules within |
-# | output | behind it | all |
-# | grad_output | once the gradient of an output is complete | all |
-# | grad_input | once a module's own part of the gradient of an input is complete | all |
+# | input | before forward | modules without submodules |
+# | output | after forward | all |
+# | grad_output | when the gradient of an output is complete | all |
+# | grad_input | when the module's contribution to the gradient of an input is complete | all |
 #
-# What comes to the model, and the gradients that come to what it returns, are shown apart, ahead of all modules: the
-# boundary. A weight that a module is given or returns is none of its inputs and outputs.
+# The inputs of the model and the gradients of its outputs are the boundary. They are reported separately, before the
+# tensors of all modules. Weights that a module receives or returns do not count as inputs and outputs.
 #
-# The numbers of the run stay as they are. A module gets views of its inputs in place of these, so that what it sends
-# back is told apart from what others add. Neither a forward that backward runs again, to recompute, is shown nor an
-# evaluation.
+# The values of the run do not change. A module receives views of its inputs, so that its gradients of them are separate
+# from the contributions of other modules. Recomputed forwards and evaluations are not reported.
 
 INPUT, OUTPUT, GRAD_OUTPUT, GRAD_INPUT = "input", "output", "grad_output", "grad_input"
 LAST_ONES = 8
-"""Outputs among which the model's own is looked for."""
+"""Number of latest outputs among which the model's output is searched."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Which tensor this is.
+    """Description of a reported tensor.
 
-    ``call`` counts the calls of modules of this name on a micro-batch, ``index`` the tensors among what it takes or
-    gives, and ``is_boundary`` says that it comes to the model, or to what it returns, which ``name`` has made.
-    ``is_share``: it is this rank's summand of what the tensor group sums later.
+    ``call`` counts the calls of modules of this name on a micro-batch, ``index`` the tensors among a module's inputs or
+    outputs. ``is_boundary``: the tensor is an input of the model, or the gradient of an output of the model, which the
+    module ``name`` produced. ``is_share``: it is this rank's summand of a sum that the tensor group computes later.
     """
 
     name: str
@@ -59,12 +58,13 @@ Sight = Callable[[Seen, torch.Tensor], None]
 
 
 class Watch:
-    """Shows ``see`` what passes through ``modules`` while it is on.
+    """Calls ``see`` with each tensor that passes through ``modules``, from ``start`` to ``stop``.
 
     Args:
-        model: what is called with a stage's, or chunk's, input.
-        micro_batch: returns the number of the one in work, in a recomputed forward that of the first time.
-        chunk: returns the number of the chunk that runs, of what the model is called with.
+        model: the module that is called with the input of a stage or chunk.
+        micro_batch: returns the index of the current micro-batch; in a recomputed forward, that of the original
+            forward.
+        chunk: returns the index of the current chunk, given the arguments of the model.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Watch:
         self._chunks: dict[tuple[str, int, int], int] = {}  # of (name, micro-batch, call)
 
     def start(self) -> None:
-        """Look from now on."""
+        """Register the hooks."""
         for calls in self._calls.values():
             calls.clear()
         self._chunks.clear()
@@ -95,14 +95,14 @@ class Watch:
         self._handles.append(self._model.register_forward_hook(self._leave))
 
     def stop(self) -> None:
-        """Look no longer."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._last.clear()
 
     def _enter(self, model: nn.Module, args: Any) -> None:
-        """Show what comes to the model."""
+        """Report the inputs of the model."""
         if not model.training or is_recomputing():
             return
         self._chunk = self._chunk_of(args)
@@ -111,15 +111,15 @@ class Watch:
             self._see(seen, tensor.detach())
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Return views of what leaves the model: the gradient of one is what comes to it, and nothing else."""
+        """Return views of the model's outputs, whose gradients are exactly those that arrive from outside."""
         names = {id(tensor): name for name, tensor in self._last}
         self._last.clear()
         if not model.training or not torch.is_grad_enabled():
             return None
-        numbers, micro_batch = count(), self._micro_batch()
+        indices, micro_batch = count(), self._micro_batch()
 
         def alias(x: torch.Tensor) -> torch.Tensor:
-            index = next(numbers)
+            index = next(indices)
             if not x.requires_grad:
                 return x
             view = x.view_as(x)
@@ -133,19 +133,19 @@ class Watch:
     def _before(self, name: str, module: nn.Module, args: Any) -> Any:
         if not module.training:
             return None
-        micro_batch, is_again = self._micro_batch(), is_recomputing()
-        call = self._calls[is_again][name, micro_batch]
-        chunk = self._chunk_at(name, micro_batch, call, is_again)
-        if not is_again and next(module.children(), None) is None:
+        micro_batch, is_recomputed = self._micro_batch(), is_recomputing()
+        call = self._calls[is_recomputed][name, micro_batch]
+        chunk = self._chunk_at(name, micro_batch, call, is_recomputed)
+        if not is_recomputed and next(module.children(), None) is None:
             for index, tensor in tensors_in(args):
                 seen = Seen(name, INPUT, micro_batch, call, index, input_cut(module, tensor, index), chunk=chunk)
                 self._see(seen, tensor.detach())
         if not torch.is_grad_enabled():
             return None
-        numbers = count()
+        indices = count()
 
         def alias(x: torch.Tensor) -> torch.Tensor:
-            index = next(numbers)
+            index = next(indices)
             if not x.requires_grad:
                 return x
             view = x.view_as(x)
@@ -157,7 +157,7 @@ class Watch:
         return replaced(args, alias)
 
     def _chunk_at(self, name: str, micro_batch: int, call: int, is_again: bool) -> int:
-        """Return the chunk that made this call the first time."""
+        """Return the chunk in which this call was originally made."""
         if is_again:
             return self._chunks.get((name, micro_batch, call), 0)
         self._chunks[name, micro_batch, call] = self._chunk
@@ -166,20 +166,20 @@ class Watch:
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         if not module.training:
             return
-        micro_batch, is_again = self._micro_batch(), is_recomputing()
-        call = self._calls[is_again][name, micro_batch]
-        self._calls[is_again][name, micro_batch] += 1
-        chunk = self._chunk_at(name, micro_batch, call, is_again)
+        micro_batch, is_recomputed = self._micro_batch(), is_recomputing()
+        call = self._calls[is_recomputed][name, micro_batch]
+        self._calls[is_recomputed][name, micro_batch] += 1
+        chunk = self._chunk_at(name, micro_batch, call, is_recomputed)
         has_ids = any(not tensor.is_floating_point() for tensor in args if isinstance(tensor, torch.Tensor))
         for index, tensor in tensors_in(output):
             seen = Seen(name, OUTPUT, micro_batch, call, index, output_cut(module, tensor, has_ids, index), chunk=chunk)
-            if not is_again:
+            if not is_recomputed:
                 self._last.append((name, tensor))
                 self._see(seen, tensor.detach())
             if tensor.requires_grad:
                 seen = replace(seen, what=GRAD_OUTPUT, is_share=is_share(module, index, of_output=True))
                 handle = tensor.register_hook(partial(self._show, seen))
-                if tensor.is_leaf:  # it outlives the step
+                if tensor.is_leaf:  # a leaf outlives the step
                     self._handles.append(handle)
 
     def _show(self, seen: Seen, gradient: torch.Tensor) -> None:
@@ -188,32 +188,32 @@ class Watch:
 
 
 def is_recomputing() -> bool:
-    """Return whether this forward runs within a backward."""
+    """Return True if this forward runs within a backward."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def tensors_in(value: Any) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (number, tensor) for the floating-point tensors of a structure; numbers count these alone.
+    """Yield (index, tensor) for the floating-point tensors of a structure; other values are not counted.
 
-    A weight that one module hands to another belongs to no sample; a dump has it as a weight.
+    Weights that one module passes to another are skipped: they belong to no sample, and dumps contain them as weights.
     """
-    number = 0
+    idx = 0
     for leaf in _leaves(value):
         if _is_shown(leaf):
-            yield number, leaf
-            number += 1
+            yield idx, leaf
+            idx += 1
 
 
 def replaced(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the structure with ``change`` of each of its floating-point tensors."""
+    """Return the structure with ``change`` applied to each of its floating-point tensors."""
     if isinstance(value, torch.Tensor):
         return change(value) if _is_shown(value) else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(replaced(each, change) for each in value))
+        return type(value)(*(replaced(item, change) for item in value))
     if type(value) in (tuple, list):
-        return type(value)(replaced(each, change) for each in value)
+        return type(value)(replaced(item, change) for item in value)
     if type(value) is dict:
-        return {key: replaced(each, change) for key, each in value.items()}
+        return {key: replaced(item, change) for key, item in value.items()}
     return value
 
 
@@ -223,30 +223,32 @@ def _is_shown(value: Any) -> bool:
 
 def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _leaves(each)
+        for item in value:
+            yield from _leaves(item)
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from _leaves(each)
+        for item in value.values():
+            yield from _leaves(item)
     else:
         yield value
 
 
-# Which module made the first number that is not finite, told at the end of a step, with one question to the device.
+# The module that produced the first value that is not finite, reported at the end of a step after one read of the
+# device.
 #
-# | first tensor with such a number, in the order of the run | made by |
+# | first tensor with such a value, in the order of the run | produced by |
 # |---|---|
-# | an output or the gradient that a module sends back | that module |
-# | an input or the gradient of an output | what lies between the module and the one before it, such as a sum |
-# | what comes to the model, the gradient of what it returns | another stage, or the data; the loss |
+# | an output, or the gradient of an input | that module |
+# | an input, or the gradient of an output | an operation between the module and the previous one, such as a sum |
+# | an input of the model | another stage, or the data |
+# | the gradient of an output of the model | another stage, or the loss |
 
 BACKWARD = (GRAD_OUTPUT, GRAD_INPUT)
 
 
 class Finding(NamedTuple):
-    """What was seen first; ``before`` is what was seen ahead of it, still finite.
+    """The first tensor that is not finite; ``before`` is the preceding tensor, which is finite.
 
-    ``number`` counts what was seen in the step: the same tensor on all ranks of a tensor group.
+    ``number`` is the index of the tensor in the step, which is the same on all ranks of a tensor group.
     """
 
     number: int
@@ -256,26 +258,26 @@ class Finding(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Say who made it."""
+        """Message that names the origin of the value."""
         name, what, micro_batch = self.seen.name, self.seen.what, self.seen.micro_batch
-        where = f"in the {'backward' if what in BACKWARD else 'forward'} of micro-batch {micro_batch}"
+        when = f"in the {'backward' if what in BACKWARD else 'forward'} of micro-batch {micro_batch}"
         if what == OUTPUT:
-            return f"{name} gave NaN or infinity {where}, having taken only finite numbers"
+            return f"{name} gave NaN or infinity {when}, having taken only finite numbers"
         if what == GRAD_INPUT:
-            return f"{name} sent NaN or infinity back {where}, having got only finite gradients"
+            return f"{name} sent NaN or infinity back {when}, having got only finite gradients"
         if what == GRAD_OUTPUT and self.seen.is_boundary:
-            return f"the loss sent NaN or infinity back to {name} {where}"
+            return f"the loss sent NaN or infinity back to {name} {when}"
         has_before = self.before is not None and not self.before.is_boundary
-        before = f"between {self.before.name} and {name}" if self.before and has_before else f"ahead of {name}"
-        return f"NaN or infinity was made {before} {where}, outside of modules"
+        location = f"between {self.before.name} and {name}" if self.before and has_before else f"ahead of {name}"
+        return f"NaN or infinity was made {location} {when}, outside of modules"
 
 
 class FiniteCheck:
-    """Collects the smallest and the largest number of each tensor of a step: any NaN and any infinity shows there.
+    """Collects the minimum and maximum of each tensor of a step, which reveal any NaN and infinity.
 
     Args:
-        has_loss: this rank's model returns what the loss is taken of: its last chunk.
-        chunks: of this rank's model.
+        has_loss: the last chunk of this rank's model returns the input of the loss.
+        chunks: number of chunks of this rank's model.
     """
 
     def __init__(self, has_loss: bool, chunks: int = 1) -> None:
@@ -284,30 +286,30 @@ class FiniteCheck:
         self._extremes: list[torch.Tensor] = []
 
     def see(self, seen: Seen, x: torch.Tensor) -> None:
-        """Take note of a tensor, as ``hooks.Watch`` shows it."""
+        """Record a tensor that ``Watch`` reports."""
         if x.numel():
             self._seen.append(seen)
             self._extremes.append(torch.stack(torch.aminmax(x)))
 
     def clear(self) -> None:
-        """Forget what was seen."""
+        """Discard all records."""
         self._seen.clear()
         self._extremes.clear()
 
     def finding(self, *, in_backward: bool = True) -> Finding | None:
-        """Return what was seen first since ``clear``, None if all was finite. Waits for the device.
+        """Return the first tensor since ``clear`` that is not finite; None if all are finite. Waits for the device.
 
         Args:
-            in_backward: gradients count, too.
+            in_backward: include gradients.
         """
         if not self._seen:
             return None
-        wide = torch.stack([pair.double() for pair in self._extremes])
-        for index in (~wide.isfinite().all(1)).nonzero().flatten().tolist():
-            seen = self._seen[index]
+        extremes = torch.stack([pair.double() for pair in self._extremes])
+        for idx in (~extremes.isfinite().all(1)).nonzero().flatten().tolist():
+            seen = self._seen[idx]
             if in_backward or seen.what not in BACKWARD:
-                before = self._seen[index - 1] if index else None
-                return Finding(index, seen, before, seen.is_boundary and not self._is_of_loss(seen))
+                before = self._seen[idx - 1] if idx else None
+                return Finding(idx, seen, before, seen.is_boundary and not self._is_of_loss(seen))
         return None
 
     def _is_of_loss(self, seen: Seen) -> bool:

@@ -1,4 +1,4 @@
-"""The error by layer: a curve over the modules in the order of the run, one panel for each phase of a step."""
+"""Plot of errors by layer: a curve over the modules in the order of the run, one panel for each phase of a step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from matplotlib import pyplot  # noqa: E402
 
 Errors = Mapping[str, float]
 SMALLEST = 1e-18
-"""Errors below it, zero among them, are drawn there."""
+"""Smaller errors, including zero, are drawn at this value."""
 LARGEST = 1e3
-"""Errors above it, infinite ones among them, are drawn there."""
+"""Larger errors, including infinite ones, are drawn at this value."""
 INCHES_PER_NAME = 0.22
 
 
@@ -25,8 +25,8 @@ def draw(
 
     Args:
         curves: phase -> name -> error, in the order to draw.
-        tolerance: the line to draw.
-        first: the name to mark, with its phase: "forward: layers.1".
+        tolerance: value of a horizontal line.
+        first: phase and name to mark, such as "forward: layers.1"; None: no mark.
     """
     curves = {phase: errors for phase, errors in curves.items() if errors}
     longest = max(len(errors) for errors in curves.values())
@@ -36,9 +36,9 @@ def draw(
         values = [min(max(error, SMALLEST), LARGEST) for error in errors.values()]
         axes.plot(range(len(values)), values, marker=".", label=phase)
         axes.axhline(tolerance, color="tab:gray", linestyle="--", label=f"tolerance {tolerance:g}")
-        for place, name in enumerate(errors):
+        for idx, name in enumerate(errors):
             if f"{phase}: {name}" == first:
-                axes.plot([place], [values[place]], "o", color="tab:red", fillstyle="none", label="first beyond it")
+                axes.plot([idx], [values[idx]], "o", color="tab:red", fillstyle="none", label="first beyond it")
         axes.set_yscale("log")
         axes.set_xticks(range(len(values)), list(errors), rotation=90, fontsize=6)
         axes.set_ylabel("relative error")

@@ -1,4 +1,4 @@
-"""Statistics and sketches that add up over cuts; how a module's tensors are cut."""
+"""Statistics and sketches of tensors that add up over slices; the cuts of a module's inputs and outputs."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import nn
 
 from tds.param_info import Shard, info_of
 
-# Numbers that describe a tensor and can be added up: those of its parts give those of the whole, however it is cut.
+# Statistics that add up: the statistics of the parts of a tensor determine those of the full tensor, for any split.
 #
-# Beside mean, norm and largest number there is a sketch: for each of a few rows of random signs, the sum of all numbers
-# times the sign of their column. The sketches of two tensors differ by about the norm of their difference, so that a
-# comparison sees what norms do not: signs, places, rounding. Signs belong to columns of the whole tensor, so slices add
-# up.
+# In addition to mean, norm and largest value there is a sketch: for each of a few rows of random signs, the sum of all
+# elements times the sign of their column. The sketches of two tensors differ by about the norm of the tensors'
+# difference, so that a comparison detects differences in signs, positions and rounding, which norms do not show. Signs
+# belong to columns of the full tensor, so that the sketches of slices add up.
 #
 # Source: Alon, Matias and Szegedy 1996, "The space complexity of approximating the frequency moments".
 
 ROWS = 8
-"""Rows of signs: the norm of a difference is known to about a quarter."""
+"""Number of rows of signs. With 8 rows the norm of a difference is accurate to about a quarter."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Of the finite numbers of a tensor, in fp64; ``nan`` and ``inf`` count the others. ``largest`` is absolute.
+    """Statistics of the finite elements of a tensor, in fp64; ``nan`` and ``inf`` count the others.
 
-    ``sketch`` is empty where the places of the columns in the whole tensor are not known; ``norm`` and ``largest`` are
-    NaN where a sum is known by those of its summands alone.
+    ``largest`` is an absolute value. ``sketch`` is empty if the positions of the columns in the full tensor are
+    unknown. ``norm`` and ``largest`` are NaN for a sum of which only the summands are known.
     """
 
     count: int
@@ -63,7 +63,7 @@ def zeros(count: int) -> Statistics:
 
 
 def joined(parts: list[Statistics]) -> Statistics:
-    """Return the statistics of the tensor of which these are the parts, in any order."""
+    """Return the statistics of the tensor that consists of ``parts``, which may have any order."""
     count = sum(part.count for part in parts)
     has_sketch = all(part.sketch for part in parts)
     return Statistics(
@@ -78,12 +78,12 @@ def joined(parts: list[Statistics]) -> Statistics:
 
 
 def summed(parts: list[Statistics]) -> Statistics:
-    """Return what is known of the sum of tensors of one shape: mean and sketch."""
+    """Return the known statistics of the sum of tensors of one shape: mean and sketch."""
     if len(parts) == 1:
         return parts[0]
-    whole = joined(parts)
+    total = joined(parts)
     return replace(
-        whole,
+        total,
         count=parts[0].count,
         mean=math.fsum(part.mean for part in parts),
         norm=math.nan,
@@ -95,10 +95,10 @@ def summed(parts: list[Statistics]) -> Statistics:
 
 @torch.no_grad()
 def measure(x: torch.Tensor, first_column: int = 0) -> Statistics:
-    """Return the statistics of ``x``, whatever its type; ``x`` stays as it is.
+    """Return the statistics of ``x``, which may have any dtype and is not changed.
 
     Args:
-        first_column: number of its first column (of the last dimension) in the whole tensor.
+        first_column: index of its first column (in the last dimension) in the full tensor.
     """
     count = x.numel()
     if count == 0:
@@ -114,19 +114,19 @@ def measure(x: torch.Tensor, first_column: int = 0) -> Statistics:
 
 
 def _values(wide: torch.Tensor, first_column: int) -> list[float]:
-    """Return sum, norm, smallest and largest number, and the sketch; asks the device once."""
+    """Return sum, norm, minimum, maximum and sketch, with one read of the device."""
     rows = wide.reshape(-1, wide.shape[-1]) if wide.dim() else wide.reshape(1, 1)
     columns = rows.sum(0)  # [n]
     sketch = signs(first_column, columns.numel(), wide.device) @ columns
     smallest, largest = rows.aminmax()
     head = torch.stack([columns.sum(), torch.linalg.vector_norm(rows), smallest, largest])
-    found: list[float] = torch.cat([head, sketch]).tolist()
-    return found
+    values: list[float] = torch.cat([head, sketch]).tolist()
+    return values
 
 
 @functools.lru_cache(maxsize=256)
 def signs(first: int, number: int, device: torch.device) -> torch.Tensor:
-    """Return the signs of the columns from ``first`` on.
+    """Return the signs of ``number`` columns from ``first`` on.
 
     Shapes:
         output [ROWS, number]
@@ -140,22 +140,22 @@ def signs(first: int, number: int, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(2.0 * bits.astype(np.float64) - 1.0).to(device)
 
 
-# How the tensors that a module takes and gives are cut over the tensor group, as far as its weights tell.
+# Cuts of a module's inputs and outputs over the tensor group, as far as its weights determine them.
 #
-# | a module with a weight of its own, or a bias alone | takes | gives |
+# | module with a weight of its own, or with only a bias | inputs | outputs |
 # |---|---|---|
-# | cut by rows of the output (``partition_dim`` 0), and as many columns come out | all | its columns |
-# | the same of ``num_outputs`` n, whose outputs have every n-th row each | all | its columns of each |
-# | the same with more columns out (gathered), or that takes token ids (an embedding) | all | all |
-# | cut by columns of the input (``partition_dim`` 1), and as many columns go in | its columns | all |
+# | sharded by output rows (``partition_dim`` 0), with as many output columns | full | its columns |
+# | the same with ``num_outputs`` n, whose outputs have every n-th row each | full | its columns of each |
+# | the same with more output columns (gathered), or with token ids as input (an embedding) | full | full |
+# | sharded by input columns (``partition_dim`` 1), with as many input columns | its columns | full |
 #
-# With --sequence-parallel "all" is this rank's rows, of the first tensor; and so is what a module takes and gives that
-# has a ``place`` in which the sequence is cut. Of other modules nothing is said here: where the ranks of a tensor group
-# tell different numbers, they hold parts.
+# With --sequence-parallel, "full" stands for this rank's rows in the first tensor. The same holds for the inputs and
+# outputs of a module that has a ``place`` in which the sequence is sharded. The cuts of other modules are unknown: if
+# the statistics of a tensor group's ranks differ, the ranks are assumed to hold slices.
 
 
 class Cut(NamedTuple):
-    """Dimension ``dim`` holds ``length`` of ``size`` places, from ``start`` on; places beyond them are padding."""
+    """Dimension ``dim`` contains ``length`` of ``size`` indices, from ``start`` on; further indices are padding."""
 
     dim: int
     start: int
@@ -168,9 +168,9 @@ class Cut(NamedTuple):
 
 
 def own_shard(module: nn.Module) -> tuple[Shard | None, tuple[int, ...]]:
-    """Return where the weight lies that is the module's own, None if it is not cut, and its shape on this rank."""
-    held = module._parameters
-    weight = held.get("weight") if "weight" in held else held.get("bias")
+    """Return the shard of the module's own weight, None if it is not sharded, and its shape on this rank."""
+    parameters = module._parameters
+    weight = parameters.get("weight") if "weight" in parameters else parameters.get("bias")
     shard = None if weight is None else info_of(weight).shard
     if weight is None or shard is None or not shard.is_partitioned:
         return None, ()
@@ -178,25 +178,25 @@ def own_shard(module: nn.Module) -> tuple[Shard | None, tuple[int, ...]]:
 
 
 def output_cut(module: nn.Module, output: torch.Tensor, has_ids: bool, index: int = 0) -> Cut | None:
-    """Return how ``output`` is cut, None if every rank holds all of it or that is not known.
+    """Return the cut of ``output``; None if every rank holds the full tensor, or if the cut is unknown.
 
     Args:
-        has_ids: the module was given whole numbers.
-        index: number of the output.
+        has_ids: the inputs of the module include integers.
+        index: index of the output.
     """
     shard, shape = own_shard(module)
     if shard is None or shard.partition_dim != 0 or has_ids:
         return None if getattr(module, "gives_whole", False) else _rows(module, output, index)
     if output.dim() == 0:
         return None
-    ways = getattr(module, "num_outputs", 1)
-    if ways * output.shape[-1] != shape[0]:
+    n = getattr(module, "num_outputs", 1)
+    if n * output.shape[-1] != shape[0]:
         return None
-    return Cut(output.dim() - 1, shard.start // ways, shard.length // ways, shard.global_shape[0] // ways)
+    return Cut(output.dim() - 1, shard.start // n, shard.length // n, shard.global_shape[0] // n)
 
 
 def input_cut(module: nn.Module, given: torch.Tensor, index: int = 0) -> Cut | None:
-    """Return how ``given``, input number ``index``, is cut, None if every rank has all of it or that is not known."""
+    """Return the cut of ``given``, input ``index``; None if every rank holds the full tensor, or if it is unknown."""
     shard, shape = own_shard(module)
     if shard is None or shard.partition_dim != 1:
         return _rows(module, given, index)
@@ -206,25 +206,25 @@ def input_cut(module: nn.Module, given: torch.Tensor, index: int = 0) -> Cut | N
 
 
 def is_share(module: nn.Module, index: int, *, of_output: bool = False) -> bool:
-    """Return whether the gradient of input, or output, number ``index`` is a summand of this rank.
+    """Return True if the gradient of input (or output) ``index`` is this rank's summand.
 
-    The gradient is the sum over the tensor group, which is taken later.
+    The gradient is the sum over the tensor group, which is computed later.
     """
     return index in getattr(module, "output_shares" if of_output else "shares", ())
 
 
 def _rows(module: nn.Module, x: torch.Tensor, index: int) -> Cut | None:
-    """Return the rows of the sequence that ``x`` is, None where the sequence is not cut."""
-    place = getattr(module, "place", None)
-    cuts = getattr(module, "sequence_parallel", False) or getattr(place, "sequence_parallel", False)
-    if not cuts or index or x.dim() < 2:
+    """Return the cut of ``x`` along the sequence; None if the sequence is not sharded."""
+    ctx = getattr(module, "place", None)
+    is_sharded = getattr(module, "sequence_parallel", False) or getattr(ctx, "sequence_parallel", False)
+    if not is_sharded or index or x.dim() < 2:
         return None
-    group: Any = module.group if place is None else place.group
+    group: Any = module.group if ctx is None else ctx.group
     return Cut(0, group.rank * x.shape[0], x.shape[0], group.size * x.shape[0])
 
 
 def shard_cut(shard: Shard) -> Cut | None:
-    """Return how what lies at ``shard`` is cut, None if every rank holds all of it."""
+    """Return the cut of a tensor with ``shard``; None if every rank holds the full tensor."""
     if shard.partition_dim is None:
         return None
     return Cut(shard.partition_dim, shard.start, shard.length, shard.global_shape[shard.partition_dim])

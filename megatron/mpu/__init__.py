@@ -1,6 +1,7 @@
-"""Model-parallel unit: the grid of ranks and the layers cut over it.
+"""Model-parallel unit (mpu): the grid of ranks and the layers sharded over it.
 
-Names resolve on first use (PEP 562), so that ``mpu.topology``, which is arithmetic, needs no torch.
+Names resolve on first use (PEP 562), so that importing ``mpu.topology``, which is pure arithmetic, does not import
+torch.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""Context parallelism: which tokens of a sequence a rank has, and the exchanges that attention needs.
+"""Context parallelism: the distribution of a sequence's tokens over ranks, and the exchanges that attention needs.
 
-A sequence is cut into 2c chunks of n = s / 2c tokens, of which rank i of the context group has chunks i and 2c-1-i: the
-first sees few keys and the last sees most, so that causal work is even. All else of a layer sees its own tokens alone.
+A sequence is split into 2c chunks of n = s / 2c tokens. Rank i of the context group holds chunks i and 2c-1-i: the
+first chunk attends to few keys and the last one to the most, so that causal work is balanced. Only attention needs the
+tokens of other ranks; the other parts of a layer process local tokens.
 
 | function | forward | backward |
 |---|---|---|
-| `split_along_context` | own chunks | none: it cuts what is no part of a graph |
-| `gather_from_context_region` | all-gather of the sequence, in its order | reduce-scatter |
-| `scatter_heads_gather_sequence` | all-to-all: all tokens of 1/c of the heads | the next one |
-| `scatter_sequence_gather_heads` | all-to-all: own tokens of all heads | the one before |
+| `split_along_context` | this rank's chunks | none: used outside of graphs |
+| `gather_from_context_region` | all-gather of the full sequence, in sequence order | reduce-scatter |
+| `scatter_heads_gather_sequence` | all-to-all: all tokens of 1/c of the heads | `scatter_sequence_gather_heads` |
+| `scatter_sequence_gather_heads` | all-to-all: this rank's tokens of all heads | `scatter_heads_gather_sequence` |
 
-All are collective over ``group``, but for the first, and the identity where it has one rank.
+All but the first are collective over ``group``. All are the identity if it has one rank.
 
 Source: Llama Team 2024, "The Llama 3 herd of models", section 3.3.2 (all-gather, 2c chunks); Jacobs et al. 2023,
 "DeepSpeed Ulysses" (all-to-all).
@@ -30,7 +31,7 @@ from megatron.torch_compat import all_gather_single, reduce_scatter_single
 
 
 class Run(NamedTuple):
-    """Neighbouring tokens of a rank: numbers ``start`` to ``stop`` of its own are ``first`` and so on of the whole."""
+    """Consecutive tokens: local indices ``start`` to ``stop``, positions from ``first`` on in the full sequence."""
 
     start: int
     stop: int
@@ -38,7 +39,7 @@ class Run(NamedTuple):
 
 
 def runs_of(length: int, group: Group) -> tuple[Run, ...]:
-    """Return the runs of this rank's ``length`` tokens: its two chunks; one without context parallelism."""
+    """Return the runs of this rank's ``length`` tokens: its two chunks, or one run without context parallelism."""
     if group.size == 1:
         return (Run(0, length, 0),)
     n = length // 2
@@ -47,7 +48,7 @@ def runs_of(length: int, group: Group) -> tuple[Run, ...]:
 
 
 def runs_within(runs: tuple[Run, ...], start: int, stop: int) -> Iterator[Run]:
-    """Yield the runs of tokens ``start`` to ``stop`` of those that a rank has, counted from ``start``."""
+    """Yield ``runs`` restricted to the local indices ``start`` to ``stop``, with indices relative to ``start``."""
     for run in runs:
         low, high = max(run.start, start), min(run.stop, stop)
         if low < high:
@@ -55,17 +56,17 @@ def runs_within(runs: tuple[Run, ...], start: int, stop: int) -> Iterator[Run]:
 
 
 def own_positions(length: int, group: Group, device: torch.device | None = None) -> torch.Tensor:
-    """Return where in the whole sequence this rank's ``length`` tokens are: int64 [length]."""
+    """Return the positions of this rank's ``length`` tokens in the full sequence: int64 [length]."""
     runs = runs_of(length, group)
     ranges = [torch.arange(run.first, run.first + run.stop - run.start, device=device) for run in runs]
     return ranges[0] if len(ranges) == 1 else torch.cat(ranges)
 
 
 def split_along_context(x: torch.Tensor, group: Group, dim: int = 1) -> torch.Tensor:
-    """Return this rank's two chunks of ``x`` along ``dim``, one behind the other.
+    """Return this rank's two chunks of ``x`` along ``dim``, concatenated.
 
     Raises:
-        ValueError: the size is no multiple of twice the group's.
+        ValueError: the size along ``dim`` is not a multiple of twice the group size.
     """
     if group.size == 1:
         return x
@@ -76,26 +77,26 @@ def split_along_context(x: torch.Tensor, group: Group, dim: int = 1) -> torch.Te
             "length that it divides"
         )
     chunks = x.chunk(2 * group.size, dim)
-    return torch.cat([chunks[number] for number in chunks_of(group.rank, group.size)], dim)
+    return torch.cat([chunks[idx] for idx in chunks_of(group.rank, group.size)], dim)
 
 
 def split_batch(batch: Mapping[str, torch.Tensor | None], group: Group) -> dict[str, torch.Tensor | None]:
-    """Return ``batch`` with the tokens of each tensor [b, s, ...] that this rank has; others and None stay."""
-    is_whole = group.size == 1
+    """Return ``batch`` with this rank's tokens of each tensor [b, s, ...]; other tensors and None are unchanged."""
+    is_full = group.size == 1
     return {
-        name: x if is_whole or x is None or x.dim() < 2 else split_along_context(x, group) for name, x in batch.items()
+        name: x if is_full or x is None or x.dim() < 2 else split_along_context(x, group) for name, x in batch.items()
     }
 
 
 def gather_from_context_region(x: torch.Tensor, group: Group, dim: int = 0) -> torch.Tensor:
-    """Return the whole sequence along ``dim``; gradients are summed, and each rank has those of its tokens."""
+    """Return the full sequence along ``dim``, in sequence order; gradients are reduce-scattered."""
     if group.size == 1:
         return x
     return _Gather.apply(x.movedim(dim, 0), group).movedim(0, dim)
 
 
 def scatter_heads_gather_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the whole sequence of this rank's share of the heads.
+    """Return the full sequence of this rank's share of the heads.
 
     Shapes:
         x      [b, a, s/c, d]
@@ -115,31 +116,31 @@ def scatter_sequence_gather_heads(x: torch.Tensor, group: Group) -> torch.Tensor
 
 
 def gather_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the rows of all ranks in the order of the sequence; no gradient flows. Collective."""
+    """Return the rows of all ranks in sequence order, without autograd. Collective."""
     if group.size == 1:
         return x
     x = x.contiguous()
-    whole = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    all_gather_single(whole, x, group=group.handle)
-    return in_order(whole, group.size)
+    gathered = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    all_gather_single(gathered, x, group=group.handle)
+    return in_order(gathered, group.size)
 
 
 def in_order(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Return rows [s, ...], which come rank by rank, in the order of the sequence."""
-    places = by_rank(size)
+    """Reorder rows [s, ...] from rank order to sequence order."""
+    order = by_rank(size)
     chunks = x.chunk(2 * size)
-    return torch.cat([chunks[places.index(number)] for number in range(2 * size)])
+    return torch.cat([chunks[order.index(idx)] for idx in range(2 * size)])
 
 
 def rank_by_rank(x: torch.Tensor, size: int) -> torch.Tensor:
-    """Return rows [s, ...] of the sequence rank by rank: the transpose of ``in_order``."""
+    """Reorder rows [s, ...] from sequence order to rank order: the inverse of ``in_order``."""
     chunks = x.chunk(2 * size)
-    return torch.cat([chunks[number] for number in by_rank(size)])
+    return torch.cat([chunks[idx] for idx in by_rank(size)])
 
 
 def by_rank(size: int) -> list[int]:
-    """Return the numbers of all chunks, rank by rank."""
-    return [number for rank in range(size) for number in chunks_of(rank, size)]
+    """Return the indices of all chunks in rank order."""
+    return [idx for rank in range(size) for idx in chunks_of(rank, size)]
 
 
 class _Gather(torch.autograd.Function):
@@ -150,15 +151,15 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        whole = rank_by_rank(grads[0], ctx.group.size)
-        part = whole.new_empty((whole.shape[0] // ctx.group.size, *whole.shape[1:]))
-        reduce_scatter_single(part, whole, group=ctx.group.handle)
-        return part, None
+        grad = rank_by_rank(grads[0], ctx.group.size)
+        shard = grad.new_empty((grad.shape[0] // ctx.group.size, *grad.shape[1:]))
+        reduce_scatter_single(shard, grad, group=ctx.group.handle)
+        return shard, None
 
 
 def _to_heads(x: torch.Tensor, group: Group) -> torch.Tensor:
     by_receiver = x.unflatten(1, (group.size, -1)).permute(1, 3, 0, 2, 4)  # [c, s/c, b, a/c, d]
-    rows = _exchange(by_receiver, group).flatten(0, 1)  # [s, b, a/c, d], rank by rank
+    rows = _exchange(by_receiver, group).flatten(0, 1)  # [s, b, a/c, d], in rank order
     return in_order(rows, group.size).permute(1, 2, 0, 3)
 
 
@@ -169,11 +170,11 @@ def _to_sequence(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _exchange(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return what each rank has for this one: [c, ...] by receiver to [c, ...] by sender."""
+    """Return the all-to-all of ``x``: [c, ...] by receiver becomes [c, ...] by sender."""
     x = x.contiguous()
-    found = torch.empty_like(x)
-    dist.all_to_all_single(found, x, group=group.handle)
-    return found
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group.handle)
+    return received
 
 
 class _ToHeads(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits whose vocabulary is cut over the tensor-parallel group."""
+"""Cross-entropy of logits whose vocabulary is sharded over the tensor-parallel group."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def vocab_parallel_cross_entropy(
 ) -> Any:  # fmt: skip
     """Return ``-log softmax(logits)[target]`` at each position, in fp32 (fp64 for fp64 logits). Collective.
 
-    With a ``z_loss`` c return two tensors: these and ``c (log Z)^2``, see below. Columns of padded vocabulary rows are
-    left out of the softmax: they get no probability and no gradient.
+    With a ``z_loss`` c two tensors are returned: the cross-entropy and the z-loss ``c (log Z)^2`` (see below). Columns
+    of padded vocabulary rows are excluded from the softmax: they get no probability and no gradient.
 
     Shapes:
         logits  [..., v/t] of this rank, padded columns last
@@ -34,15 +34,15 @@ def vocab_parallel_cross_entropy(
     return _VocabParallelCrossEntropy.apply(real, targets, start, group, z_loss)
 
 
-# The z-loss, ``c (log Z)^2`` of a token, Z being the sum of the exponentials of all its logits. It has no gradient of
-# its own, for that of the cross-entropy is the gradient of both: the number that is logged remains the cross-entropy,
-# and what is trained on is their sum.
+# The z-loss of a token is ``c (log Z)^2``, where Z is the sum of the exponentials of all its logits. The returned
+# z-loss is not differentiable: backward of the cross-entropy computes the gradient of the sum of both losses. The
+# logged loss is therefore the cross-entropy, while training minimizes the sum.
 #
 # Source: Chowdhery et al. 2022, "PaLM", section 5.
 
 
 def _with_z_loss(ctx: Any, kept: tuple[torch.Tensor, ...], losses: torch.Tensor, log_z: torch.Tensor, c: float) -> Any:
-    """Return ``losses`` and the z-losses, ``kept`` and the slopes being there in backward."""
+    """Return ``losses`` and the z-losses; save ``kept`` and the slopes of the softmax for backward."""
     squares = c * log_z.square()
     ctx.save_for_backward(*kept, slopes_of_softmax(log_z, c))
     ctx.mark_non_differentiable(squares)
@@ -50,34 +50,35 @@ def _with_z_loss(ctx: Any, kept: tuple[torch.Tensor, ...], losses: torch.Tensor,
 
 
 def slopes_of_softmax(log_z: torch.Tensor, z_loss: float) -> torch.Tensor:
-    """Return what the softmax counts in the gradient of a loss: 1, and by the z-loss ``2 c log Z`` more."""
+    """Return the factor of the softmax in the gradient of the loss: 1, plus ``2 c log Z`` for the z-loss."""
     return 1 + 2 * z_loss * log_z
 
 
 def known_or_nan(
     weights: torch.Tensor, targets: torch.Tensor, vocab_size: int, *, is_on_host: bool | None = None
 ) -> torch.Tensor:
-    """Return ``weights``, those of tokens that count though their target is not in the vocabulary made no number.
+    """Return ``weights`` with NaN for tokens that count but whose target is outside the vocabulary.
 
-    Such a token would have a probability of 0 and a loss that looks like one. Where tokens are in the CPU's memory it
-    raises; elsewhere the host would have to wait for the answer, and the loss is no number.
+    Without this check such a token would get a probability of 0 and a plausible loss. On a CPU the function raises. On
+    other devices the host would have to wait for the result of the check, so the loss becomes NaN instead.
 
     Shapes:
         weights, targets [...]
 
     Args:
-        is_on_host: reading them costs no waiting; None: as for a CPU.
+        is_on_host: raise rather than return NaN; None: True if the targets are on a CPU.
 
     Raises:
-        ValueError: there is such a token, on a CPU.
+        ValueError: there is such a token and ``is_on_host``.
     """
-    wrong = ((targets < 0) | (targets >= vocab_size)) & (weights != 0)
+    is_invalid = ((targets < 0) | (targets >= vocab_size)) & (weights != 0)
     if not (targets.device.type == "cpu" if is_on_host is None else is_on_host):
-        return weights.masked_fill(wrong, float("nan"))
+        return weights.masked_fill(is_invalid, float("nan"))
     try:
-        torch._assert_async(~wrong.any())  # the same code on a device would not wait, but end the process
+        # on CUDA this check would not block, and a failure would abort the process
+        torch._assert_async(~is_invalid.any())
     except RuntimeError as error:
-        raise _outside(targets[wrong], vocab_size) from error
+        raise _outside(targets[is_invalid], vocab_size) from error
     return weights
 
 
@@ -89,9 +90,10 @@ def _outside(labels: torch.Tensor, vocab_size: int) -> ValueError:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The whole vocabulary on one rank. Backward reuses the memory of forward, the largest tensor of a step.
+    """Cross-entropy with the full vocabulary on one rank.
 
-    Twice as fast as ``F.cross_entropy`` at v 16384 on a CPU. A second backward through the same graph raises.
+    Backward reuses the memory of the log-softmax, the largest tensor of a step, so a second backward through the same
+    graph raises. Twice as fast as ``F.cross_entropy`` for v = 16384 on a CPU.
     """
 
     @staticmethod
@@ -115,9 +117,10 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Forward keeps the softmax; backward makes it softmax minus the one-hot target, on this rank's columns, in place.
+    """Cross-entropy with the vocabulary sharded over the group.
 
-    A second backward through the same graph raises.
+    Forward saves the softmax of this rank's columns. Backward subtracts the one-hot target in place, so a second
+    backward through the same graph raises.
     """
 
     @staticmethod
@@ -126,11 +129,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         largest = logits.amax(dim=-1) if columns else logits.new_full(targets.shape, float("-inf"))
         all_reduce(largest, group, dist.ReduceOp.MAX)
         shifted = logits - largest.unsqueeze(-1)  # [..., v/t]
-        local = targets - start
-        elsewhere = (local < 0) | (local >= columns)
-        local = local.masked_fill(elsewhere, 0)
+        local_targets = targets - start
+        is_remote = (local_targets < 0) | (local_targets >= columns)
+        local_targets = local_targets.masked_fill(is_remote, 0)
         if columns:
-            at_target = shifted.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
+            at_target = shifted.gather(-1, local_targets.unsqueeze(-1)).squeeze(-1).masked_fill(is_remote, 0.0)
         else:
             at_target = torch.zeros_like(largest)
         exponentials = shifted.exp_()
@@ -140,16 +143,16 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         softmax = exponentials.div_(denominator.unsqueeze(-1))
         losses = denominator.log() - at_target
         if z_loss:
-            return _with_z_loss(ctx, (softmax, local, elsewhere), losses, denominator.log() + largest, z_loss)
-        ctx.save_for_backward(softmax, local, elsewhere)
+            return _with_z_loss(ctx, (softmax, local_targets, is_remote), losses, denominator.log() + largest, z_loss)
+        ctx.save_for_backward(softmax, local_targets, is_remote)
         return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        softmax, local, elsewhere, *slopes = ctx.saved_tensors
+        softmax, local_targets, is_remote, *slopes = ctx.saved_tensors
         if slopes:
             softmax.mul_(slopes[0].unsqueeze(-1))
         if softmax.shape[-1]:
-            hit = (~elsewhere).to(softmax.dtype).unsqueeze(-1)
-            softmax.scatter_add_(-1, local.unsqueeze(-1), -hit)
+            is_local = (~is_remote).to(softmax.dtype).unsqueeze(-1)
+            softmax.scatter_add_(-1, local_targets.unsqueeze(-1), -is_local)
         return softmax.mul_(grads[0].unsqueeze(-1)), None, None, None, None

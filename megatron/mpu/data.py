@@ -1,4 +1,4 @@
-"""broadcast_data; a micro-batch copied to the device ahead."""
+"""broadcast_data, and Upload: an asynchronous copy of a micro-batch to the device."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch.distributed as dist
 from megatron import device
 from megatron.mpu.groups import Group
 
-# A micro-batch of the host whose tensors are copied to the device while it computes something else.
+# Copy a micro-batch from the host to the device while the device computes.
 
 
 class Upload(dict[str, torch.Tensor]):
-    """The tensors of a micro-batch as they were read, whose copies are on their way to a device.
+    """A micro-batch in host memory that is being copied to a device.
 
-    To a program it is the dictionary on the host that it is without a device. ``broadcast_data`` takes the copies, and
-    copies anew what the program has replaced or changed in place meanwhile.
+    Programs see a dictionary of tensors on the host, as in a run on CPUs. ``broadcast_data`` uses the copies on the
+    device, and copies again any tensor that the program has replaced or changed in place since.
     """
 
     def __init__(self, batch: Mapping[str, torch.Tensor], place: torch.device) -> None:
         super().__init__(batch)
         self._place = place
         self._copies, self._uploaded = device.start_upload(batch, place)
-        self._batch = dict(batch)  # keeps these tensors, and so their ids
+        self._batch = dict(batch)  # keeps the tensors alive, so that their ids are not reused
         self._read = {name: (id(tensor), tensor._version) for name, tensor in batch.items()}
         self._is_awaited = False
 
     def on_device(self, name: str) -> torch.Tensor:
-        """Return tensor ``name`` on the device, which waits for it where it must; the host does not."""
+        """Return tensor ``name`` on the device. The device waits for the copy if necessary; the host does not."""
         tensor = self[name]
         if self._read.get(name) != (id(tensor), tensor._version):
             return tensor.to(self._place, non_blocking=True)
@@ -39,7 +39,7 @@ class Upload(dict[str, torch.Tensor]):
         return self._copies[name]
 
 
-# Hand a batch that one rank has read to all ranks of its tensor-parallel group.
+# Broadcast a batch that one rank has read to all ranks of its tensor-parallel group.
 
 MAX_DIMENSIONS = 6
 
@@ -50,15 +50,16 @@ def broadcast_data(
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Return ``data[key]`` for each key on every rank of ``group``, on ``device``. Collective.
 
-    The host waits for the other hosts, which tell the shapes, and not for the device.
+    The shapes are exchanged between hosts, so that no host waits for its device.
 
     Args:
-        data: the tensors on the group's first rank; the others may pass None.
-        dtype: the type that all of these tensors have.
-        host: the same ranks over the host; None: ``group`` sends what lies there.
+        data: tensors, read on the group's first rank only; the other ranks may pass None.
+        dtype: dtype of all these tensors.
+        host: group of the same ranks over the CPU; None: ``group`` communicates tensors in host memory.
 
     Raises:
-        TypeError: a tensor of the first rank has another type.
+        KeyError: the first rank's ``data`` lacks a key.
+        TypeError: a tensor of the first rank has another dtype.
     """
     if group.size > 1:
         return _broadcast(list(keys), data, dtype, group, device, host or group)
@@ -81,7 +82,7 @@ def _broadcast(
     else:
         flat = torch.empty(sum(sizes), dtype=dtype, device=device)
     dist.broadcast(flat, src=group.ranks[0], group=group.handle)
-    return {name: part.view(shape) for name, part, shape in zip(names, flat.split(sizes), shapes, strict=True)}
+    return {name: x.view(shape) for name, x, shape in zip(names, flat.split(sizes), shapes, strict=True)}
 
 
 def _on_device(

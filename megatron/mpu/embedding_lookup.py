@@ -1,8 +1,8 @@
 """Embedding lookup whose gradient accumulates repeated rows in fp32.
 
-torch's embedding backward on a CPU accumulates in the dtype of the table. In bf16 a row that is looked up 2,000 times
-stops growing after a few hundred terms: its gradient comes out far too small. On GPUs torch accumulates in fp32, and so
-does a compiled lookup.
+On a CPU, torch's embedding backward accumulates in the dtype of the table. In bf16 the gradient of a row that is looked
+up 2,000 times stops growing after a few hundred terms and ends up far too small. On GPUs, and in compiled code, torch
+accumulates in fp32.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def embedding_lookup(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def accumulate_rows(ids: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the distinct ids in ascending order and the fp32 sum of the gradients of each.
+    """Return the distinct ids in ascending order and the fp32 sum of each id's gradients.
 
-    The memory needed is that of the rows that occur, not that of a table in fp32.
+    The sums need memory for the rows that occur only, not for a full table in fp32.
 
     Shapes:
         ids    [n]

@@ -1,4 +1,4 @@
-"""Dropout by one kernel on CUDA (Triton), without a mask in memory; and as one operator of a compiled layer."""
+"""Dropout by a Triton kernel on CUDA, which stores no mask, and by a custom operator for compiled layers."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ import torch
 from megatron.device import default_generator
 
 MOST_GROUPS = 256
-"""Counters, of 4 columns each, that a program of the kernel works on."""
+"""Maximum number of counters, of 4 columns each, per program of the kernel."""
 WORDS = 2**32
 
 
 @functools.cache
 def is_there() -> bool:
-    """Return whether Triton is installed."""
+    """Return True if Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which elements are dropped: those whose word of Philox-4x32-10 is below ``probability`` of all words.
+    """Description of a dropout mask: an element is dropped if its Philox word is below ``probability * 2**32``.
 
-    Counters are those of ``PhiloxDropout``; ``first`` has the row, sample, plane and column with which a tensor begins.
-    Tensors of hidden states [s, b, h], or with ``is_attention`` [b, a, s, s_k].
+    Words are those of Philox-4x32-10 with the counters of ``PhiloxDropout``. ``first`` is the row, sample, plane and
+    column of the tensor's first element. Tensors are hidden states [s, b, h], or with ``is_attention`` probabilities
+    [b, a, s, s_k].
     """
 
     key: int
@@ -38,10 +39,10 @@ class Mask:
 
 
 def drop(x: torch.Tensor, residual: torch.Tensor | None, mask: Mask) -> torch.Tensor:
-    """Return ``residual + dropout(x)``, or without a residual the latter; backward makes the mask once more.
+    """Return ``residual + dropout(x)``, or ``dropout(x)`` without a residual; backward recomputes the mask.
 
     Shapes:
-        x, residual, output as ``Mask`` has them
+        x, residual, output: see ``Mask``
     """
     dropped: torch.Tensor = _Dropped.apply(x, residual, mask)
     return dropped
@@ -59,8 +60,8 @@ class _Dropped(torch.autograd.Function):
 
 
 def run_kernel(x: torch.Tensor, residual: torch.Tensor | None, mask: Mask) -> torch.Tensor:
-    """Return what ``drop`` does, without a gradient."""
-    from megatron.mpu.triton_kernels import dropped  # not ahead of need: without Triton there is no such file
+    """Apply ``drop`` without autograd."""
+    from megatron.mpu.triton_kernels import dropped  # imported on use, because it requires Triton
 
     x = x.contiguous()
     residual = None if residual is None else residual.contiguous()
@@ -70,19 +71,18 @@ def run_kernel(x: torch.Tensor, residual: torch.Tensor | None, mask: Mask) -> to
     *outer, width = x.shape
     inner, middle = (outer[-1], outer[-2]) if len(outer) > 1 else (1, 1)
     groups = -(-(width + mask.first[3] % 4) // 4)
-    at_once = min(MOST_GROUPS, 1 << (groups - 1).bit_length())
-    key = mask.key - 2**64 if mask.key >= 2**63 else mask.key  # as a signed number, of one type for all keys
-    dropped[(x.numel() // width, -(-groups // at_once))](
+    groups_per_program = min(MOST_GROUPS, 1 << (groups - 1).bit_length())
+    key = mask.key - 2**64 if mask.key >= 2**63 else mask.key  # as a signed integer, so that all keys have one type
+    dropped[(x.numel() // width, -(-groups // groups_per_program))](
         x, x if residual is None else residual, out, key, round(mask.probability * WORDS),
         1.0 / (1.0 - mask.probability), width, inner, middle, *mask.first,
-        HAS_RESIDUAL=residual is not None, IS_ATTENTION=mask.is_attention, GROUPS=at_once,
+        HAS_RESIDUAL=residual is not None, IS_ATTENTION=mask.is_attention, GROUPS=groups_per_program,
     )  # fmt: skip
     return out
 
 
-# The same as an operator, which a compiled layer calls in the midst of its graph. A mask is one of seed and place: what
-# changes from one forward to the next, step and micro-batch, comes in a tensor, and so does the number of the layer; as
-# numbers in Python they would be compiled in.
+# The same dropout as a custom operator, which compiled layers call within their graphs. Step, micro-batch and layer are
+# passed as tensors, because the compiler would treat Python integers as constants.
 
 
 @torch.library.custom_op("megatron_tds::keyed_dropout", mutates_args=())
@@ -95,15 +95,15 @@ def keyed_dropout(
     probability: float,
     by_kernel: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``x`` with elements dropped, and what backward needs: the key, or the factor of each element.
+    """Return dropout of ``x``, and the data for its backward: the key, or the factor of each element.
 
     Args:
         position: step and micro-batch, on the CPU.
-        layer: its number, likewise.
-        ranks: the seed, and the ranks of ``DropoutStreams.key``.
-        by_kernel: ``DropoutStreams.by_kernel``; else masks are those of torch's generator.
+        layer: index of the layer, on the CPU.
+        ranks: the seed, followed by the ranks that ``DropoutStreams.key`` hashes.
+        by_kernel: result of ``DropoutStreams.by_kernel``; if False, masks are drawn from torch's generator.
     """
-    from megatron.mpu.random_key import hashed  # not at the top: that file imports this one
+    from megatron.mpu.random_key import hashed
 
     key = hashed((ranks[0], *position.tolist(), *ranks[1:], int(layer), site), 7)
     x = x.contiguous()
@@ -113,7 +113,7 @@ def keyed_dropout(
     state = generator.get_state()
     generator.manual_seed(key)
     try:
-        factors = torch.empty_like(x).bernoulli_(1.0 - probability).div_(1.0 - probability)  # as torch on a CPU
+        factors = torch.empty_like(x).bernoulli_(1.0 - probability).div_(1.0 - probability)  # as torch does on a CPU
     finally:
         generator.set_state(state)
     return x * factors, factors
@@ -129,13 +129,13 @@ def _(
     probability: float,
     by_kernel: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    made = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return made, position.new_empty(1) if by_kernel else torch.empty_like(made)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return out, position.new_empty(1) if by_kernel else torch.empty_like(out)
 
 
 @torch.library.custom_op("megatron_tds::keyed_dropout_gradient", mutates_args=())
 def keyed_dropout_gradient(grad: torch.Tensor, key: torch.Tensor, probability: float) -> torch.Tensor:
-    """Return the gradient of ``x`` by the mask of ``key``."""
+    """Return the gradient of dropout's input: ``grad`` with the mask of ``key`` applied."""
     return run_kernel(grad, None, Mask(int(key), probability))
 
 
@@ -150,9 +150,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _gradient(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> Any:
-    (kept,) = ctx.saved_tensors
-    of_x = keyed_dropout_gradient(grad, kept, ctx.probability) if ctx.by_kernel else grad * kept
-    return of_x, None, None, None, None, None, None
+    (saved,) = ctx.saved_tensors
+    x_grad = keyed_dropout_gradient(grad, saved, ctx.probability) if ctx.by_kernel else grad * saved
+    return x_grad, None, None, None, None, None, None
 
 
 keyed_dropout.register_autograd(_gradient, setup_context=_keep)

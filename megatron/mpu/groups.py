@@ -1,4 +1,4 @@
-"""A set of ranks that communicate, with this rank's place in it."""
+"""Group and Grid: a set of ranks that communicate, and this rank's groups along every axis."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate: ``rank`` is this process's index in ``ranks``; ``handle`` is torch's process group.
+    """A set of ranks that communicate.
 
-    A group of one has no handle and needs no process group at all: every operation on it is the identity.
+    ``rank`` is this process's index in ``ranks``; ``handle`` is torch's process group. A group of one rank has no
+    handle and needs no process group: every operation on it is the identity.
     """
 
     ranks: tuple[int, ...]
@@ -29,27 +30,27 @@ class Group:
         object.__setattr__(self, "size", len(self.ranks))
 
     def gather_objects(self, value: Value) -> list[Value]:
-        """Return what each rank gives, in rank order, on every rank; pickled on the way. Collective."""
+        """Return the ``value`` of every rank, in rank order, on every rank. Values are pickled. Collective."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.handle)
         return values
 
     def broadcast_object(self, value: Value) -> Value:
-        """Return what the first rank gives on every rank; pickled on the way. Collective."""
-        box = [value]
+        """Return the first rank's ``value`` on every rank. The value is pickled. Collective."""
+        values = [value]
         if self.size > 1:
-            dist.broadcast_object_list(box, src=self.ranks[0], group=self.handle)
-        return box[0]
+            dist.broadcast_object_list(values, src=self.ranks[0], group=self.handle)
+        return values[0]
 
 
 SINGLE = Group(ranks=(0,), rank=0)
-"""The group of one process alone; the default of every layer."""
+"""The group of a single process; the default of every layer."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """This rank's groups along every axis that training needs."""
+    """This rank's groups along every axis."""
 
     topology: Topology
     rank: int
@@ -58,25 +59,25 @@ class Grid:
     data: Group
     model: Group  # the ranks of one replica: pipe x tensor
     world: Group
-    host: Group  # all ranks too, over the CPU, with patience: for what disks decide
-    tensor_host: Group  # the tensor group over the CPU: for what a device need not be waited for
-    context: Group = SINGLE  # the ranks that have pieces of the same sequences
-    data_context: Group = SINGLE  # data x context: the ranks that hold the same weights and add up their gradients
-    expert: Group = SINGLE  # of these the neighbours that share out the experts of a layer
-    expert_data: Group = SINGLE  # and those that have the same experts
+    host: Group  # all ranks, over the CPU, with a long timeout: for waiting on disks
+    tensor_host: Group  # the tensor group over the CPU: for exchanges that must not wait for the device
+    context: Group = SINGLE  # the ranks that hold chunks of the same sequences
+    data_context: Group = SINGLE  # data x context: the ranks that hold the same weights and all-reduce gradients
+    expert: Group = SINGLE  # the ranks of data_context over which the experts of a layer are distributed
+    expert_data: Group = SINGLE  # the ranks of data_context that hold the same experts
 
 
 AXES = {
     "tensor": ("tensor",), "pipe": ("pipe",), "data": ("data",), "model": ("pipe", "tensor"),
     "context": ("context",), "data_context": ("data", "context"),
 }  # fmt: skip
-"""Of the groups of a ``Grid``: along which axes of the topology."""
+"""Axes of the topology along which the ranks of each group of a ``Grid`` differ."""
 HOST_TIMEOUT = timedelta(minutes=30)
-"""How long ranks wait for each other's disks: opening data, saving, loading."""
+"""Timeout for waiting on disk operations of other ranks: opening data, saving, loading."""
 
 
 def single_grid() -> Grid:
-    """Return the grid of one process, which has no process group."""
+    """Return the grid of a single process, which has no process groups."""
     return Grid(Topology(1, 1, 1), 0, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE, SINGLE)
 
 
@@ -84,56 +85,59 @@ def build_grid(topology: Topology, rank: int, timeout: timedelta | None = None, 
     """Create the process groups of ``topology``. Collective: every rank calls it with the same topology.
 
     Args:
-        timeout: a rank that does not answer for so long is an error; None takes torch's default.
-        is_on_host: the default group sends what lies in the host's memory, as that of a run on CPUs.
+        timeout: timeout of collectives on the new groups; None: torch's default.
+        is_on_host: the default process group communicates tensors in host memory, as in a run on CPUs.
     """
     if topology.world_size == 1:
         return single_grid()
-    made: dict[tuple[int, ...], Any] = {}
-    own = {name: _own_group(topology.groups(*axes), topology, rank, timeout, made) for name, axes in AXES.items()}
-    own |= {
-        "expert": _own_group(topology.expert_groups(), topology, rank, timeout, made),
-        "expert_data": _own_group(topology.expert_groups(of_replicas=True), topology, rank, timeout, made),
+    handles: dict[tuple[int, ...], Any] = {}
+    groups = {name: _own_group(topology.groups(*axes), topology, rank, timeout, handles) for name, axes in AXES.items()}
+    groups |= {
+        "expert": _own_group(topology.expert_groups(), topology, rank, timeout, handles),
+        "expert_data": _own_group(topology.expert_groups(of_replicas=True), topology, rank, timeout, handles),
     }
     world = Group(ranks=tuple(range(topology.world_size)), rank=rank, handle=dist.group.WORLD)
-    tensor = topology.groups("tensor")
-    on_host = own["tensor"] if is_on_host else _own_group(tensor, topology, rank, timeout, {}, backend="gloo")
+    sets = topology.groups("tensor")
+    tensor_host = groups["tensor"] if is_on_host else _own_group(sets, topology, rank, timeout, {}, backend="gloo")
     host = replace(world, handle=dist.new_group(backend="gloo", timeout=HOST_TIMEOUT))
-    return Grid(topology=topology, rank=rank, **own, world=world, host=host, tensor_host=on_host)
+    return Grid(topology=topology, rank=rank, **groups, world=world, host=host, tensor_host=tensor_host)
 
 
 def groups_by_ranks(grid: Grid) -> dict[tuple[int, ...], Any]:
-    """Return torch's process group of each set of two ranks or more, those of other ranks too."""
-    found: dict[tuple[int, ...], Any] = {} if grid.world.size == 1 else {grid.world.ranks: grid.world.handle}
-    every = {name: grid.topology.groups(*axes) for name, axes in AXES.items()}
-    every["expert"] = grid.topology.expert_groups()
-    every["expert_data"] = grid.topology.expert_groups(of_replicas=True)
-    for name, sets in every.items():
-        own: Group = getattr(grid, name)
+    """Return torch's process groups of all groups with at least two ranks, keyed by these ranks.
+
+    Groups without this rank map to ``GroupMember.NON_GROUP_MEMBER``.
+    """
+    handles: dict[tuple[int, ...], Any] = {} if grid.world.size == 1 else {grid.world.ranks: grid.world.handle}
+    sets_by_name = {name: grid.topology.groups(*axes) for name, axes in AXES.items()}
+    sets_by_name["expert"] = grid.topology.expert_groups()
+    sets_by_name["expert_data"] = grid.topology.expert_groups(of_replicas=True)
+    for name, sets in sets_by_name.items():
+        group: Group = getattr(grid, name)
         for ranks in map(tuple, sets):
             if len(ranks) > 1:
-                found.setdefault(ranks, own.handle if ranks == own.ranks else dist.GroupMember.NON_GROUP_MEMBER)
-    return found
+                handles.setdefault(ranks, group.handle if ranks == group.ranks else dist.GroupMember.NON_GROUP_MEMBER)
+    return handles
 
 
 def _own_group(
     sets: list[list[int]], topology: Topology, rank: int, timeout: timedelta | None, made: dict[tuple[int, ...], Any],
     backend: str | None = None,
 ) -> Group:  # fmt: skip
-    """Create the groups of all ``sets`` of ranks in the same order on every rank; return the one that holds ``rank``.
+    """Create the groups of all ``sets`` of ranks, in the same order on every rank; return the one with ``rank``.
 
     Args:
-        made: groups by their ranks: one that is there is not made again.
-        backend: of new groups; None: as the default group, which is then that of all ranks.
+        made: process groups by their ranks; existing ones are reused.
+        backend: backend of new groups; None: that of the default group, which then serves as the group of all ranks.
     """
-    own = None
+    group = None
     for ranks in map(tuple, sets):
         if len(ranks) == topology.world_size and backend is None:
             made[ranks] = dist.group.WORLD
         elif len(ranks) > 1 and ranks not in made:
             made[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         if rank in ranks:
-            own = Group(ranks=ranks, rank=ranks.index(rank), handle=made.get(ranks))
-    if own is None:
+            group = Group(ranks=ranks, rank=ranks.index(rank), handle=made.get(ranks))
+    if group is None:
         raise RuntimeError(f"rank {rank} is outside the grid {topology}")
-    return own
+    return group

@@ -1,7 +1,7 @@
-"""The one global of the project: the grid of this process, with Megatron's names as views of it.
+"""The grid of this process, the only global of the project, and Megatron's accessor functions for it.
 
-Only scripts and ``megatron.training`` read it; layers take their group as an argument. Every view raises before
-``initialize_model_parallel`` rather than guess.
+Only scripts and ``megatron.training`` use the accessors; layers take their group as an argument. Accessors raise
+RuntimeError before ``initialize_model_parallel`` has been called.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def initialize_model_parallel(
     context: int = 1,
     expert: int = 1,
 ) -> Grid:
-    """Build and keep the grid of all ranks of the default process group. Collective.
+    """Build and store the grid of all ranks of the default process group. Collective.
 
     Args:
-        device: where this rank's tensors live; the CPU unless given.
-        timeout: of every group; torch's default unless given.
-        expert: neighbours along data and context that share out the experts of a layer.
+        device: device of this rank's tensors; None: the CPU.
+        timeout: timeout of collectives on the new groups; None: torch's default.
+        expert: number of consecutive ranks along data and context over which the experts of a layer are distributed.
 
     Raises:
-        ValueError: the world size is not a multiple of ``tensor * pipe * context``, or ``expert`` does not divide what
-            data and context have.
+        ValueError: the world size is not a multiple of ``tensor * pipe * context``, or ``expert`` does not divide the
+            number of data x context ranks.
     """
     global _grid, _device
     _device = device or torch.device("cpu")
@@ -53,7 +53,7 @@ def initialize_model_parallel(
 
 
 def get_grid() -> Grid:
-    """Return the grid.
+    """Return the grid of this process.
 
     Raises:
         RuntimeError: ``initialize_model_parallel`` has not been called in this process.
@@ -64,12 +64,12 @@ def get_grid() -> Grid:
 
 
 def model_parallel_is_initialized() -> bool:
-    """Return whether there is a grid."""
+    """Return True if the grid has been built."""
     return _grid is not None
 
 
 def destroy_model_parallel() -> None:
-    """Forget the grid."""
+    """Discard the grid."""
     global _grid
     _grid = None
 
@@ -110,7 +110,7 @@ get_context_parallel_world_size = _view("context", "size")
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """Return the global rank of the first member of the tensor group: the one that reads data."""
+    """Return the global rank of the tensor group's first member, which reads the data."""
     return get_grid().tensor.ranks[0]
 
 
@@ -120,12 +120,12 @@ def get_context_parallel_global_ranks() -> list[int]:
 
 
 def is_pipeline_first_stage() -> bool:
-    """Return whether this rank runs the first stage."""
+    """Return True if this rank runs the first pipeline stage."""
     return get_grid().pipe.rank == 0
 
 
 def is_pipeline_last_stage() -> bool:
-    """Return whether this rank runs the last stage."""
+    """Return True if this rank runs the last pipeline stage."""
     grid = get_grid()
     return grid.pipe.rank == grid.pipe.size - 1
 
@@ -135,20 +135,20 @@ def broadcast_data(
 ) -> dict[str, torch.Tensor]:
     """Return ``data[key]`` for each key on all ranks of this process's tensor group, on its device. Collective.
 
-    The form that scripts use; ``megatron.mpu.data.broadcast_data`` takes group and device as arguments.
+    This variant is for scripts; ``megatron.mpu.data.broadcast_data`` takes the group and the device as arguments.
 
     Args:
-        dtype: torch's type, or its name such as "int64" in scripts that do not import torch themselves.
+        dtype: a ``torch.dtype``, or its name such as "int64" for scripts that do not import torch.
     """
-    kind = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return _broadcast_data(keys, data, kind, get_grid().tensor, _device, get_grid().tensor_host)
+    torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return _broadcast_data(keys, data, torch_dtype, get_grid().tensor, _device, get_grid().tensor_host)
 
 
 def get_batch_on_this_cp_rank(
     batch: Mapping[str, torch.Tensor | None], cp_group: Group | None = None
 ) -> dict[str, torch.Tensor | None]:
-    """Return ``batch`` with the pieces of its sequences that this rank has; as it is without context parallelism.
+    """Return ``batch`` with this rank's chunks of its sequences; unchanged without context parallelism.
 
-    Tensors [b, s, ...] are cut, those of fewer dimensions and None stay. The name is Megatron-LM's.
+    Tensors [b, s, ...] are split; tensors with fewer dimensions and None are unchanged. The name is Megatron-LM's.
     """
     return split_batch(batch, cp_group or get_grid().context)

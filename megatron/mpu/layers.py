@@ -1,4 +1,4 @@
-"""ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding; overlapped products."""
+"""ColumnParallelLinear, RowParallelLinear and VocabParallelEmbedding; products that overlap with communication."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from megatron.mpu.shard import Shard, empty_weight, set_partial, set_shard
 from tds.linear_function import is_deferring_weight_grads
 from tds.param_info import info_of
 
-# A product with a weight and a bias; in compiled layers on a CPU the bias by itself.
+# Product with a weight and a bias. In layers compiled for a CPU the bias is added separately.
 #
-# Compiled on a CPU, torch's product with a bias first copies the bias to every row. Added by itself it joins what
-# follows, as GELU or the sum with the residual, in one pass. Its gradient must not join what comes before it: for a sum
-# over rows the compiler makes every summand a second time, column by column.
+# Compiled for a CPU, torch's product with a bias first copies the bias to every row. A bias that is added separately is
+# fused with the operation that follows, such as GELU or the residual addition. The gradient of the bias must not be
+# fused with the operations before it: for a sum over rows the compiler computes every summand again, column by column.
 #
 # | first product of the feed-forward layer and GELU, [4096, 512] to 2,048, fp32, 2 cores; ms | forward | backward |
 # |---|---|---|
-# | the products alone, of which backward has two | 24.4 | 50.1 |
-# | the bias in the product | 30.6 | 60.0 |
-# | the bias by itself, its gradient the compiler's sum | 28.4 | 67.8 |
-# | the bias by itself, its gradient a product with ones: what is done here | 29.8 | 56.5 |
+# | products only (two in backward) | 24.4 | 50.1 |
+# | bias added by the product | 30.6 | 60.0 |
+# | bias added separately, its gradient a sum that the compiler generates | 28.4 | 67.8 |
+# | bias added separately, its gradient a product with ones (the implementation below) | 29.8 | 56.5 |
 #
-# The bias goes through an operator that lays it in every row, without copies, since an operator may have a gradient of
-# its own and an autograd.Function would keep the compiled layer out of torch's cache.
+# A custom operator expands the bias to all rows without a copy. It is an operator because operators can define their
+# own gradient; an autograd.Function would keep the compiled layer out of torch's cache.
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -58,18 +58,21 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 BESIDE, WHOLE_TILES = 8, 64
-"""Off the CPU logits have a multiple of the first in columns, which are 16 bytes or more, or are given the second."""
+"""Alignment of logits on devices other than the CPU.
+
+A width that is not a multiple of ``BESIDE`` columns (16 bytes in 16 bits) is padded to a multiple of ``WHOLE_TILES``.
+"""
 
 
 def aligned(columns: int, place: torch.device) -> int:
-    """Return the columns that logits on ``place`` are made with, of which ``columns`` count."""
+    """Return the padded number of columns with which ``columns`` logits are computed on ``place``."""
     if place.type == "cpu" or columns % BESIDE == 0:
         return columns
     return -(-columns // WHOLE_TILES) * WHOLE_TILES
 
 
 def aligned_linear(x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``x table^T + bias``, [..., v/t], by products that are aligned, those of the backward too."""
+    """Return ``x table^T + bias``, [..., v/t], computed with aligned products in forward and backward."""
     rows = len(table)
     width = aligned(rows, x.device) if torch.is_grad_enabled() and table.requires_grad else rows
     if width == rows:
@@ -78,19 +81,22 @@ def aligned_linear(x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | No
 
 
 def with_rows(table: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the first ``number`` rows of ``table``, or all of them and zeros."""
+    """Return ``table`` truncated or padded with zeros to ``number`` rows."""
     if len(table) >= number:
         return table[:number]
     return torch.cat([table, table.new_zeros(number - len(table), *table.shape[1:])])
 
 
 def plus_bias(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Return ``x + bias``, [..., h] and [h]."""
+    """Return ``x + bias`` for ``x`` [..., h] and ``bias`` [h]."""
     return x + (_in_every_row(bias, x.shape) if _stands_alone(x) else bias)
 
 
 def _stands_alone(x: torch.Tensor) -> bool:
-    """Return whether a bias is added by itself: not in 16 bits, where torch's product rounds with it, once."""
+    """Return True if a bias is added separately: in fp32 and fp64 layers compiled for a CPU.
+
+    In 16 bits torch's product adds the bias, because it then rounds only once.
+    """
     return torch.compiler.is_compiling() and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
 
 
@@ -105,32 +111,35 @@ def _(bias: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 
 def _gradient(ctx: Any, grad: torch.Tensor) -> Any:
-    """Return the sum over all rows as a product with ones, which is faster and as exact as the weight's gradient."""
-    rows = grad.reshape(-1, grad.shape[-1])
-    return rows.new_ones(1, len(rows)).mm(rows).squeeze(0), None
+    """Return the gradient of the bias: the sum over rows, computed as a product with ones.
+
+    The product is faster than a sum and as exact as the weight's gradient.
+    """
+    grad_rows = grad.reshape(-1, grad.shape[-1])
+    return grad_rows.new_ones(1, len(grad_rows)).mm(grad_rows).squeeze(0), None
 
 
 _in_every_row.register_autograd(_gradient)
 
 
-# The products of a column-parallel layer; in the backward the tensor ranks talk while they compute.
+# Products of a column-parallel layer. In backward, communication of the tensor group overlaps with products:
 #
-# | | waits for | meanwhile |
+# | collective | needed for | overlaps with |
 # |---|---|---|
-# | with the sequence cut: the parts of the input, joined again | the weight's gradient | the input's gradient |
-# | the sum over the ranks of the input's gradient, or of its parts | the end | the weight's gradient |
+# | all-gather of the input (sequence parallelism) | the weight's gradient | the input's gradient |
+# | all-reduce of the input's gradient, or reduce-scatter (sequence parallelism) | the result | the weight's gradient |
 #
-# With the sequence cut the graph keeps this rank's part of the input, not the whole that the products have read.
+# With sequence parallelism the graph saves only this rank's slice of the input, not the gathered input.
 #
-# What comes out is to the bit what the same products give one after another. On GPUs kernels start in the order of
-# their calls only with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, as Megatron asks for too: it is set without a pipeline. With
-# one receives are posted ahead and would hold up what comes after them: ``megatron.training.initialize`` asks for many
-# queues. The sums are the same then and may start later.
+# The results are bitwise equal to those of the same operations without overlap. On GPUs, kernels start in the order of
+# their calls only with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron requires as well. It is set for tensor
+# parallelism without a pipeline. A pipeline posts receives early, which would block the kernels after them in a single
+# queue, so ``megatron.training.initialize`` sets several queues. The sums are the same then but may start later.
 #
-# While a schedule defers weight gradients (``tds.engine.weight_grad_store``) no product is left to overlap with a
-# collective, so the plain functions run one after another. They also run in a compiled layer, whose compiler orders
-# them itself. With sequence parallelism their graph keeps the gathered input, s b h numbers instead of s b h / t, for
-# attention and for the feed-forward half.
+# While a schedule defers weight gradients (``tds.engine.weight_grad_store``), no product is left to overlap with a
+# collective, so the operations run sequentially. Compiled layers use the same sequential operations, whose order the
+# compiler chooses. With sequence parallelism their graph saves the gathered input, s b h elements instead of s b h / t,
+# for attention and for the feed-forward half.
 #
 # Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.2.2.
 
@@ -141,10 +150,10 @@ Pair = tuple[torch.Tensor, torch.Tensor | None]
 def column_products(
     x: torch.Tensor, pairs: Sequence[Pair], group: Group, sequence_parallel: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Return ``X W^T + b`` for each of ``pairs``, whose weights are this rank's rows. Collective, the backward too.
+    """Return ``X W^T + b`` for each of ``pairs``, whose weights are this rank's rows. Collective, also in backward.
 
     Shapes:
-        x      [s, b, input_size], or [s/t, b, input_size] where ``sequence_parallel``
+        x      [s, b, input_size], or [s/t, b, input_size] with ``sequence_parallel``
         output [s, b, output_size/t] each
     """
     if group.size == 1 or is_deferring_weight_grads() or torch.compiler.is_compiling():
@@ -160,72 +169,72 @@ class _ColumnProducts(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, group: Group, sequence_parallel: bool, *leaves: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        half = len(leaves) // 2
-        weights, biases = leaves[:half], leaves[half:]
+        num_weights = len(leaves) // 2
+        weights, biases = leaves[:num_weights], leaves[num_weights:]
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        ctx.leaves = weights  # themselves: recompute hands back detached copies of what is saved
+        ctx.leaves = weights  # the parameters themselves: under recompute, saved_tensors are detached copies
         ctx.save_for_backward(x, *weights)
-        whole = gather_from_sequence_region(x, group) if sequence_parallel else x
-        return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        full_x = gather_from_sequence_region(x, group) if sequence_parallel else x
+        return tuple(F.linear(full_x, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        of_x, of_weights, of_biases = _needed(ctx.needs_input_grad, len(weights))
-        joining = start_all_gather(x, ctx.group) if ctx.sequence_parallel and any(of_weights) else None
-        rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [s b, output_size/t] each
-        summing = _start_sum(ctx, x, rows, weights) if of_x else None
-        whole = x if joining is None else joining.wait()
-        inputs = whole.reshape(-1, whole.shape[-1])  # [s b, input_size]
-        made = [
-            _of_weight(weight, each, inputs) if needed else None
-            for weight, each, needed in zip(ctx.leaves, rows, of_weights, strict=True)
+        needs_x, needs_weights, needs_biases = _needed(ctx.needs_input_grad, len(weights))
+        gather = start_all_gather(x, ctx.group) if ctx.sequence_parallel and any(needs_weights) else None
+        grad_rows = [grad.reshape(-1, grad.shape[-1]) for grad in grads]  # [s b, output_size/t] each
+        reduction = _start_sum(ctx, x, grad_rows, weights) if needs_x else None
+        full_x = x if gather is None else gather.wait()
+        inputs = full_x.reshape(-1, full_x.shape[-1])  # [s b, input_size]
+        param_grads = [
+            _of_weight(weight, rows, inputs) if needed else None
+            for weight, rows, needed in zip(ctx.leaves, grad_rows, needs_weights, strict=True)
         ]
-        made += [each.sum(0) if needed else None for each, needed in zip(rows, of_biases, strict=True)]
-        return None if summing is None else summing.wait(), None, None, *made
+        param_grads += [rows.sum(0) if needed else None for rows, needed in zip(grad_rows, needs_biases, strict=True)]
+        return None if reduction is None else reduction.wait(), None, None, *param_grads
 
 
 def _needed(needs: Sequence[bool], number: int) -> tuple[bool, Sequence[bool], Sequence[bool]]:
-    """Return which gradients autograd asks for: of the input, of ``number`` weights, of as many biases."""
+    """Split ``needs_input_grad`` into the flags of the input, of ``number`` weights and of as many biases."""
     return needs[0], needs[3 : 3 + number], needs[3 + number :]
 
 
 def _of_weight(weight: torch.Tensor, rows: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of ``weight`` as autograd computes it; None where the product accumulates it in place.
+    """Return the gradient of ``weight`` as autograd computes it, or None if ``add_product`` accumulated it in place.
 
-    Of a weight whose rows are not contiguous autograd computes the transposed product, which need not have the same
-    bits (MKL on AMD's processors).
+    For a weight with non-contiguous rows autograd computes the transposed product, which may differ in the last bits
+    (MKL on AMD processors).
     """
     add_product = info_of(weight).add_product
     if add_product is not None:
         add_product(rows, inputs)
         return None
-    is_whole = weight.stride() == (weight.shape[1], 1)
-    return rows.t().mm(inputs) if is_whole else inputs.t().mm(rows).t()
+    is_contiguous = weight.stride() == (weight.shape[1], 1)
+    return rows.t().mm(inputs) if is_contiguous else inputs.t().mm(rows).t()
 
 
 def _start_sum(ctx: Any, x: torch.Tensor, rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> AsyncHandle:
-    """Compute this rank's summand of the input's gradient, and start its sum."""
+    """Compute this rank's summand of the input's gradient and start the reduction over the group."""
     summand = rows[0].mm(weights[0])
-    for each, weight in zip(rows[1:], weights[1:], strict=True):
-        summand += each.mm(weight)
+    for grad, weight in zip(rows[1:], weights[1:], strict=True):
+        summand += grad.mm(weight)
     if ctx.sequence_parallel:
         return start_reduce_scatter(summand.view(ctx.group.size * x.shape[0], *x.shape[1:]), ctx.group)
     return start_all_reduce(summand.view(x.shape), ctx.group)
 
 
-# Linear layers and the embedding, cut over a tensor-parallel group that they take as an argument.
+# Linear layers and the embedding, sharded over the tensor-parallel group that they take as an argument.
 #
-# Weights start as zeros and unset; ``megatron.models.common.parameters`` fills them from a counter keyed by seed and
-# name, so that every layout starts from the same numbers.
+# Weights are created as zeros and marked as uninitialized. ``megatron.models.common.parameters`` draws their values
+# from a counter-based generator keyed by seed and name, so that every layout starts from the same values.
 
 
 def divide(name: str, size: int, group: Group) -> int:
-    """Return ``size`` over the group size.
+    """Return ``size`` divided by the group size.
 
     Raises:
-        ValueError: it does not divide.
+        ValueError: ``size`` is not a multiple of the group size.
     """
     if size % group.size:
         raise ValueError(
@@ -236,14 +245,14 @@ def divide(name: str, size: int, group: Group) -> int:
 
 
 class ColumnParallelLinear(nn.Module):
-    """``Y = X A^T + b`` with A cut by its output rows: rank i holds A_i and returns Y_i = X A_i^T + b_i.
+    """``Y = X A^T + b`` with A sharded by output rows: rank i holds A_i and returns Y_i = X A_i^T + b_i.
 
     Shapes:
-        input  [s, b, input_size], the same on every rank; with ``sequence_parallel`` [s/t, b, input_size], its part
+        input  [s, b, input_size], the same on every rank; with ``sequence_parallel`` its slice [s/t, b, input_size]
         output [s, b, output_size/t], or [s, b, output_size] with ``gather_output``
 
     Args:
-        has_entered: the input comes from ``enter_tensor_region``, for several layers at once.
+        has_entered: the input is an output of ``enter_tensor_region`` that several layers share.
 
     Raises:
         ValueError: ``output_size`` is not a multiple of the group size.
@@ -266,7 +275,7 @@ class ColumnParallelLinear(nn.Module):
         self.group = group
         self.gather_output = gather_output
         self.sequence_parallel, self.has_entered = sequence_parallel, has_entered
-        self.shares = (0,) if has_entered else ()  # the gradient of the input, for the debugger
+        self.shares = (0,) if has_entered else ()  # inputs whose gradient is this rank's summand, for megatron.debug
         local = divide("output_size", output_size, group)
         start = group.rank * local
         self.weight = empty_weight((local, input_size), Shard((output_size, input_size), 0, start, local))
@@ -287,11 +296,11 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """``Y = X A^T + b`` with A cut by its input columns: the partial products of all ranks are summed, then b added.
+    """``Y = X A^T + b`` with A sharded by input columns: the ranks' partial products are summed, then b is added.
 
     Shapes:
-        input  [s, b, input_size/t], each rank its own slice
-        output [s, b, output_size], the same on every rank; with ``sequence_parallel`` [s/t, b, output_size], its part
+        input  [s, b, input_size/t], this rank's slice
+        output [s, b, output_size], the same on every rank; with ``sequence_parallel`` its slice [s/t, b, output_size]
 
     Raises:
         ValueError: ``input_size`` is not a multiple of the group size.
@@ -324,14 +333,14 @@ class RowParallelLinear(nn.Module):
         if self.group.size == 1:
             return linear(x, self.weight, self.bias)
         y = leave_tensor_region(linear(x, self.weight), self.group, self.sequence_parallel)  # [s, b, output_size]
-        return y if self.bias is None else plus_bias(y, self.bias)  # after the sum: else the bias would count t times
+        return y if self.bias is None else plus_bias(y, self.bias)  # after the sum, or b would be added t times
 
 
 def vocab_range(vocab_size: int, group: Group, divisible_by: int = 1) -> tuple[int, int, int]:
-    """Return (rows held, first token, real tokens) of this rank for a vocabulary of any size.
+    """Return (number of rows, first token id, number of real tokens) of this rank's shard of the word table.
 
-    The table is padded to a multiple of ``divisible_by * t``; padded rows come last, are zero, and take no part in
-    the softmax.
+    The vocabulary may have any size. The table is padded to a multiple of ``divisible_by * t`` rows. Padding rows come
+    last, are zero and are excluded from the softmax.
     """
     unit = divisible_by * group.size
     rows = -(-vocab_size // unit) * unit // group.size
@@ -340,11 +349,11 @@ def vocab_range(vocab_size: int, group: Group, divisible_by: int = 1) -> tuple[i
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of the embedding table cut over the group; tokens of other ranks contribute zero before the sum.
+    """Embedding table sharded by rows over the group; tokens in the shards of other ranks contribute zero to the sum.
 
     Shapes:
         input  [...] token ids below ``vocab_size``
-        output [..., h], the same on every rank; with ``sequence_parallel`` its part along the first dimension
+        output [..., h], the same on every rank; with ``sequence_parallel`` its slice along the first dimension
     """
 
     def __init__(
@@ -365,8 +374,8 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
             return embedding_lookup(tokens, self.weight)
-        local = tokens - self.start
-        elsewhere = (local < 0) | (local >= self.num_real)
-        rows = embedding_lookup(local.masked_fill(elsewhere, 0), self.weight)  # [..., h]
-        own = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return leave_tensor_region(own, self.group, self.sequence_parallel)
+        local_ids = tokens - self.start
+        is_remote = (local_ids < 0) | (local_ids >= self.num_real)
+        rows = embedding_lookup(local_ids.masked_fill(is_remote, 0), self.weight)  # [..., h]
+        local_rows = rows.masked_fill(is_remote.unsqueeze(-1), 0.0)
+        return leave_tensor_region(local_rows, self.group, self.sequence_parallel)

@@ -1,27 +1,29 @@
-"""The loss of hidden states by a word table, in chunks of tokens: the logits of all tokens are never there together.
+"""Cross-entropy of the product of hidden states and a word table, in chunks of tokens.
 
-| of a chunk of c tokens | shape | over the tensor group |
+The logits of all tokens are never in memory at the same time. Data of a chunk of c tokens:
+
+| tensor | shape | communication over the tensor group |
 |---|---|---|
-| logits, then their exponentials, in one piece of memory | [c, v/t] | |
-| the largest, the sum of exponentials, the logit of the target | 3 x [c] | gathered, while the next logits are made |
-| gradients of hidden states and table | [c, h], [v/t, h] | left to whoever made ``x`` whole |
+| logits, then their exponentials in the same memory | [c, v/t] | none |
+| maximum, sum of exponentials, logit of the target | 3 x [c] | gathered while the next chunk's logits are computed |
+| gradients of hidden states and table | [c, h], [v/t, h] | none; the producer of ``x`` reduces its gradient |
 
-The gradients are made in forward, where the logits are: what is returned is one number, a sum over tokens that counts
-each by a weight known by then, so backward has nothing to do but multiply them by the one number that comes to it. The
-product with the table is not computed again; what is kept from forward to backward is [n, h] and [v/t, h] instead of
-[n, v/t]. Without gradients only the sum is computed.
+Forward computes the gradients while it has the logits. The loss is a scalar, a sum over tokens with weights known in
+forward, so backward only multiplies the gradients by the gradient of the loss. The product with the table is not
+recomputed, and [n, h] and [v/t, h] are saved for backward instead of [n, v/t]. Without gradients only the sum is
+computed.
 
-Logits of 16 bits are products in 16 bits, as in a linear layer, on CUDA written in fp32 right away; all else is fp32
-(fp64 for fp64), the sum of the table's gradients over chunks included. A chunk's summand is a product in 16 bits, too.
-In fp16 it could overflow, a sum over the tokens that no loss scale makes smaller: a power of two, by which its hidden
-states are divided, bounds it.
+Logits of 16-bit inputs are products in 16 bits, as in a linear layer; on CUDA they are written in fp32. Everything else
+is computed in fp32 (fp64 for fp64), including the sum of the table's gradients over chunks. The contribution of a chunk
+is again a product in 16 bits. It is a sum over tokens, which no loss scale makes smaller, so it could overflow in fp16.
+To bound it, the hidden states are divided by a power of two.
 
-On GPUs a product is 2 to 4 times slower where rows do not begin at multiples of 16 bytes, as those of 50,257 logits.
-So off the CPU logits have as many columns more as it takes (``aligned``), with rows of the table that are padding or
-zeros: no probability, no gradient.
+On GPUs a product is 2 to 4 times slower if rows do not start at multiples of 16 bytes, as with 50,257 logits. On
+devices other than the CPU, the logits therefore have additional columns (``aligned``), computed from padding rows of
+the table or from zeros. They have no probability and no gradient.
 
-Source: Hsu et al. 2024, "Liger kernel", has the gradients in forward, for one rank; Wijmans et al. 2024, "Cut your
-losses in large-vocabulary language models", makes the logits again in backward.
+Source: Hsu et al. 2024, "Liger kernel", computes gradients in forward on one rank; Wijmans et al. 2024, "Cut your
+losses in large-vocabulary language models", recomputes the logits in backward.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ from megatron.mpu.layers import aligned, vocab_range, with_rows
 from megatron.torch_compat import all_gather_single
 
 FP16_SCALE = 8.0
-"""Gradients of logits are multiplied by it in fp16, where a probability of 1e-5 has few bits, and divided in fp32."""
+"""Scale of the logits' gradients in fp16, where a probability of 1e-5 has few bits; divided out in fp32."""
 FP16_LARGEST = 2.0**15
-"""What a chunk's summand of the table's gradient may reach in fp16, half of what fp16 holds."""
+"""Bound of a chunk's contribution to the table's gradient in fp16: half of the largest fp16 number."""
 
 
 def linear_cross_entropy(
@@ -60,43 +62,44 @@ def linear_cross_entropy(
 ) -> Any:
     """Return the sum over all positions of ``weights * -log softmax(x table^T + bias)[targets]``. Collective.
 
-    With a ``z_loss`` return that of the z-losses, too, as ``vocab_parallel_cross_entropy``: the gradient of the first
-    sum is that of both.
+    With a ``z_loss`` the weighted sum of the z-losses is returned as a second tensor. As in
+    ``vocab_parallel_cross_entropy``, the gradient of the first sum is that of both.
 
-    With a ``cap`` each logit y is ``cap * tanh(y / cap)``; the slopes of a chunk, [c, v/t], are kept beside it.
+    With a ``cap`` each logit y becomes ``cap * tanh(y / cap)``. The slopes of a chunk, [c, v/t], need additional
+    memory.
 
-    The gradient of ``x`` is this rank's part of a sum over the group, as that of a linear layer cut by its output rows
-    is: ``copy_to_tensor_region`` or a gathering of the sequence ahead of it adds the parts up. Padded rows of the table
-    get no probability and a gradient of zero. No gradient flows to ``weights``.
+    The gradient of ``x`` is this rank's summand of a sum over the group, as in a linear layer sharded by output rows.
+    The preceding ``copy_to_tensor_region`` or gather of the sequence reduces it. Padded rows of the table get no
+    probability and a zero gradient. No gradient flows to ``weights``.
 
     Shapes:
         x       [..., h], the same on every rank of the group
         table   [v/t, h], padded rows last
         bias    [v/t] or None
-        targets [...] token ids below ``vocab_size``; any number where the weight is 0
-        weights [...], 0 where a token does not count
+        targets [...] token ids below ``vocab_size``; any value if the weight is 0
+        weights [...], 0 for tokens that do not count
         output  a scalar in fp32 (fp64 for fp64)
 
     Args:
-        at_once: tokens of a chunk; all ranks of the group must agree.
+        at_once: tokens per chunk, the same on all ranks of the group.
 
     Raises:
-        RuntimeError: in a second backward, for the first has used the gradients up.
-        ValueError: a token that counts has a target outside the vocabulary; not on a CPU: the sum is not a number.
+        RuntimeError: in a second backward, because the first one overwrites the gradients.
+        ValueError: a token that counts has a target outside the vocabulary, on a CPU; elsewhere the sum is NaN.
     """
     _, start, num_real = vocab_range(vocab_size, group, divisible_by)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    given = _Given(
+    args = _Given(
         targets.reshape(-1) - start, known_or_nan(weights.detach().to(wide), targets, vocab_size).reshape(-1),
         num_real, at_once, cap, group, z_loss,
         has_backward=torch.is_grad_enabled(),
     )  # fmt: skip
-    return _LinearCrossEntropy.apply(x, table, bias, given)
+    return _LinearCrossEntropy.apply(x, table, bias, args)
 
 
 @dataclass(frozen=True)
 class _Given:
-    """``targets`` count from this rank's first token; they and ``weights`` are [n]."""
+    """Arguments of a loss. ``targets`` [n] are relative to this rank's first token; ``weights`` are [n]."""
 
     targets: torch.Tensor
     weights: torch.Tensor
@@ -114,8 +117,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs = [given.has_backward and needed for needed in ctx.needs_input_grad[:3]]
         work = _Work(x.reshape(-1, x.shape[-1]), table, bias, given, needs)
         total = work.run()
-        of_table = None if work.of_table is None else work.of_table[: len(table)]
-        ctx.save_for_backward(work.of_x, of_table, work.of_bias)
+        table_grad = None if work.of_table is None else work.of_table[: len(table)]
+        ctx.save_for_backward(work.of_x, table_grad, work.of_bias)
         ctx.shape, ctx.dtype, ctx.is_used_up = x.shape, x.dtype, False
         if not given.z_loss:
             return total
@@ -132,13 +135,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         ctx.is_used_up = True
         factor = grads[0] / _scale(ctx.dtype)
-        made = (None if one is None else _times(one, factor, ctx.dtype) for one in ctx.saved_tensors)
-        of_x, of_table, of_bias = made
-        return None if of_x is None else of_x.view(ctx.shape), of_table, of_bias, None
+        scaled = (None if grad is None else _times(grad, factor, ctx.dtype) for grad in ctx.saved_tensors)
+        x_grad, table_grad, bias_grad = scaled
+        return None if x_grad is None else x_grad.view(ctx.shape), table_grad, bias_grad, None
 
 
 def _times(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``gradient * factor``, multiplied in the format of ``factor``; the memory of ``gradient`` may be taken."""
+    """Return ``gradient * factor``, multiplied in the dtype of ``factor``; may overwrite ``gradient``."""
     return gradient.to(factor.dtype).mul_(factor).to(dtype)
 
 
@@ -148,15 +151,15 @@ def _scale(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A chunk whose numbers of all ranks, [t, 3, c], are on their way.
+    """A chunk whose softmax statistics of all ranks, ``every`` [t, 3, c], are being gathered.
 
-    ``exponentials`` are of this rank, [c, v/t]; ``room`` is their memory, which may have columns more.
+    ``exponentials`` [c, v/t] are those of this rank; ``room`` is their memory, which may have additional columns.
     """
 
     rows: slice
     room: torch.Tensor
     exponentials: torch.Tensor
-    slopes: torch.Tensor | None  # of capped logits, where gradients are made
+    slopes: torch.Tensor | None  # of capped logits, if gradients are computed
     local: torch.Tensor
     is_here: torch.Tensor
     own: torch.Tensor
@@ -165,10 +168,10 @@ class _Begun:
 
 
 class _Work:
-    """One forward: its memory, and what it adds up.
+    """Buffers and running sums of one forward.
 
     Args:
-        needs: whether gradients of x, table and bias are made.
+        needs: flags of the gradients to compute: x, table, bias.
     """
 
     def __init__(
@@ -184,19 +187,20 @@ class _Work:
         rows = max(len(table), self.width)
         self.of_table = table.new_empty((rows, table.shape[1]), dtype=self.wide) if needs[1] else None
         if self.of_table is not None:
-            untouched = self.width if len(x) and table.dtype == self.wide else 0  # the first product sets the rest
-            self.of_table[untouched:].zero_()
+            # in the dtype of the table, the first product overwrites these rows
+            num_overwritten = self.width if len(x) and table.dtype == self.wide else 0
+            self.of_table[num_overwritten:].zero_()
         self.of_bias = torch.zeros_like(bias, dtype=self.wide) if needs[2] and bias is not None else None
 
     def run(self) -> torch.Tensor:
-        """Return the sum; a chunk's numbers travel while the next one's logits are made."""
+        """Return the sum; the gather of a chunk overlaps with the next chunk's logits."""
         waiting: deque[_Begun] = deque()
-        most = 2 if self.given.group.size > 1 else 1
+        max_in_flight = 2 if self.given.group.size > 1 else 1
         tokens = min(self.given.at_once, len(self.x))
-        room = [self.table.new_empty((tokens, self.width), dtype=self.wide) for _ in range(most)]
-        for number, rows in enumerate(self._chunks()):
-            waiting.append(self._begin(rows, room[number % most]))
-            if len(waiting) == most:
+        buffers = [self.table.new_empty((tokens, self.width), dtype=self.wide) for _ in range(max_in_flight)]
+        for idx, rows in enumerate(self._chunks()):
+            waiting.append(self._begin(rows, buffers[idx % max_in_flight]))
+            if len(waiting) == max_in_flight:
                 self._end(waiting.popleft())
         while waiting:
             self._end(waiting.popleft())
@@ -211,106 +215,106 @@ class _Work:
         logits = self._logits(self.x[rows], room)  # [c, v/t]
         slopes = self._cap(logits) if self.given.cap else None
         targets = self.given.targets[rows]
-        is_here = (targets >= 0) & (targets < self.given.num_real)
-        local = targets.masked_fill(~is_here, 0).unsqueeze(-1)
+        is_local = (targets >= 0) & (targets < self.given.num_real)
+        local_targets = targets.masked_fill(~is_local, 0).unsqueeze(-1)
         if self.given.num_real:
             largest = logits.amax(dim=-1)
-            at_target = logits.gather(-1, local).squeeze(-1).masked_fill(~is_here, 0.0)
+            at_target = logits.gather(-1, local_targets).squeeze(-1).masked_fill(~is_local, 0.0)
         else:
             largest, at_target = self.total.new_full((len(logits),), float("-inf")), self.total.new_zeros(len(logits))
         exponentials = logits.sub_(largest.unsqueeze(-1)).exp_()
-        own = torch.stack([largest, exponentials.sum(dim=-1), at_target])  # [3, c]
-        every, handle = self._gathered(own)
-        return _Begun(rows, room, exponentials, slopes, local, is_here, own, every, handle)
+        statistics = torch.stack([largest, exponentials.sum(dim=-1), at_target])  # [3, c]
+        gathered, handle = self._gathered(statistics)
+        return _Begun(rows, room, exponentials, slopes, local_targets, is_local, statistics, gathered, handle)
 
     def _logits(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """Return the logits [c, v/t] in ``room``, which has columns beside them where the product is to be aligned."""
+        """Return the logits [c, v/t], a view of ``room``, which has additional columns if the product is aligned."""
         out = room if x.dtype == room.dtype else None
         if out is None and writes_wide(x):
-            made = torch.mm(x, self.table.t(), out_dtype=room.dtype, out=room)
-            made = made if self.bias is None else made.add_(self.bias)
+            logits = torch.mm(x, self.table.t(), out_dtype=room.dtype, out=room)
+            logits = logits if self.bias is None else logits.add_(self.bias)
         elif self.bias is None:
-            made = torch.mm(x, self.table.t(), out=out)
+            logits = torch.mm(x, self.table.t(), out=out)
         else:
-            made = torch.addmm(self.bias, x, self.table.t(), out=out)
-        return (made if made is room else room.copy_(made))[:, : self.given.num_real]
+            logits = torch.addmm(self.bias, x, self.table.t(), out=out)
+        return (logits if logits is room else room.copy_(logits))[:, : self.given.num_real]
 
     def _cap(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Cap ``logits`` in place; return by how much each of them grows with what it was, if that is asked for."""
+        """Cap ``logits`` in place; return the derivative of each capped logit if gradients are computed."""
         tangents = logits.div_(self.given.cap).tanh_()
         slopes = 1.0 - tangents.square() if self._needs_gradients() else None
         tangents.mul_(self.given.cap)
         return slopes
 
     def _needs_gradients(self) -> bool:
-        return any(one is not None for one in (self.of_x, self.of_table, self.of_bias))
+        return any(grad is not None for grad in (self.of_x, self.of_table, self.of_bias))
 
     def _gathered(self, own: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return where ``own`` of all ranks will be, [t, 3, c], and what to wait for, if anything."""
+        """Start to gather ``own`` of all ranks; return the result [t, 3, c] and the handle to wait for, if any."""
         group = self.given.group
         if group.size == 1:
             return own.unsqueeze(0), None
-        every = own.new_empty((group.size * len(own), own.shape[1]))
-        handle = all_gather_single(every, own, group=group.handle, async_op=True)
-        return every.view(group.size, *own.shape), handle
+        gathered = own.new_empty((group.size * len(own), own.shape[1]))
+        handle = all_gather_single(gathered, own, group=group.handle, async_op=True)
+        return gathered.view(group.size, *own.shape), handle
 
     def _end(self, begun: _Begun) -> None:
         if begun.handle is not None:
             begun.handle.wait()
         weights = self.given.weights[begun.rows]
         largest, sums, at_target = begun.every.unbind(1)  # 3 x [t, c]
-        top = largest.amax(dim=0)
-        denominator = (sums * (largest - top).exp()).sum(dim=0)
-        losses = denominator.log() + top - at_target.sum(dim=0)
+        max_logits = largest.amax(dim=0)
+        denominator = (sums * (largest - max_logits).exp()).sum(dim=0)
+        losses = denominator.log() + max_logits - at_target.sum(dim=0)
         self.total += (losses * weights).sum()
-        z_loss, log_z = self.given.z_loss, denominator.log() + top
+        z_loss, log_z = self.given.z_loss, denominator.log() + max_logits
         if z_loss:
             self.squares += (z_loss * log_z.square() * weights).sum()
         if self._needs_gradients():
             factor = weights * _scale(self.x.dtype)
-            of_softmax = factor * slopes_of_softmax(log_z, z_loss) if z_loss else factor
-            self._add_gradients(begun, factor, of_softmax * (begun.own[0] - top).exp() / denominator)
+            softmax_factor = factor * slopes_of_softmax(log_z, z_loss) if z_loss else factor
+            self._add_gradients(begun, factor, softmax_factor * (begun.own[0] - max_logits).exp() / denominator)
 
     def _add_gradients(self, begun: _Begun, factor: torch.Tensor, of_exponentials: torch.Tensor) -> None:
-        """Make the exponentials the gradient of the logits, and of it the others."""
-        wide = begun.exponentials.mul_(of_exponentials.unsqueeze(-1))  # [c, v/t], softmax times weight
+        """Turn the exponentials into the gradient of the logits; accumulate the gradients of x, table and bias."""
+        wide_grad = begun.exponentials.mul_(of_exponentials.unsqueeze(-1))  # [c, v/t], softmax times weight
         if self.given.num_real:
-            wide.scatter_add_(-1, begun.local, -(factor * begun.is_here).unsqueeze(-1))
+            wide_grad.scatter_add_(-1, begun.local, -(factor * begun.is_here).unsqueeze(-1))
         if begun.slopes is not None:
-            wide.mul_(begun.slopes)
+            wide_grad.mul_(begun.slopes)
         x = self.x[begun.rows]
-        of_logits = self._aligned_gradient(begun.room, wide, x.dtype)  # [c, width]
+        logits_grad = self._aligned_gradient(begun.room, wide_grad, x.dtype)  # [c, width]
         if self.of_x is not None:
-            torch.mm(of_logits, self.table, out=self.of_x[begun.rows])
+            torch.mm(logits_grad, self.table, out=self.of_x[begun.rows])
         if self.of_table is not None:
             power = _power(x, self.given.weights[begun.rows]) if x.dtype == torch.float16 else None
-            _add_product(self.of_table[: self.width], of_logits.t(), x, power, is_first=begun.rows.start == 0)
+            _add_product(self.of_table[: self.width], logits_grad.t(), x, power, is_first=begun.rows.start == 0)
         if self.of_bias is not None:
-            self.of_bias[: self.given.num_real] += wide.sum(dim=0)
+            self.of_bias[: self.given.num_real] += wide_grad.sum(dim=0)
 
     def _aligned_gradient(self, room: torch.Tensor, wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the gradient of the logits in the format of the products, with zeros in the columns beside them."""
+        """Return the gradient of the logits in the dtype of the products, with zeros in the additional columns."""
         if self.width == self.given.num_real:
             return wide.to(dtype)
         if dtype == room.dtype:
-            made = room
+            padded = room
         else:
-            made = room.new_empty(room.shape, dtype=dtype)
-            made[:, : self.given.num_real].copy_(wide)
-        made[:, self.given.num_real :].zero_()
-        return made
+            padded = room.new_empty(room.shape, dtype=dtype)
+            padded[:, : self.given.num_real].copy_(wide)
+        padded[:, self.given.num_real :].zero_()
+        return padded
 
 
 def writes_wide(x: torch.Tensor) -> bool:
-    """Return whether torch can write a product of 16 bits on this device in fp32: logits keep all their bits."""
+    """Return True if torch can write a 16-bit product in fp32 on this device, so that logits are not rounded."""
     return x.device.type == "cuda" and "dtype_out" in torch.ops.aten.mm.overloads()
 
 
 def _power(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the power of two, 1 or more, that ``x`` is divided by in the product with a chunk's gradient of logits.
+    """Return the power of two, at least 1, by which ``x`` is divided in the product with a chunk's gradient of logits.
 
-    A column of that gradient adds up to ``FP16_SCALE`` times the sum of weights at most, and a number of the product to
-    as much times the largest of ``x``, which stays 1 or more where 4096 tokens count once each.
+    A column of that gradient sums to at most ``FP16_SCALE`` times the sum of weights, and an element of the product to
+    that times the largest element of ``x``. With 4096 tokens of weight 1, elements of ``x`` up to 1 need no division.
     """
     bound = FP16_SCALE * weights.abs().sum() * x.abs().amax().to(weights.dtype)
     return torch.exp2((bound / FP16_LARGEST).log2().ceil().clamp(min=0))
@@ -319,10 +323,10 @@ def _power(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def _add_product(
     total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, power: torch.Tensor | None = None, *, is_first: bool
 ) -> None:
-    """Add ``a b`` to ``total``; 16-bit factors are multiplied in 16 bits, ``b`` divided by ``power`` meanwhile.
+    """Add the product ``a b`` to ``total``, computed in 16 bits for 16-bit factors, with ``b`` divided by ``power``.
 
     Args:
-        is_first: ``total`` holds nothing yet where formats are the same.
+        is_first: ``total`` is uninitialized if it has the dtype of ``b``.
     """
     if total.dtype == b.dtype:
         torch.addmm(total, a, b, beta=0 if is_first else 1, out=total)

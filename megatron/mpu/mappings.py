@@ -1,20 +1,20 @@
-"""Into and out of the tensor-parallel region: each function is the other's transpose.
+"""Entering and leaving the tensor-parallel region, by pairs of functions that are each other's transpose.
 
 | function | forward | backward |
 |---|---|---|
 | `copy_to_tensor_region` | identity | all-reduce |
 | `reduce_from_tensor_region` | all-reduce | identity |
-| `scatter_to_tensor_region` | own slice of the last dimension | all-gather |
-| `gather_from_tensor_region` | all-gather along the last dimension | own slice |
+| `scatter_to_tensor_region` | this rank's slice of the last dimension | all-gather |
+| `gather_from_tensor_region` | all-gather along the last dimension | this rank's slice |
 
-and where the states between tensor-parallel regions are cut along their first dimension, the sequence:
+With sequence parallelism, hidden states outside the region are sharded along their first dimension, the sequence:
 
 | function | forward | backward |
 |---|---|---|
 | `gather_from_sequence_region` | all-gather along the first dimension | reduce-scatter |
 | `reduce_scatter_to_sequence_region` | reduce-scatter along the first dimension | all-gather |
 
-All are collective over ``group`` and the identity where it has one rank.
+All are collective over ``group``, and the identity if it has one rank.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3 (``f`` and ``g`` there are copy and reduce); Korthikanti et al.
 2022, "Reducing activation recomputation in large transformer models", section 4.2.2 (the same two with a bar).
@@ -33,7 +33,7 @@ from megatron.torch_compat import all_gather_single, reduce_scatter_single
 
 
 def copy_to_tensor_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return ``x`` as it is; its gradient is summed over ``group``."""
+    """Return ``x`` unchanged; its gradient is all-reduced over ``group``."""
     return x if group.size == 1 else _Copy.apply(x, group)
 
 
@@ -48,36 +48,36 @@ def scatter_to_tensor_region(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def gather_from_tensor_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the slices of all ranks joined along the last dimension."""
+    """Return the slices of all ranks, concatenated along the last dimension."""
     return x if group.size == 1 else _Gather.apply(x, group)
 
 
 def gather_from_sequence_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return the parts of all ranks joined along the first dimension; gradients are summed, and each has its part."""
+    """Return the slices of all ranks, concatenated along the first dimension; gradients are reduce-scattered."""
     return x if group.size == 1 else _GatherRows.apply(x, group)
 
 
 def reduce_scatter_to_sequence_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return this rank's part, along the first dimension, of the sum of ``x`` over ``group``."""
+    """Return this rank's slice, along the first dimension, of the sum of ``x`` over ``group``."""
     return x if group.size == 1 else _ReduceScatterRows.apply(x, group)
 
 
 def enter_tensor_region(x: torch.Tensor, group: Group, sequence_parallel: bool = False) -> torch.Tensor:
-    """Return what every rank computes its share from; the gradient of it is the sum over ``group``.
+    """Return the input of a tensor-parallel region, the same on every rank; its gradient is summed over ``group``.
 
     Args:
-        sequence_parallel: ``x`` is this rank's part of the sequence rather than all of it.
+        sequence_parallel: ``x`` is this rank's slice of the sequence rather than the full sequence.
     """
     return gather_from_sequence_region(x, group) if sequence_parallel else copy_to_tensor_region(x, group)
 
 
 def leave_tensor_region(x: torch.Tensor, group: Group, sequence_parallel: bool = False) -> torch.Tensor:
-    """Return the sum of what every rank has computed, or with ``sequence_parallel`` this rank's part of it."""
+    """Return the sum of ``x`` over ``group``, or with ``sequence_parallel`` this rank's slice of the sum."""
     return reduce_scatter_to_sequence_region(x, group) if sequence_parallel else reduce_from_tensor_region(x, group)
 
 
 def all_reduce(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-    """Reduce ``x`` in place over ``group`` and return it; nothing happens where there is one rank."""
+    """All-reduce ``x`` in place over ``group`` and return it; a group of one rank leaves it unchanged."""
     if group.size > 1:
         dist.all_reduce(x, op=op, group=group.handle)
     return x
@@ -85,39 +85,39 @@ def all_reduce(x: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> to
 
 @dataclass
 class AsyncHandle:
-    """A tensor that a collective is filling; ``wait`` returns it once it is there."""
+    """A running collective and its output ``tensor``, which is valid after ``wait``."""
 
     tensor: torch.Tensor
     work: Any
-    source: torch.Tensor  # what is read meanwhile
+    source: torch.Tensor  # the input, kept alive until the collective has finished
 
     def wait(self) -> torch.Tensor:
-        """Return the tensor with its numbers."""
+        """Wait for the collective and return its output."""
         self.work.wait()
         return self.tensor
 
 
 def start_all_reduce(x: torch.Tensor, group: Group) -> AsyncHandle:
-    """Start the sum of ``x`` over ``group``, in place."""
+    """Start an in-place all-reduce of ``x`` over ``group``."""
     return AsyncHandle(x, dist.all_reduce(x, group=group.handle, async_op=True), x)
 
 
 def start_all_gather(x: torch.Tensor, group: Group) -> AsyncHandle:
-    """Start to join the parts of all ranks along the first dimension."""
+    """Start an all-gather of ``x`` along the first dimension."""
     x = x.contiguous()
-    whole = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    return AsyncHandle(whole, all_gather_single(whole, x, group=group.handle, async_op=True), x)
+    gathered = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    return AsyncHandle(gathered, all_gather_single(gathered, x, group=group.handle, async_op=True), x)
 
 
 def start_reduce_scatter(x: torch.Tensor, group: Group) -> AsyncHandle:
-    """Start the sum of ``x`` over ``group``, of which each rank gets its part along the first dimension.
+    """Start a reduce-scatter of ``x`` along the first dimension.
 
     Raises:
         ValueError: the first dimension is not a multiple of the group size.
     """
-    part = _room_for_part(x, group)
+    shard = _room_for_part(x, group)
     x = x.contiguous()
-    return AsyncHandle(part, reduce_scatter_single(part, x, group=group.handle, async_op=True), x)
+    return AsyncHandle(shard, reduce_scatter_single(shard, x, group=group.handle, async_op=True), x)
 
 
 def _room_for_part(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -130,15 +130,15 @@ def _room_for_part(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _join_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
-    whole = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    all_gather_single(whole, x.contiguous(), group=group.handle)
-    return whole
+    gathered = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    all_gather_single(gathered, x.contiguous(), group=group.handle)
+    return gathered
 
 
 def _sum_parts(x: torch.Tensor, group: Group) -> torch.Tensor:
-    part = _room_for_part(x, group)
-    reduce_scatter_single(part, x.contiguous(), group=group.handle)
-    return part
+    shard = _room_for_part(x, group)
+    reduce_scatter_single(shard, x.contiguous(), group=group.handle)
+    return shard
 
 
 def _own_slice(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -151,9 +151,9 @@ def _own_slice(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _all_gather(x: torch.Tensor, group: Group) -> torch.Tensor:
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size)]
-    dist.all_gather(parts, x.contiguous(), group=group.handle)
-    return torch.cat(parts, dim=-1)
+    slices = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size)]
+    dist.all_gather(slices, x.contiguous(), group=group.handle)
+    return torch.cat(slices, dim=-1)
 
 
 class _Copy(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""set_matrices and matrices_of: the matrices that are packed in a weight of a layer."""
+"""set_matrices and matrices_of: the matrices packed in a weight of a layer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tds.param_info import Matrices, info_of, set_info
 
 
 def set_matrices(parameter: torch.nn.Parameter, widths: Sequence[int] = (), head: int = 0) -> torch.nn.Parameter:
-    """Record that ``parameter`` [m, n] is a weight of a layer made of ``Matrices``; layers call it at construction."""
+    """Record the ``Matrices`` that a layer's weight ``parameter`` [m, n] contains; called when layers are built."""
     return set_info(parameter, replace(info_of(parameter), matrices=Matrices(tuple(widths), head)))
 
 
 def matrices_of(parameter: torch.Tensor) -> Matrices | None:
-    """Return the matrices in ``parameter``; None for an embedding, a head, a norm and a bias."""
+    """Return the matrices in ``parameter``; None for embeddings, heads, norms and biases."""
     return info_of(parameter).matrices

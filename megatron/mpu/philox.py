@@ -1,7 +1,7 @@
-"""Philox-4x32-10: random words from a counter and a key, without state, on torch's integers.
+"""Philox-4x32-10 on torch tensors: stateless random words from a counter and a key.
 
-Ten rounds turn four 32-bit counter words and two key words into four random words. Words live in int64 tensors, so
-that a product of two has room; the bits are the same on every device.
+Ten rounds transform four 32-bit counter words and two key words into four random words. Words are stored in int64
+tensors, so that a product of two words fits. The bits are the same on every device.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", section 4.3.
 """
@@ -20,8 +20,8 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 def philox(counter: Words, key: int) -> Words:
     """Return four random words for each counter.
 
-    The words of the counter may have different shapes: they are broadcast against each other as late as the rounds
-    allow, so that a counter made of coordinates costs less than one that is written out.
+    The words of the counter may have different shapes. They are broadcast against each other as late as the rounds
+    allow, so that a counter of coordinate vectors costs less than a materialized one.
 
     Shapes:
         counter 4 x int64 tensors of words, 0 to 2**32 - 1, that broadcast to [...]
@@ -33,14 +33,14 @@ def philox(counter: Words, key: int) -> Words:
     a, b, c, d = counter
     first, second = key & WORD, key >> 32
     for _ in range(ROUNDS):
-        even, odd = a * MULTIPLIERS[0], c * MULTIPLIERS[1]  # modulo 2**64, whose upper half is right even when negative
+        even, odd = a * MULTIPLIERS[0], c * MULTIPLIERS[1]  # modulo 2**64: all bits are right, even if negative
         a, b, c, d = _mixed(odd, b, first), odd, _mixed(even, d, second), even
         first, second = (first + KEY_STEPS[0]) & WORD, (second + KEY_STEPS[1]) & WORD
     return a, b & WORD, c, d & WORD
 
 
 def _mixed(product: torch.Tensor, word: torch.Tensor, key: int) -> torch.Tensor:
-    """Return the upper half of ``product``, mixed with key and ``word``, of which only the lower half counts."""
+    """Return the upper half of ``product`` XOR ``key`` XOR the lower half of ``word``."""
     mixed = (product >> 32) ^ word
     mixed ^= key
     mixed &= WORD

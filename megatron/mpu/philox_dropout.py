@@ -1,19 +1,19 @@
 """PhiloxDropout: dropout masks that are the same in every layout (``--layout-independent-dropout``).
 
-The key of the hash is made of seed, step, layer and site; its counter says which element of the whole tensor of the
-global batch this is, and four neighbouring columns share one counter:
+The key of the hash is derived from seed, step, layer and site. The counter identifies an element in the full tensor of
+the global batch; four neighbouring columns share a counter:
 
 | word | hidden states [s, b, h] | attention probabilities [b, a, s, s_k] |
 |---|---|---|
 | 0 | column // 4 | key // 4 |
 | 1 | position | query |
-| 2 | sample in the global batch | the same |
+| 2 | sample in the global batch | sample in the global batch |
 | 3 | 0 | head |
 
-Which rank, stage, replica or micro-batch works on it is nowhere in there. Samples are dealt as
-``megatron.data.batches`` says: sample j of micro-batch i on replica r is number (r m + i) b + j of the global batch,
-with m micro-batches of b samples on each replica. Where samples are cut into pieces (--seq-length-schedule), b is
-their number in a micro-batch, and j counts them.
+Neither key nor counter depends on the rank, stage, replica or micro-batch. Samples are numbered as
+``megatron.data.batches`` distributes them: sample j of micro-batch i on replica r is sample (r m + i) b + j of the
+global batch, with m micro-batches of b samples on each replica. If samples are split into shorter sequences
+(--seq-length-schedule), these are numbered instead: b is their number per micro-batch.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from megatron.mpu.random import DropoutKey, DropoutStreams, add_residual
 from megatron.mpu.random_key import hashed
 
 LANES = 4
-"""Columns that share a counter."""
+"""Number of columns that share a counter."""
 BLOCK = {"cpu": 2**14, "cuda": 2**24}
-"""Counters that are worked on at a time: on a CPU as many as its caches hold, elsewhere few enough for its memory."""
+"""Counters per chunk of the computation, limited by the caches of a CPU and by the memory of other devices."""
 
 
 class PhiloxDropout(DropoutStreams):
-    """The source of all dropout masks of one rank, in any layout.
+    """Source of all dropout masks of one rank, independent of the layout.
 
     Args:
-        micro_batch_size: samples in each forward, to see that the tensors are what they must be; where samples are cut
-            into pieces (--seq-length-schedule), each counts as a sample, in all layouts alike.
-        seed, data, tensor: as of ``DropoutStreams``.
-        context: the context-parallel group, whose ranks have pieces of the same samples.
+        micro_batch_size: samples per forward, by which the shapes of tensors are validated. A tensor may have a
+            multiple of it if samples are split into shorter sequences (--seq-length-schedule), which count as samples.
+        seed, data, tensor: see ``DropoutStreams``.
+        context: context-parallel group, whose ranks hold chunks of the same samples.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class PhiloxDropout(DropoutStreams):
         self.micro_batch_size, self.context, self.tensor_size = micro_batch_size, context, tensor.size
 
     def key(self, layer: int, site: str, is_cut: bool) -> int:
-        """Return the key of the hash, the same on all ranks; cut or not is the same mask."""
-        place = (self.seed, self.position.step, layer, site)
-        return hashed(place, 8)
+        """Return the key of the hash, the same on all ranks and for sharded and full tensors."""
+        fields = (self.seed, self.position.step, layer, site)
+        return hashed(fields, 8)
 
     def generator(self, device: torch.device, layer: int, site: str, is_cut: bool) -> NoReturn:
-        """Raise RuntimeError: what a generator draws depends on the layout."""
+        """Raise RuntimeError, because numbers drawn from a generator depend on the layout."""
         raise RuntimeError(
             "with --layout-independent-dropout there is no generator to draw from, got a call of streams.generator. "
             "Use streams.dropout, or leave the flag out"
@@ -71,13 +71,13 @@ class PhiloxDropout(DropoutStreams):
         self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str, is_cut: bool = False,
         is_part: bool = False, residual: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return ``x`` with elements dropped by the mask that belongs to them, added to ``residual`` if any.
+        """Return dropout of ``x`` with the mask of its elements, plus ``residual`` if given.
 
         Shapes:
-            x, residual, output [s, b, h], or [s, b, h/t] where ``is_cut``, or [s/t, b, h] where ``is_part``
+            x, residual, output [s, b, h], or [s, b, h/t] with ``is_cut``, or [s/t, b, h] with ``is_part``
 
         Raises:
-            ValueError: ``x`` has other dimensions than these.
+            ValueError: ``x`` does not have three dimensions, or the second is not a multiple of the micro-batch size.
         """
         if not training or probability == 0.0:
             return add_residual(residual, x)
@@ -108,12 +108,12 @@ class PhiloxDropout(DropoutStreams):
         self, x: torch.Tensor, residual: torch.Tensor | None, probability: float, key: int,
         first: tuple[int, int, int, int], is_part: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Return ``x`` [s/c, b, h], or a part of it that begins at ``first``, each run of it dropped at its place."""
+        """Apply dropout to each run of ``x`` at the run's positions; ``x`` is a slice of [s/c, b, h] from ``first``."""
         row, sample, plane, column = first
-        own = runs_of(len(x) * (self.tensor_size if is_part else 1), self.context)
-        runs = list(runs_within(own, row, row + len(x)))
+        rank_runs = runs_of(len(x) * (self.tensor_size if is_part else 1), self.context)
+        runs = list(runs_within(rank_runs, row, row + len(x)))
         if self.by_kernel(x):
-            parts = [
+            dropped = [
                 fused_dropout.drop(
                     x[run.start : run.stop],
                     None if residual is None else residual[run.start : run.stop],
@@ -121,7 +121,7 @@ class PhiloxDropout(DropoutStreams):
                 )
                 for run in runs
             ]
-            return torch.cat(parts)
+            return torch.cat(dropped)
         mask = dropped_mask(
             key,
             probability,
@@ -136,35 +136,36 @@ class PhiloxDropout(DropoutStreams):
         self, function: Callable[..., torch.Tensor], probability: float, *, device: torch.device, layer: int,
         site: str, is_cut: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Return what ``function`` gives with the probabilities dropped that belong to this place."""
-        key, at = self.key(layer, site, is_cut), self.position  # now: the position may move on
-        drop = partial(self._drop_probabilities, probability=probability, key=key, at=at, is_cut=is_cut)
+        """Call attention ``function`` with dropout of its probabilities."""
+        # read key and position now, because the position may change before ``function`` calls ``drop``
+        key, position = self.key(layer, site, is_cut), self.position
+        drop = partial(self._drop_probabilities, probability=probability, key=key, at=position, is_cut=is_cut)
         return function(drop=drop)
 
     def _drop_probabilities(
         self, x: torch.Tensor, *, probability: float, key: int, at: DropoutKey, is_cut: bool,
         runs: Sequence[Run] = (), first_head: int = 0,
     ) -> torch.Tensor:  # fmt: skip
-        """Return ``x`` with elements dropped.
+        """Apply dropout to attention probabilities.
 
         Shapes:
             x, output [b, a/t, s, s_k], or [b, a/tc, s, s_k] with ``first_head``, or with ``runs`` [b, a/t, s/c, s_k]
 
         Args:
-            at: where the training is.
-            runs: where its queries are in the whole sequence; none: at its start.
-            first_head: of this tensor rank's.
+            at: position of the forward pass.
+            runs: runs of the queries in the full sequence; empty: the queries are its first tokens.
+            first_head: index of the first head among the heads of this tensor rank.
         """
         samples, heads, queries, keys = x.shape
         sample = self._first_sample(samples, at)
-        own_heads = heads * self.context.size if self.context.size > 1 and not runs else heads
-        plane = first_head + (self.tensor_rank * own_heads if is_cut else 0)
+        rank_heads = heads * self.context.size if self.context.size > 1 and not runs else heads
+        plane = first_head + (self.tensor_rank * rank_heads if is_cut else 0)
         if runs and self.by_kernel(x):
-            parts = []
+            dropped = []
             for run in runs:
                 mask_at = Mask(key, probability, (run.first, sample, plane, 0), is_attention=True)
-                parts.append(fused_dropout.drop(x[:, :, run.start : run.stop], None, mask_at))
-            return torch.cat(parts, dim=2)
+                dropped.append(fused_dropout.drop(x[:, :, run.start : run.stop], None, mask_at))
+            return torch.cat(dropped, dim=2)
         if self.by_kernel(x):
             return fused_dropout.drop(x, None, Mask(key, probability, (0, sample, plane, 0), is_attention=True))
         mask = dropped_mask(
@@ -178,7 +179,7 @@ class PhiloxDropout(DropoutStreams):
         return _without(x, mask, probability)
 
     def _first_sample(self, samples: int, at: DropoutKey | None = None) -> int:
-        """Return the number within the global batch of the first of ``samples``, pieces included, of a micro-batch."""
+        """Return the index within the global batch of the first of the ``samples`` of a micro-batch."""
         at = at or self.position
         return (at.first + at.micro_batch) * samples
 
@@ -186,22 +187,22 @@ class PhiloxDropout(DropoutStreams):
 def dropped_mask(
     key: int, probability: float, *, rows: torch.Tensor, samples: torch.Tensor, planes: torch.Tensor, columns: range
 ) -> torch.Tensor:
-    """Return which elements are dropped, True for those with a random word below ``probability`` of all words.
+    """Return the mask of dropped elements: True where the random word is below ``probability * 2**32``.
 
     Shapes:
-        rows, samples, planes: int64 coordinates [..., 1] that broadcast against each other; rows has a size above 1 in
-            one dimension, its first
+        rows, samples, planes: int64 coordinates [..., 1] that broadcast against each other; only the first dimension
+            of rows has a size above 1
         output: bool [..., number of columns]
     """
     threshold = round(probability * 2**32)
     groups = torch.arange(columns.start // LANES, -(-columns.stop // LANES), device=rows.device)
-    others = groups.numel() * samples.numel() * planes.numel()
-    parts = []
-    for part in rows.split(max(1, BLOCK.get(rows.device.type, BLOCK["cuda"]) // others)):
-        words = philox((groups, part, samples, planes), key)
-        parts.append(torch.stack([word < threshold for word in words], dim=-1).flatten(-2))  # [..., 4 groups]
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-rows.dim())
-    return whole[..., columns.start % LANES :][..., : len(columns)]
+    counters_per_row = groups.numel() * samples.numel() * planes.numel()
+    masks = []
+    for chunk in rows.split(max(1, BLOCK.get(rows.device.type, BLOCK["cuda"]) // counters_per_row)):
+        words = philox((groups, chunk, samples, planes), key)
+        masks.append(torch.stack([word < threshold for word in words], dim=-1).flatten(-2))  # [..., 4 groups]
+    mask = masks[0] if len(masks) == 1 else torch.cat(masks, dim=-rows.dim())
+    return mask[..., columns.start % LANES :][..., : len(columns)]
 
 
 def _without(x: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
@@ -209,7 +210,7 @@ def _without(x: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.T
 
 
 def _rows(runs: Iterable[Run], device: torch.device) -> torch.Tensor:
-    """Return where in the whole sequence the tokens of ``runs`` are."""
+    """Return the positions of the tokens of ``runs`` in the full sequence."""
     return torch.cat([_range(run.stop - run.start, device, run.first) for run in runs])
 
 

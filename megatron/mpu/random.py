@@ -1,10 +1,10 @@
-"""Dropout from keyed generators or Philox counters (--layout-independent-dropout); mpu.checkpoint.
+"""DropoutStreams: dropout masks from keyed generators; mpu.checkpoint: recomputation with the same masks.
 
-A mask is a function of (seed, step, micro-batch, data rank, layer, site) and, where the tensor is cut over the
-tensor-parallel group, of the tensor rank. So it is equal on all ranks that hold the same activation, different
-everywhere else, and a resumed or recomputed step draws the very same masks. ``PhiloxDropout`` has masks that
-do not depend on the layout either. On CUDA a kernel takes the same key in place of a generator: no mask is in memory,
-and it depends on no number of multiprocessors.
+A mask is a function of (seed, step, micro-batch, data rank, layer, site) and, if the tensor is sharded over the
+tensor-parallel group, of the tensor rank. Ranks that hold the same activation therefore draw the same mask, other ranks
+draw different masks, and a resumed or recomputed step draws the same masks again. On CUDA a kernel takes the key
+instead of a generator: no mask is stored in memory, and masks do not depend on the number of multiprocessors. The masks
+of ``PhiloxDropout`` (--layout-independent-dropout) do not depend on the layout either.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from megatron.mpu.random_key import hashed
 
 @dataclass(frozen=True)
 class DropoutKey:
-    """Which forward pass this is: the optimizer step and the micro-batch within it, both from 0.
+    """Position of a forward pass: the optimizer step and the micro-batch within it, both from 0.
 
-    ``first`` is how many micro-batches of the step earlier replicas take; streams that know no samples do not look at
-    it.
+    ``first`` is the number of micro-batches of the step that replicas of lower rank process. Only ``PhiloxDropout``
+    reads it.
     """
 
     step: int = 0
@@ -40,15 +40,15 @@ class DropoutKey:
 
 
 class DropoutStreams:
-    """The source of all dropout masks of one rank.
+    """Source of all dropout masks of one rank.
 
     Args:
-        seed: the run's seed, the same on every rank.
-        data: the data-parallel group: its ranks draw different masks.
-        tensor: the tensor-parallel group: its ranks draw different masks for tensors that are cut.
+        seed: seed of the run, the same on every rank.
+        data: data-parallel group, whose ranks draw different masks.
+        tensor: tensor-parallel group, whose ranks draw different masks for sharded tensors.
 
     Attributes:
-        has_kernels: on CUDA masks are made by Triton's kernels, where it is installed.
+        has_kernels: use the Triton kernel on CUDA if Triton is installed.
     """
 
     def __init__(self, seed: int = 0, data: Group = SINGLE, tensor: Group = SINGLE) -> None:
@@ -56,47 +56,49 @@ class DropoutStreams:
         self.data_rank = data.rank
         self.tensor_rank = tensor.rank
         self.has_kernels = True
-        self._counts: torch.Tensor | None = None  # of the position, for compiled layers
+        self._counts: torch.Tensor | None = None  # step and micro-batch, for compiled layers
         self.position = DropoutKey()
 
     @property
     def position(self) -> DropoutKey:
-        """Which forward pass runs now."""
+        """Position of the current forward pass."""
         return self._position
 
     @position.setter
     def position(self, position: DropoutKey) -> None:
         self._position = position
-        if self._counts is not None:  # a new tensor, for graphs keep the one that they were given
+        if self._counts is not None:  # a new tensor, because graphs have saved the old one
             self._counts = torch.tensor([position.step, position.micro_batch])
 
     def enter_graphs(self) -> None:
-        """Let compiled layers drop elements in the midst of their graphs."""
+        """Keep the position in a tensor from now on, so that compiled layers apply dropout within their graphs."""
         self._counts = torch.tensor([self.position.step, self.position.micro_batch])
 
     @contextmanager
     def at(self, position: DropoutKey) -> Iterator[None]:
-        """Draw masks as of ``position`` inside the ``with`` block: what a recomputed forward needs."""
-        kept, self.position = self.position, position
+        """Draw the masks of ``position`` in the ``with`` block, as a recomputed forward requires."""
+        previous, self.position = self.position, position
         try:
             yield
         finally:
-            self.position = kept
+            self.position = previous
 
     def key(self, layer: int, site: str, is_cut: bool) -> int:
-        """Return the generator seed for one mask; ``layer`` may be a tensor of one number."""
+        """Return the generator seed of a mask; ``layer`` may be a tensor of one element."""
         tensor_rank = self.tensor_rank if is_cut else -1
-        at = self.position
-        return hashed((self.seed, at.step, at.micro_batch, self.data_rank, tensor_rank, int(layer), site), 7)
+        position = self.position
+        return hashed(
+            (self.seed, position.step, position.micro_batch, self.data_rank, tensor_rank, int(layer), site), 7
+        )
 
     def by_kernel(self, x: torch.Tensor) -> bool:
-        """Return whether the kernel drops elements of ``x``: of fp64 it would lose bits."""
+        """Return True if the kernel applies dropout to ``x``. It is not used for fp64, which would lose precision."""
         is_on_cuda = self.has_kernels and x.device.type == "cuda"
         return is_on_cuda and x.dtype != torch.float64 and fused_dropout.is_there()
 
     @contextmanager
     def generator(self, device: torch.device, layer: int, site: str, is_cut: bool) -> Iterator[None]:
-        """Seed torch's default generator of ``device`` inside the ``with`` block and put its state back after."""
+        """Seed torch's default generator of ``device`` for the ``with`` block and restore its state afterwards."""
         generator = default_generator(device)
         state = generator.get_state()
         generator.manual_seed(self.key(layer, site, is_cut))
@@ -109,11 +111,11 @@ class DropoutStreams:
         self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str, is_cut: bool = False,
         is_part: bool = False, residual: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return ``x`` with elements dropped by the mask that belongs to this place, added to ``residual`` if any.
+        """Return dropout of ``x`` with the mask of ``layer`` and ``site``, plus ``residual`` if given.
 
         Args:
-            is_cut: ``x`` is this tensor rank's slice rather than a copy that all ranks hold.
-            is_part: ``x`` is this tensor rank's part of the sequence.
+            is_cut: ``x`` is this tensor rank's shard rather than a replicated tensor.
+            is_part: ``x`` is this tensor rank's slice of the sequence.
         """
         if not training or probability == 0.0:
             return add_residual(residual, x)
@@ -125,7 +127,7 @@ class DropoutStreams:
         self, x: torch.Tensor, probability: float, layer: int, site: str, is_cut: bool,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return what ``dropout`` does in training."""
+        """Apply ``dropout`` as in training."""
         if self.by_kernel(x):
             return fused_dropout.drop(x, residual, Mask(self.key(layer, site, is_cut), probability))
         with self.generator(x.device, layer, site, is_cut):
@@ -133,25 +135,26 @@ class DropoutStreams:
         return add_residual(residual, dropped)
 
     def _drop_in_graph(self, x: torch.Tensor, probability: float, layer: Any, site: str, is_cut: bool) -> torch.Tensor:
-        """Return what ``drop`` does, by an operator; ``layer`` is a tensor."""
+        """Apply ``drop`` by a custom operator; ``layer`` is a tensor."""
         ranks = [self.seed, self.data_rank, self.tensor_rank if is_cut else -1]
         by_kernel = self.by_kernel(x)
         dropped, _ = fused_dropout.keyed_dropout(x, self._counts, layer, ranks, site, probability, by_kernel)
         return dropped
 
     def recomputed(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return ``function(*args)`` without keeping what it needs for its backward; see ``checkpoint``."""
+        """Return ``function(*args)`` without saving its activations for backward; see ``checkpoint``."""
         return checkpoint(self, function, *args)
 
     def attend(
         self, function: Callable[..., torch.Tensor], probability: float, *, device: torch.device, layer: int,
         site: str, is_cut: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Return what ``function`` of ``megatron.ops`` gives when it drops probabilities by the mask of this place.
+        """Call attention ``function`` of ``megatron.ops`` with dropout of its probabilities.
 
         Args:
-            function: takes ``dropout``, a rate at which it draws from torch's default generator itself, or ``drop``.
-            is_cut: the heads are this tensor rank's.
+            function: takes either ``dropout``, the rate of a mask that it draws from torch's default generator, or
+                ``drop``, a function that applies dropout to probabilities.
+            is_cut: the heads are sharded over the tensor-parallel group.
         """
         with self.generator(device, layer, site, is_cut):
             return function(dropout=probability)
@@ -160,22 +163,22 @@ class DropoutStreams:
 def checkpoint(
     streams: DropoutStreams, function: Callable[..., Any], *args: Any, keeper: ActivationStorage | None = None
 ) -> Any:
-    """Run ``function(*args)`` without keeping its activations; backward runs it again with the same dropout masks.
+    """Run ``function(*args)`` without saving its activations; backward runs it again with the same dropout masks.
 
     Args:
-        keeper: puts ``args`` away until then; None: they wait as they are.
+        keeper: stores ``args`` until backward; None: autograd saves them unchanged.
 
     Source: Chen et al. 2016, "Training deep nets with sublinear memory cost".
     """
-    position = streams.position  # of now: when backward recomputes, another micro-batch may be running
+    position = streams.position  # read now: another micro-batch may be running when backward recomputes
     inputs = None if keeper is None else keeper.put_away(args)
 
     def run(*given: Any) -> Any:
         with streams.at(position):
             return function(*(given if inputs is None else inputs.take()))
 
-    held = args if inputs is None else ()
-    return torch_checkpoint(run, *held, use_reentrant=False, preserve_rng_state=False)
+    saved_args = args if inputs is None else ()
+    return torch_checkpoint(run, *saved_args, use_reentrant=False, preserve_rng_state=False)
 
 
 def add_residual(residual: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""shard_of: the slice of a logical tensor that a parameter is; weights without memory; the norm over groups."""
+"""shard_of: the recorded shard of a parameter; weights without memory; the gradient norm over groups."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tds.param_info import set_shard as set_shard
 
 
 def empty_weight(shape: tuple[int, ...], shard: Shard) -> torch.nn.Parameter:
-    """Return a weight of zeros whose values ``megatron.models.common.parameters`` will draw by its name."""
+    """Return a weight of zeros marked as uninitialized; ``megatron.models.common.parameters`` draws its values."""
     parameter = set_shard(torch.nn.Parameter(torch.zeros(shape)), shard)
     set_uninitialized(parameter, True)
     return parameter
 
 
 def shard_of(parameter: torch.Tensor) -> Shard:
-    """Return the recorded shard of ``parameter``; the full tensor where no layer has recorded one.
+    """Return the recorded shard of ``parameter``, or a shard of the full tensor if no layer has recorded one.
 
     Raises:
-        ValueError: the parameter is marked as sharded by Megatron's attribute, which does not say where.
+        ValueError: the parameter is marked as sharded by Megatron's attribute, which does not state its position.
     """
     shard = info_of(parameter).shard
     if shard is not None:
@@ -44,16 +44,16 @@ def shard_of(parameter: torch.Tensor) -> Shard:
     return Shard(tuple(parameter.shape))
 
 
-# Weights without values, which take no memory until they are filled, in a model that is being built.
+# Uninitialized weights, which occupy no memory until they are materialized.
 
 
 def set_uninitialized(parameter: torch.Tensor, is_uninitialized: bool) -> None:
-    """Record whether the values of ``parameter`` are still to be drawn by its name."""
+    """Record whether the values of ``parameter`` have yet to be drawn."""
     set_info(parameter, replace(info_of(parameter), is_uninitialized=is_uninitialized))
 
 
 def is_uninitialized(parameter: torch.Tensor) -> bool:
-    """Return True if the values of ``parameter``, a weight of ``empty_weight``, are still to be drawn by its name."""
+    """Return True if the values of ``parameter``, created by ``empty_weight``, have yet to be drawn."""
     return info_of(parameter).is_uninitialized
 
 
@@ -76,7 +76,7 @@ def init_empty_weights() -> Iterator[None]:
 
 
 def materialize(parameter: torch.Tensor) -> None:
-    """Allocate memory of zeros for ``parameter`` if it has none."""
+    """Allocate zeroed memory for ``parameter`` if it has none."""
     if parameter.untyped_storage().nbytes() < parameter.nbytes:
         parameter.data = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
@@ -88,10 +88,10 @@ def global_norm(
     holders: Group = SINGLE,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Return the 2-norm over the ``gradients`` of all ranks of ``model``, in fp64. Collective.
+    """Return the 2-norm of the ``gradients`` of all ranks of ``model``, in fp64. Collective.
 
     Args:
-        gradients: those that this rank counts.
+        gradients: gradients that this rank contributes to the norm.
         holders: replicas that hold different shards of the gradients.
     """
     return tds.grad_norm.global_norm(gradients, [holders.handle, model.handle], device)

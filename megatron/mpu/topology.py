@@ -1,8 +1,8 @@
-"""The grid of ranks, as arithmetic: no torch, no processes.
+"""Arithmetic of the grid of ranks; requires neither torch nor running processes.
 
-``rank = ((pipe * d + data) * c + context) * t + tensor``: the tensor axis runs fastest, so that a tensor group lies
-within a node; the pipe axis runs slowest. DeepSpeed's ``PipeModelDataParallelTopology`` has the same order, with data
-and context as one axis, and so has Megatron-LM by default (tp-cp-ep-dp-pp).
+``rank = ((pipe * d + data) * c + context) * t + tensor``: the tensor axis varies fastest, so that a tensor group stays
+within a node; the pipe axis varies slowest. Megatron-LM's default order (tp-cp-ep-dp-pp) is the same, and so is that of
+DeepSpeed's ``PipeModelDataParallelTopology``, in which data and context form one axis.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ AXES = ("pipe", "data", "context", "tensor")
 
 @dataclass(frozen=True)
 class Coordinate:
-    """The place of one rank on the four axes."""
+    """Position of a rank on the four axes."""
 
     pipe: int
     data: int
@@ -26,7 +26,8 @@ class Coordinate:
 class Topology:
     """Sizes of the four axes: ``p`` pipe, ``d`` data, ``t`` tensor, ``c`` context.
 
-    ``expert`` is no axis of its own: so many neighbours along data and context share out the experts of a layer.
+    ``expert`` is not an axis: the experts of a layer are distributed over groups of ``expert`` consecutive ranks along
+    data and context.
     """
 
     pipe: int
@@ -37,20 +38,20 @@ class Topology:
 
     @classmethod
     def of_world(cls, world_size: int, tensor: int, pipe: int, context: int = 1, expert: int = 1) -> Topology:
-        """Return the grid of ``world_size`` ranks, the data axis taking what the others leave.
+        """Return the topology of ``world_size`` ranks; the data size follows from the other sizes.
 
         Raises:
             ValueError: ``world_size`` is not a multiple of ``tensor * pipe * context``, or ``expert`` does not divide
-                what data and context have.
+                ``data * context``.
         """
-        rest, got = tensor * pipe * context, sizes_text(world_size, tensor, pipe, context)
-        if world_size % rest:
+        divisor, got_text = tensor * pipe * context, sizes_text(world_size, tensor, pipe, context)
+        if world_size % divisor:
             raise ValueError(
-                f"world size must be a multiple of {axes_text(context)}, {got}. "
-                f"Start {(world_size // rest + 1) * rest} processes, or lower one of the "
+                f"world size must be a multiple of {axes_text(context)}, {got_text}. "
+                f"Start {(world_size // divisor + 1) * divisor} processes, or lower one of the "
                 f"{'two' if context == 1 else 'three'}."
             )
-        data = world_size // rest
+        data = world_size // divisor
         if (data * context) % expert:
             raise ValueError(
                 f"--expert-model-parallel-size must divide the data x context ranks, got {expert} and {data} x "
@@ -65,25 +66,29 @@ class Topology:
 
     @property
     def data_context(self) -> int:
-        """Ranks that hold the same weights and add up their gradients: ``d c``."""
+        """Number of ranks that hold the same weights and all-reduce their gradients: ``d c``."""
         return self.data * self.context
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes by name, as a checkpoint keeps them: those of context and expert where they are above 1."""
-        found = {"pipe": self.pipe, "data": self.data, "tensor": self.tensor}
-        beside = {"context": self.context, "expert": self.expert}
-        return {**found, **{name: size for name, size in beside.items() if size > 1}}
+        """Return the sizes by name, as checkpoints save them; context and expert are included only if above 1."""
+        sizes = {"pipe": self.pipe, "data": self.data, "tensor": self.tensor}
+        optional = {"context": self.context, "expert": self.expert}
+        return {**sizes, **{name: size for name, size in optional.items() if size > 1}}
 
     def expert_groups(self, *, of_replicas: bool = False) -> list[list[int]]:
-        """Return every set of ranks that share out the experts of a layer, in the order of their experts.
+        """Return the groups of ranks over which the experts of a layer are distributed, in the order of the experts.
 
         Args:
-            of_replicas: those that have the same experts.
+            of_replicas: return the groups of ranks that hold the same experts instead.
         """
-        every = self.groups("data", "context")
+        data_context_groups = self.groups("data", "context")
         if of_replicas:
-            return [ranks[place :: self.expert] for ranks in every for place in range(self.expert)]
-        return [ranks[first : first + self.expert] for ranks in every for first in range(0, len(ranks), self.expert)]
+            return [ranks[offset :: self.expert] for ranks in data_context_groups for offset in range(self.expert)]
+        return [
+            ranks[start : start + self.expert]
+            for ranks in data_context_groups
+            for start in range(0, len(ranks), self.expert)
+        ]
 
     def rank(self, coordinate: Coordinate) -> int:
         """Return the global rank at ``coordinate``."""
@@ -91,45 +96,45 @@ class Topology:
         return replica * self.tensor + coordinate.tensor
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Return where ``rank`` stands."""
+        """Return the coordinate of ``rank``."""
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         pipe, data = divmod(rest, self.data)
         return Coordinate(pipe=pipe, data=data, tensor=tensor, context=context)
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Return every set of ranks that differ only along ``axes``, each set in rising order.
+        """Return all groups of ranks that differ only along ``axes``, each in ascending order.
 
-        ``groups("tensor")`` are the tensor-parallel groups, ``groups("pipe", "tensor")`` the ranks of one replica.
+        ``groups("tensor")`` returns the tensor-parallel groups, ``groups("pipe", "tensor")`` the ranks of each replica.
         """
         unknown = set(axes) - set(AXES)
         if unknown:
             raise ValueError(f"axes must be among {AXES}, got {sorted(unknown)}")
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
-            place = self.coordinate(rank)
-            key = tuple(getattr(place, axis) for axis in AXES if axis not in axes)
+            coordinate = self.coordinate(rank)
+            key = tuple(getattr(coordinate, axis) for axis in AXES if axis not in axes)
             members.setdefault(key, []).append(rank)
         return list(members.values())
 
 
 def axes_text(context: int) -> str:
-    """Return the axes whose product divides the world size, in words; that of size 1 which few know is left out."""
+    """Return the axes whose product must divide the world size, as text; context is omitted if its size is 1."""
     return "tensor x pipe" if context == 1 else "tensor x pipe x context"
 
 
 def sizes_text(world_size: int, tensor: int, pipe: int, context: int) -> str:
-    """Return what was got, with flags and product."""
+    """Return the world size, the flags and their product, as text for an error message."""
     flags = f"--model-parallel-size {tensor}, --pipe-parallel-size {pipe}"
-    product, whole = f"{tensor} x {pipe}", tensor * pipe * context
+    product, total = f"{tensor} x {pipe}", tensor * pipe * context
     if context > 1:
         flags, product = f"{flags}, --context-parallel-size {context}", f"{product} x {context}"
-    return f"got world_size={world_size}, {flags} ({product} = {whole})"
+    return f"got world_size={world_size}, {flags} ({product} = {total})"
 
 
 def chunks_of(rank: int, size: int) -> tuple[int, int]:
-    """Return the numbers of the two chunks of a sequence, of 2 ``size``, that ``rank`` of ``size`` context ranks has.
+    """Return the indices of the two chunks of a sequence, out of ``2 * size``, that context rank ``rank`` holds.
 
-    The first sees few keys and the last sees most, so that causal work is even.
+    The first chunk attends to few keys and the last one to the most, so that pairing them balances causal attention.
     """
     return rank, 2 * size - 1 - rank

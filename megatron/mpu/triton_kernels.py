@@ -1,6 +1,6 @@
-"""Kernels for GPUs, in Triton. Imported where they are used: Triton comes with torch for CUDA, and not for CPUs.
+"""Triton kernels for GPUs. Imported on use only, because builds of torch for CPUs do not include Triton.
 
-Tests run them on a CPU by Triton's interpreter (``TRITON_INTERPRET=1``).
+Tests run the kernels on a CPU with Triton's interpreter (``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def dropped(
     IS_ATTENTION: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Write ``residual + x * scale``, where the random word of an element is below ``threshold`` ``residual`` alone.
+    """Write ``residual + x * scale``, or only ``residual`` for elements with a random word below ``threshold``.
 
-    A program works on ``GROUPS`` counters of one line, the last dimension. Lines are (row, sample) of hidden states
-    [s, b, h], with ``inner`` = b, and (sample, head, row) of probabilities [b, a, s, s_k], ``inner`` = s, ``middle`` =
-    a. Both are rounded where torch's operators one after another round.
+    A program processes ``GROUPS`` counters of one line, a vector along the last dimension. The lines of hidden states
+    [s, b, h] are (row, sample), with ``inner`` = b; those of probabilities [b, a, s, s_k] are (sample, head, row), with
+    ``inner`` = s and ``middle`` = a. Product and sum are rounded separately, as by torch's sequence of operators.
     """
     line = tl.program_id(0)
     if IS_ATTENTION:
@@ -40,23 +40,23 @@ def dropped(
     else:
         row, plane, sample = line // inner, line * 0, line % inner
     group = first_column // 4 + tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    nothing = group * 0
+    zeros = group * 0
     one, two, three, four = tl.philox(
         key.to(tl.int64),
         group.to(tl.uint32),
-        (nothing + row + first_row).to(tl.uint32),
-        (nothing + sample + first_sample).to(tl.uint32),
-        (nothing + plane + first_plane).to(tl.uint32),
+        (zeros + row + first_row).to(tl.uint32),
+        (zeros + sample + first_sample).to(tl.uint32),
+        (zeros + plane + first_plane).to(tl.uint32),
     )
     words = tl.interleave(tl.interleave(one, three), tl.interleave(two, four))  # [4 GROUPS], in the order of columns
     begin = first_column // 4 * 4 - first_column + tl.program_id(1) * GROUPS * 4
     column = begin + tl.arange(0, GROUPS * 4)
-    place = line.to(tl.int64) * width + column
-    is_here = (column >= 0) & (column < width)
-    given = tl.load(x + place, mask=is_here, other=0.0)
-    kept = (given.to(tl.float32) * scale).to(given.dtype)
-    kept = tl.where(words.to(tl.int64) < threshold, 0.0, kept)
+    offset = line.to(tl.int64) * width + column
+    is_in_line = (column >= 0) & (column < width)
+    value = tl.load(x + offset, mask=is_in_line, other=0.0)
+    result = (value.to(tl.float32) * scale).to(value.dtype)
+    result = tl.where(words.to(tl.int64) < threshold, 0.0, result)
     if HAS_RESIDUAL:
-        beside = tl.load(residual + place, mask=is_here, other=0.0)
-        kept = (beside.to(tl.float32) + kept.to(tl.float32)).to(given.dtype)
-    tl.store(out + place, kept, mask=is_here)
+        skip = tl.load(residual + offset, mask=is_in_line, other=0.0)
+        result = (skip.to(tl.float32) + result.to(tl.float32)).to(value.dtype)
+    tl.store(out + offset, result, mask=is_in_line)

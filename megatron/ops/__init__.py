@@ -1,1 +1,1 @@
-"""Functions of tensors: no groups, no parameters."""
+"""Operations on tensors, without process groups or parameters."""

@@ -11,15 +11,17 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Drop = Callable[[torch.Tensor], torch.Tensor]
-"""Probabilities [b, a/t, s, s_k] to those with some put to 0, the others scaled up."""
+"""Dropout of probabilities [b, a/t, s, s_k]: sets some to 0 and scales up the others."""
 FOR_MASKS = [
-    SDPBackend.OVERRIDEABLE,  # a plug-in's own
+    SDPBackend.OVERRIDEABLE,  # kernel of a plug-in
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""Kernels that a mask may go to: all but cuDNN's, torch's first choice on H100 from 2.11 on. Its gradients of queries
-are no numbers with a mask, s % 128 == 64 and low scores, as those of a query that may look nowhere are."""
+"""Kernels allowed with a mask: all except cuDNN's, torch's first choice on H100 from 2.11 on.
+
+With a mask, s % 128 == 64 and low scores, as for a query that may attend to no key, its gradients of queries are NaN.
+"""
 
 
 def attention(
@@ -30,14 +32,14 @@ def attention(
 
     Shapes:
         query  [b, a/t, s, d]
-        key, value [b, a/t, s_k, d], or [b, g/t, s_k, d] where each is for a/g neighbouring queries
-        mask   bool [b or 1, 1, s, s_k], True where a query may look, or numbers that are added to the scores
+        key, value [b, a/t, s_k, d], or [b, g/t, s_k, d] with each head shared by a/g neighbouring query heads
+        mask   bool [b or 1, 1, s, s_k], True where a query may attend, or values that are added to the scores
         output [b, a/t, s, d]
 
     Args:
-        is_causal: no query sees a later key, with no s x s mask in memory; default: where no mask is given. A mask
-            must include the causal rule itself.
-        drop: drops probabilities in place of ``dropout``; all of them are in memory then.
+        is_causal: no query sees a later key, without an s x s mask in memory; None: True if there is no mask. A mask
+            must include the causal rule.
+        drop: dropout of probabilities, used instead of ``dropout``; all probabilities are in memory then.
         scale: default ``d ** -0.5``.
 
     Source: Vaswani et al. 2017, "Attention is all you need", section 3.2.1.
@@ -46,7 +48,7 @@ def attention(
     is_grouped = key.shape[1] != query.shape[1]
     if drop is not None:
         if is_grouped:
-            key, value = (for_each_query(part, query.shape[1]) for part in (key, value))
+            key, value = (for_each_query(tensor, query.shape[1]) for tensor in (key, value))
         mask = causal_mask(query, key) if is_causal else mask
         added = additive(mask, query.dtype) if mask is not None and mask.dtype == torch.bool else mask
         return dropped_attention(query, key, value, added, drop=drop, scale=scale)
@@ -63,13 +65,13 @@ def lower_right_attention(
 
     Shapes:
         query  [b, a/t, s, d]
-        key, value [b, g/t, s_k, d], each for a/g neighbouring queries; s_k is at least s
+        key, value [b, g/t, s_k, d], each head shared by a/g neighbouring query heads; s_k is at least s
         output [b, a/t, s, d]
 
     Args:
         scale: default ``d ** -0.5``.
     """
-    from torch.nn.attention.bias import causal_lower_right  # not ahead of need: it imports a compiler
+    from torch.nn.attention.bias import causal_lower_right  # imported on use: it imports a compiler
 
     bias: Any = causal_lower_right(query.shape[2], key.shape[2])
     is_grouped = key.shape[1] != query.shape[1]
@@ -77,15 +79,15 @@ def lower_right_attention(
 
 
 def attention_kernels(mask: torch.Tensor | None) -> AbstractContextManager[None]:
-    """Return within what torch chooses its kernel.
+    """Return a context that restricts the kernels that torch may choose if there is a mask.
 
-    Source: https://github.com/pytorch/pytorch/issues/196678 has the case of FOR_MASKS.
+    Source: https://github.com/pytorch/pytorch/issues/196678 describes the case of FOR_MASKS.
     """
     return nullcontext() if mask is None else sdpa_kernel(FOR_MASKS)
 
 
 def for_each_query(part: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return keys or values [b, g, s_k, d] once for each query of their group: [b, a, s_k, d]."""
+    """Return keys or values [b, g, s_k, d] repeated for each query head of their group: [b, a, s_k, d]."""
     return part.unsqueeze(2).expand(-1, -1, heads // part.shape[1], -1, -1).flatten(1, 2)
 
 
@@ -99,13 +101,13 @@ def dropped_attention(
     scale: float | None = None,
     cap: float = 0.0,
 ) -> torch.Tensor:
-    """Return ``drop(softmax(q k^T * scale + added)) v``, step by step, with softmax in fp32 for 16-bit numbers.
+    """Return ``drop(softmax(q k^T * scale + added)) v``, operator by operator, with softmax in fp32 for 16 bits.
 
     Shapes:
-        as ``attention``; added [b or 1, a/t or 1, s, s_k]
+        as in ``attention``; added [b or 1, a/t or 1, s, s_k]
 
     Args:
-        cap: of ``softcapped``, ahead of what is added; 0: none.
+        cap: cap of ``softcapped``, applied before ``added``; 0: none.
     """
     scores = query * (query.shape[-1] ** -0.5 if scale is None else scale) @ key.transpose(2, 3)  # [b, a/t, s, s_k]
     scores = softcapped(scores, cap) if cap else scores
@@ -116,7 +118,7 @@ def dropped_attention(
 
 
 def softcapped(x: torch.Tensor, cap: float) -> torch.Tensor:
-    """Return ``cap * tanh(x / cap)``: numbers well within the cap stay, none is beyond it.
+    """Return ``cap * tanh(x / cap)``: values well below the cap hardly change, and none exceeds it.
 
     Source: Bello et al. 2017, "Neural combinatorial optimization with reinforcement learning"; Gemma 2, 2024.
     """
@@ -124,30 +126,30 @@ def softcapped(x: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def causal_mask(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return the mask with which query i sees the keys up to number i: bool [s, s_k]."""
+    """Return the mask with which query i sees the keys 0 to i: bool [s, s_k]."""
     return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
 
 
 def document_mask(segment_ids: torch.Tensor) -> torch.Tensor:
-    """Return the causal mask within documents: a query sees earlier positions of its own document only.
+    """Return the causal mask within documents: a query sees the positions of its document up to its own.
 
     Shapes:
         segment_ids [b, s] integers, the document of each position
         output      bool [b, 1, s, s]
     """
-    same = segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)  # [b, s, s]
-    return same.tril().unsqueeze(1)
+    is_same = segment_ids.unsqueeze(2) == segment_ids.unsqueeze(1)  # [b, s, s]
+    return is_same.tril().unsqueeze(1)
 
 
 def segment_mask(query_segments: torch.Tensor, key_segments: torch.Tensor) -> torch.Tensor:
-    """Return the mask within documents, in both directions. Padding (-1) sees padding and is seen by nothing else.
+    """Return the mask within documents, in both directions. Padding (-1) sees only padding, and only padding sees it.
 
     Shapes:
         query_segments [b, s], key_segments [b, s_k] integers, the document of each position
         output         bool [b, 1, s, s_k]
     """
-    same = query_segments.unsqueeze(2) == key_segments.unsqueeze(1)  # [b, s, s_k]
-    return same.unsqueeze(1)
+    is_same = query_segments.unsqueeze(2) == key_segments.unsqueeze(1)  # [b, s, s_k]
+    return is_same.unsqueeze(1)
 
 
 def positions_in_segments(segment_ids: torch.Tensor) -> torch.Tensor:
@@ -155,26 +157,26 @@ def positions_in_segments(segment_ids: torch.Tensor) -> torch.Tensor:
 
     Shapes:
         segment_ids [b, s] integers, equal and adjacent within a document
-        output      int64 [b, s], from 0 in each
+        output      int64 [b, s], starting from 0 in each document
     """
     positions = torch.arange(segment_ids.shape[1], device=segment_ids.device).expand(segment_ids.shape)
-    starts = torch.ones_like(segment_ids, dtype=torch.bool)
-    starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
-    return positions - positions.masked_fill(~starts, 0).cummax(dim=1).values
+    is_start = torch.ones_like(segment_ids, dtype=torch.bool)
+    is_start[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return positions - positions.masked_fill(~is_start, 0).cummax(dim=1).values
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return 0 where ``mask`` is True and the lowest number elsewhere.
+    """Return 0 where ``mask`` is True and ``lowest(dtype)`` elsewhere.
 
-    A query that may look nowhere then looks everywhere alike, where -inf would give it NaN.
+    A query that may attend to no key then attends to all keys equally, whereas -inf would yield NaN.
     """
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, lowest(dtype))
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """Return what is added to scores where nothing may be seen: half the lowest number of ``dtype``.
+    """Return the value added to masked scores: half the lowest number of ``dtype``.
 
-    With a low score added, or times log2(e) as in kernels that make powers of 2, it stays finite. Scores that count
-    must be well above it: in fp16 above -30,000.
+    It remains finite when a low score is added, and when multiplied by log2(e) in kernels that compute powers of 2.
+    Scores that count must be well above it: in fp16 above -30,000.
     """
     return torch.finfo(dtype).min / 2

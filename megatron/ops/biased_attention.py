@@ -10,13 +10,13 @@ from torch.utils.flop_counter import register_flop_formula
 
 from megatron.ops.attention import Drop, additive, attention, dropped_attention, lowest
 
-# A bias by the distance between query and key: the 2s - 1 numbers of a head, and the matrix [s, s] that they make.
+# A bias by the distance between query and key: 2s - 1 values per head, which define a matrix [s, s].
 #
-# The numbers are all that autograd sees of the bias; they are spread where they are added to scores.
+# Autograd sees only these values. They are spread into a matrix when they are added to scores.
 
 
 def without_future(by_distance: torch.Tensor) -> torch.Tensor:
-    """Return the bias with the lowest number for keys to the right of the query: the causal rule, for nothing.
+    """Return the bias with the lowest number for keys after the query, which applies the causal rule at no cost.
 
     Shapes:
         by_distance, output [a, 2s - 1]
@@ -27,7 +27,7 @@ def without_future(by_distance: torch.Tensor) -> torch.Tensor:
 
 
 def spread(by_distance: torch.Tensor) -> torch.Tensor:
-    """Return the matrix of each head whose entry (i, j) is that of the distance j - i.
+    """Return a matrix for each head whose entry (i, j) is the bias of the distance j - i.
 
     Shapes:
         by_distance [a, 2s - 1]
@@ -47,7 +47,7 @@ class _Spread(torch.autograd.Function):
 
 
 def spread_values(by_distance: torch.Tensor) -> torch.Tensor:
-    """Return ``spread``, not seen by autograd."""
+    """Return ``spread`` without autograd."""
     size = (by_distance.shape[1] + 1) // 2
     windows = by_distance.contiguous().unfold(1, size, 1)  # [a, s, s], row k from distance k - (s - 1) on
     return windows.flip(1)
@@ -56,15 +56,16 @@ def spread_values(by_distance: torch.Tensor) -> torch.Tensor:
 def diagonal_sums(matrices: torch.Tensor) -> torch.Tensor:
     """Return the sums along the diagonals of [a, s, s] as [a, 2s - 1]: the transpose of ``spread_values``.
 
-    On a CPU the heads take turns in memory that stays in its caches; elsewhere turns would be kernels too small.
+    On a CPU, heads are processed one at a time in memory that stays in its caches. On other devices all heads are
+    processed together, because a kernel for one head would be too small.
     """
     return sums_of_some(matrices, 1 if matrices.device.type == "cpu" else len(matrices))
 
 
 def sums_of_some(matrices: torch.Tensor, at_once: int) -> torch.Tensor:
-    """Return ``diagonal_sums``, made of so many heads at once; their number is a multiple of it.
+    """Return ``diagonal_sums``, computed for ``at_once`` heads at a time, which must divide the number of heads.
 
-    Row i of a matrix is put down i places to the left, in rows of 2s, so that columns are distances.
+    Row i of a matrix is shifted by i columns to the left within rows of length 2s, so that columns are distances.
     """
     size = matrices.shape[-1]
     rows = matrices.new_zeros(at_once, size, 2 * size)
@@ -76,14 +77,14 @@ def sums_of_some(matrices: torch.Tensor, at_once: int) -> torch.Tensor:
     return sums[:, :-1]
 
 
-# Attention whose scores are not scaled, with a bias that depends on the distance between query and key alone.
+# Attention with unscaled scores and a bias that depends only on the distance between query and key.
 #
-# On a CPU it is an operator (``torch.library``) that goes block by block, one node to ``--compile``.
+# On a CPU it is a custom operator (``torch.library``) that works block by block, a single node for ``--compile``.
 
 BLOCK = 2**20
-"""Scores that are worked on at a time on a CPU: few enough to stay in its caches from one step to the next."""
+"""Number of scores computed at a time on a CPU, small enough to stay in its caches between operations."""
 KEPT = 2**24
-"""Probabilities that a layer may keep for backward on a CPU; above it they are made once more there."""
+"""Number of probabilities that a layer may save for backward on a CPU. If there are more, backward recomputes them."""
 
 
 def biased_attention(
@@ -96,41 +97,41 @@ def biased_attention(
     dropout: float = 0.0,
     drop: Drop | None = None,
 ) -> torch.Tensor:
-    """Return ``softmax(q k^T + bias) v``. A query that may look nowhere looks everywhere alike: no NaN.
+    """Return ``softmax(q k^T + bias) v``. A query that may attend to no key attends to all keys equally (no NaN).
 
     Shapes:
         query  [b, a/t, s, d]
         key, value [b, a/t, s_k, d]
-        by_distance [a/t, 2s - 1], for key minus query position from -(s - 1) to s - 1, where s_k is s; None: no bias
-        mask   bool [b or 1, 1, s, s_k], True where a query may look
+        by_distance [a/t, 2s - 1], bias of key minus query position from -(s - 1) to s - 1, with s_k = s; None: no bias
+        mask   bool [b or 1, 1, s, s_k], True where a query may attend
         output [b, a/t, s, d]
 
     Args:
-        drop: drops probabilities in place of ``dropout``.
+        drop: dropout of probabilities, used instead of ``dropout``.
 
     Source: Raffel et al. 2020, "Exploring the limits of transfer learning", section 2.1.
     """
     if is_blocked(query) and not dropout and drop is None:
-        tensors = [each for each in (query, key, value, by_distance) if each is not None]
-        has_backward = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
-        keeps = has_backward and query[..., 0].numel() * key.shape[2] <= KEPT
-        return _forward(query, key, value, by_distance, None if mask is None else ~mask, keeps)[0]
-    added = None if mask is None else additive(mask, query.dtype)
+        tensors = [tensor for tensor in (query, key, value, by_distance) if tensor is not None]
+        has_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        keeps_probabilities = has_backward and query[..., 0].numel() * key.shape[2] <= KEPT
+        return _forward(query, key, value, by_distance, None if mask is None else ~mask, keeps_probabilities)[0]
+    bias_and_mask = None if mask is None else additive(mask, query.dtype)
     if by_distance is not None:
         bias = spread(by_distance).unsqueeze(0)  # [1, a/t, s, s]
-        added = bias if mask is None else bias.masked_fill(~mask, lowest(bias.dtype))  # [b, a/t, s, s]
+        bias_and_mask = bias if mask is None else bias.masked_fill(~mask, lowest(bias.dtype))  # [b, a/t, s, s]
     if drop is not None:
-        return dropped_attention(query, key, value, added, drop=drop, scale=1.0)
-    return attention(query, key, value, mask=added, is_causal=False, dropout=dropout, scale=1.0)
+        return dropped_attention(query, key, value, bias_and_mask, drop=drop, scale=1.0)
+    return attention(query, key, value, mask=bias_and_mask, is_causal=False, dropout=dropout, scale=1.0)
 
 
 def is_blocked(x: torch.Tensor) -> bool:
-    """Return whether attention of ``x`` goes block by block: on CPUs, where torch is slow, most of all with a bias."""
+    """Return True if attention of ``x`` works block by block: on CPUs, where torch is slow, most of all with a bias."""
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
 
 
 class _Block(NamedTuple):
-    """Whole samples where one fits, else some heads of one: in both cases neighbours among all heads of all samples."""
+    """Consecutive heads among those of all samples: full samples if one fits, otherwise some heads of one sample."""
 
     part: slice  # of [b a, ...]
     samples: slice
@@ -146,22 +147,22 @@ def _forward(
     hidden: torch.Tensor | None,
     keeps: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the context and, if it ``keeps`` them, the probabilities [b a, s, s_k]; else no numbers.
+    """Return the context and, if ``keeps``, the probabilities [b a, s, s_k]; otherwise an empty second tensor.
 
-    Scores become probabilities in place, block by block; beyond ``KEPT`` no [b, a, s, s_k] is ever in memory. torch's
-    own attention, in the same case, makes several tensors of that size and goes over each from end to end.
+    Scores become probabilities in place, block by block. Above ``KEPT`` there is never a tensor [b, a, s, s_k] in
+    memory. In the same case torch's attention allocates several tensors of that size and passes over each of them.
     """
     context = torch.empty_like(query, memory_format=torch.contiguous_format)
     bias = None if by_distance is None else spread_values(by_distance)  # [a, s, s]
     blocks, size = _blocks(query, key)
-    kept = query.new_empty(_kept_shape(query, key, keeps))
-    spare = kept if keeps else query.new_empty(size, query.shape[2], key.shape[2])
+    saved = query.new_empty(_kept_shape(query, key, keeps))
+    buffer = saved if keeps else query.new_empty(size, query.shape[2], key.shape[2])
     for block in blocks:
-        q, k, v, own = (_flat(x)[block.part] for x in (query, key, value, context))
-        probabilities = kept[block.part] if keeps else spare[: q.shape[0]]  # [n, s, s_k]
+        q, k, v, block_context = (_flat(x)[block.part] for x in (query, key, value, context))
+        probabilities = saved[block.part] if keeps else buffer[: q.shape[0]]  # [n, s, s_k]
         _set_probabilities(probabilities, q, k, bias, hidden, block)
-        torch.bmm(probabilities, v, out=own)
-    return context, kept
+        torch.bmm(probabilities, v, out=block_context)
+    return context, saved
 
 
 @torch.library.custom_op("megatron_tds::biased_attention_backward", mutates_args=())
@@ -174,29 +175,38 @@ def _backward(
     hidden: torch.Tensor | None,
     kept: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of query, key, value and bias; no numbers for the last where there is none."""
-    found = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+    """Return the gradients of query, key, value and bias; the last is empty if there is no bias."""
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
     keeps = kept.numel() > 0
     bias = None if by_distance is None or keeps else spread_values(by_distance)
-    to_bias = None if by_distance is None else query.new_empty(query.shape[1], query.shape[2], key.shape[2])
+    bias_grad = None if by_distance is None else query.new_empty(query.shape[1], query.shape[2], key.shape[2])
     blocks, size = _blocks(query, key)
-    again = query.new_empty(0 if keeps else size, query.shape[2], key.shape[2])
-    scratch = query.new_empty(size, query.shape[2], key.shape[2])
+    recomputed = query.new_empty(0 if keeps else size, query.shape[2], key.shape[2])
+    buffer = query.new_empty(size, query.shape[2], key.shape[2])
     for block in blocks:
-        q, k, v, grad, to_q, to_k, to_v = (_flat(x)[block.part] for x in (query, key, value, gradient, *found))
-        probabilities = kept[block.part] if keeps else again[: q.shape[0]]
+        q, k, v, context_grad, q_grad, k_grad, v_grad = (
+            _flat(x)[block.part] for x in (query, key, value, gradient, *grads)
+        )
+        probabilities = kept[block.part] if keeps else recomputed[: q.shape[0]]
         if not keeps:
             _set_probabilities(probabilities, q, k, bias, hidden, block)
-        torch.bmm(probabilities.transpose(1, 2), grad, out=to_v)
-        scores = scratch[: q.shape[0]]  # their gradient; first that of the probabilities
-        torch.bmm(grad, v.transpose(1, 2), out=scores)
-        torch.ops.aten._softmax_backward_data.out(scores, probabilities, -1, scores.dtype, grad_input=scores)
-        torch.bmm(scores, k, out=to_q)
-        torch.bmm(scores.transpose(1, 2), q, out=to_k)
-        if to_bias is not None:
-            _add_samples(to_bias[block.heads], scores, is_first=block.samples.start == 0)
-    to_query, to_key, to_value = found
-    return to_query, to_key, to_value, query.new_empty(0) if to_bias is None else diagonal_sums(to_bias).contiguous()
+        torch.bmm(probabilities.transpose(1, 2), context_grad, out=v_grad)
+        score_grads = buffer[: q.shape[0]]  # first the gradient of the probabilities, then that of the scores
+        torch.bmm(context_grad, v.transpose(1, 2), out=score_grads)
+        torch.ops.aten._softmax_backward_data.out(
+            score_grads, probabilities, -1, score_grads.dtype, grad_input=score_grads
+        )
+        torch.bmm(score_grads, k, out=q_grad)
+        torch.bmm(score_grads.transpose(1, 2), q, out=k_grad)
+        if bias_grad is not None:
+            _add_samples(bias_grad[block.heads], score_grads, is_first=block.samples.start == 0)
+    query_grad, key_grad, value_grad = grads
+    return (
+        query_grad,
+        key_grad,
+        value_grad,
+        query.new_empty(0) if bias_grad is None else diagonal_sums(bias_grad).contiguous(),
+    )
 
 
 def _kept_shape(query: torch.Tensor, key: torch.Tensor, keeps: bool) -> tuple[int, int, int]:
@@ -231,20 +241,20 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, tor
     *tensors, _ = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # else zeros as many as the probabilities are made
+    ctx.set_materialize_grads(False)  # otherwise autograd allocates zeros of the size of the probabilities
 
 
 def _gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     tensors = ctx.saved_tensors
-    to_query, to_key, to_value, to_bias = _backward(grad, *tensors)
-    return to_query, to_key, to_value, None if tensors[3] is None else to_bias, None, None
+    query_grad, key_grad, value_grad, bias_grad = _backward(grad, *tensors)
+    return query_grad, key_grad, value_grad, None if tensors[3] is None else bias_grad, None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_remember)
 
 
 def _products(query: torch.Size, key: torch.Size) -> int:
-    """Return the FLOPs of a product of every query with every key."""
+    """Return the FLOPs of the product of all queries with all keys."""
     b, a, s, d = query
     return 2 * b * a * s * key[2] * d
 
@@ -262,7 +272,7 @@ def _flops_of_backward(
 
 
 def _add_samples(total: torch.Tensor, scores: torch.Tensor, *, is_first: bool) -> None:
-    """Add [heads, s, s] of each sample of a block to ``total``, which is empty before the first."""
+    """Add the scores [heads, s, s] of each sample of a block to ``total``; with ``is_first`` overwrite it."""
     samples = scores.split(total.shape[0])
     if is_first:
         total.copy_(samples[0])
@@ -271,19 +281,19 @@ def _add_samples(total: torch.Tensor, scores: torch.Tensor, *, is_first: bool) -
 
 
 def _blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[list[_Block], int]:
-    """Return the blocks and the number of heads in the largest."""
+    """Return the blocks and the number of heads in the largest block."""
     num_samples, num_heads = query.shape[:2]
     size = max(1, BLOCK // (query.shape[2] * key.shape[2]))
     if size < num_heads:
-        parts = [(i, j) for i in range(num_samples) for j in range(0, num_heads, size)]
-        ends = [(i + 1, min(j + size, num_heads)) for i, j in parts]
+        firsts = [(i, j) for i in range(num_samples) for j in range(0, num_heads, size)]
+        ends = [(i + 1, min(j + size, num_heads)) for i, j in firsts]
     else:
         size -= size % num_heads
-        parts = [(i, 0) for i in range(0, num_samples, size // num_heads)]
-        ends = [(min(i + size // num_heads, num_samples), num_heads) for i, _ in parts]
+        firsts = [(i, 0) for i in range(0, num_samples, size // num_heads)]
+        ends = [(min(i + size // num_heads, num_samples), num_heads) for i, _ in firsts]
     blocks = [
         _Block(slice(i * num_heads + j, (i_end - 1) * num_heads + j_end), slice(i, i_end), slice(j, j_end))
-        for (i, j), (i_end, j_end) in zip(parts, ends, strict=True)
+        for (i, j), (i_end, j_end) in zip(firsts, ends, strict=True)
     ]
     return blocks, min(size, num_samples * num_heads)
 
@@ -300,7 +310,7 @@ def _set_probabilities(
     hidden: torch.Tensor | None,
     block: _Block,
 ) -> None:
-    """Put the softmax of the scores of a block into ``scores``; the lowest number stands for one that is ``hidden``.
+    """Write the softmax of a block's scores into ``scores``; ``hidden`` scores are set to the lowest number.
 
     Shapes:
         scores [n, s, s_k]
@@ -308,13 +318,13 @@ def _set_probabilities(
         bias   [a, s, s]
         hidden [b or 1, 1, s, s_k]
     """
-    each = (-1, block.heads.stop - block.heads.start)
+    by_sample = (-1, block.heads.stop - block.heads.start)
     if bias is None:
         torch.bmm(query, key.transpose(1, 2), out=scores)
     else:
-        scores.unflatten(0, each).copy_(bias[block.heads])
+        scores.unflatten(0, by_sample).copy_(bias[block.heads])
         scores.baddbmm_(query, key.transpose(1, 2))
     if hidden is not None:
-        own = hidden if hidden.shape[0] == 1 else hidden[block.samples]
-        scores.unflatten(0, each).masked_fill_(own, lowest(scores.dtype))
+        block_hidden = hidden if hidden.shape[0] == 1 else hidden[block.samples]
+        scores.unflatten(0, by_sample).masked_fill_(block_hidden, lowest(scores.dtype))
     torch.softmax(scores, dim=-1, out=scores)

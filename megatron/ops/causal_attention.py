@@ -1,4 +1,4 @@
-"""Causal attention on a CPU: by blocks, and by the C++ kernel (causal_kernel.cpp beside it)."""
+"""Causal attention on a CPU: block by block with torch's operators, or by the C++ kernel of causal_kernel.cpp."""
 
 from __future__ import annotations
 
@@ -17,59 +17,62 @@ from megatron.ops.biased_attention import is_blocked
 from megatron.ops.document_attention import document_attention
 from megatron.torch_compat import load_cpp
 
-# Heads and blocks of queries for ``causal_attention``: memory that stays in a core's caches, and views of it.
+# Heads and blocks of queries of ``causal_self_attention``: memory that stays in a core's caches, and views of it.
 #
-# All is made once for the heads that are worked on together, and used again for the next ones: beside products as small
-# as a block's, a new view or a new place for a result takes time that is seen.
+# Memory and views are created once for the heads that are processed together, and reused for the next heads. Compared
+# with the small products of a block, creating a view or allocating a result takes a noticeable time.
 
 CACHED = 2**18
-"""Scores that a core works on at a time: few enough to stay in its caches from one product to the next."""
+"""Number of scores that a core computes at a time, small enough to stay in its caches between products."""
 
 
 def queries_of_block(size: int) -> int:
-    """Return the queries q of a block: of s x s scores about (1 + q/s) / 2 are computed.
+    """Return the number q of queries per block; about (1 + q/s) / 2 of the s x s scores are computed.
 
-    Small blocks of long rows leave a core few heads to work on together, and cost more starts than they save products.
+    With small blocks of long rows a core processes few heads together, and the overhead of more products is larger than
+    the computation that is saved.
     """
     return min(size, 64 if size <= 512 else 128)
 
 
 class Room:
-    """Memory for some heads that are worked on together, and their blocks, the last first: it sees every key.
+    """Memory for heads that are processed together, and their blocks.
+
+    The last block comes first, because it sees every key.
 
     Args:
-        packed: [s, b, a/t, 3, d], what the heads will come from.
-        count: heads, of all samples together.
+        packed: [s, b, a/t, 3, d], the tensor from which heads are copied.
+        count: number of heads, counted over all samples.
     """
 
     def __init__(self, packed: torch.Tensor, count: int) -> None:
         self.size, _, _, _, self.width = packed.shape
         self.scale = self.width**-0.5
-        most = queries_of_block(self.size)
+        num_queries = queries_of_block(self.size)
         self.together = packed.new_empty(3, count, self.size, self.width)
         self.query, self.key, self.value = self.together
-        self.future = packed.new_full((most, most), float("-inf")).triu_(1)
-        self.scores = packed.new_empty(count * most * self.size)
-        self.products = packed.new_empty(count * most * self.width)
-        self.blocks: Sequence[Block] = [self.block(first) for first in reversed(range(0, self.size, most))]
+        self.future = packed.new_full((num_queries, num_queries), float("-inf")).triu_(1)
+        self.scores = packed.new_empty(count * num_queries * self.size)
+        self.products = packed.new_empty(count * num_queries * self.width)
+        self.blocks: Sequence[Block] = [self.block(first) for first in reversed(range(0, self.size, num_queries))]
 
     def block(self, first: int) -> Block:
-        """Return the block whose queries begin with ``first``."""
+        """Return the block whose queries start at ``first``."""
         return Block(self, self.own(first))
 
     def own(self, first: int) -> slice:
-        """Return where the queries of that block lie."""
+        """Return the range of the queries of the block that starts at ``first``."""
         return slice(first, min(first + queries_of_block(self.size), self.size))
 
 
 class Block:
-    """The queries ``own`` of a room's heads and the keys that they see, all views.
+    """Views of the queries ``own`` of a room's heads and of the keys that they see.
 
     Shapes:
         query   [n, own, d]
         keys, values [n, seen, d]
         scores  [n, own, seen]
-        product [n, own, d], for a result
+        product [n, own, d], memory for a result
     """
 
     def __init__(self, room: Room, own: slice) -> None:
@@ -82,28 +85,28 @@ class Block:
         self._keys_across = self.keys.transpose(1, 2)
 
     def scores_in(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return memory [n, own, seen]."""
+        """Return a view [n, own, seen] of ``memory``."""
         heads, count, _ = self.query.shape
         return memory[: heads * count * self.own.stop].view(heads, count, self.own.stop)
 
     def make_probabilities(self) -> None:
-        """Put the softmax of the scores in their place."""
+        """Compute the probabilities in the memory of the scores."""
         put_product(self.scores, self.query, self._keys_across, self.scale)
         self._diagonal += self._future
         torch.softmax(self.scores, dim=-1, out=self.scores)
 
 
 class RoomOfBackward(Room):
-    """A room with memory for gradients: of the context, ``given``, of key and of value, each [n, s, d]."""
+    """A room with memory for the gradients of the context (``given``), of key and of value, each [n, s, d]."""
 
     blocks: Sequence[BlockOfBackward]
 
     def __init__(self, packed: torch.Tensor, count: int) -> None:
         size, width = len(packed), packed.shape[-1]
-        most = queries_of_block(size)
+        num_queries = queries_of_block(size)
         self.given, self.of_key, self.of_value = (packed.new_empty(count, size, width) for _ in range(3))
-        self.second = packed.new_empty(count * most * size)
-        added = (size - 1) // most * most  # rows; the rest are the first block's alone
+        self.second = packed.new_empty(count * num_queries * size)
+        added = (size - 1) // num_queries * num_queries  # rows to which later blocks add
         self.spare = packed.new_empty(count * added * width)
         super().__init__(packed, count)
 
@@ -112,7 +115,7 @@ class RoomOfBackward(Room):
 
 
 class BlockOfBackward(Block):
-    """A block with the gradient of its context, ``given`` [n, own, d], and ``second``, as large as its scores."""
+    """A block with the gradient of its context, ``given`` [n, own, d], and ``second``, memory of the scores' size."""
 
     def __init__(self, room: RoomOfBackward, own: slice) -> None:
         super().__init__(room, own)
@@ -123,21 +126,21 @@ class BlockOfBackward(Block):
 
 
 class _Sum:
-    """The first ``seen`` rows of ``place`` [n, s, d], to which a block adds; the block that sees all comes first."""
+    """The first ``seen`` rows of ``place`` [n, s, d], to which a block adds. The first block sets all rows instead."""
 
     def __init__(self, place: torch.Tensor, seen: int, spare: torch.Tensor, scale: float = 1.0) -> None:
         self._rows, self._is_first, self._scale = place[:, :seen], seen == place.shape[1], scale
         self._product = self._rows if self._is_first else spare[: self._rows.numel()].view(self._rows.shape)
 
     def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Add ``scale`` times the product of two matrices for each head."""
+        """Add ``scale`` times the product of ``left`` and ``right`` for each head."""
         put_product(self._product, left, right, self._scale)
         if not self._is_first:
             self._rows += self._product
 
 
 def put_product(place: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
-    """Set ``place`` to ``scale`` times the product of two matrices for each head, and return it."""
+    """Write ``scale`` times the product of ``left`` and ``right`` for each head into ``place``, and return it."""
     return torch.baddbmm(place, left, right, beta=0, alpha=scale, out=place)
 
 
@@ -145,22 +148,22 @@ AnyRoom = TypeVar("AnyRoom", bound=Room)
 
 
 def rooms(kind: type[AnyRoom], packed: torch.Tensor) -> Iterator[tuple[slice, AnyRoom]]:
-    """Yield the heads that are worked on together, and the room for them, always the same."""
+    """Yield each range of heads that are processed together, with the room for them; all ranges share one room."""
     size, num_heads = len(packed), packed.shape[1] * packed.shape[2]
-    most = max(1, CACHED * torch.get_num_threads() // (queries_of_block(size) * size))
-    at_once = -(-num_heads // -(-num_heads // most))  # as even as they come
-    room = kind(packed, at_once)
-    for start in range(0, num_heads, at_once):
-        first = min(start, num_heads - at_once)  # the last ones fill the room with some that are made again
-        yield slice(first, first + at_once), room
+    max_heads = max(1, CACHED * torch.get_num_threads() // (queries_of_block(size) * size))
+    heads_per_room = -(-num_heads // -(-num_heads // max_heads))  # ranges of nearly equal size
+    room = kind(packed, heads_per_room)
+    for start in range(0, num_heads, heads_per_room):
+        first = min(start, num_heads - heads_per_room)  # the last range fills the room, with some heads computed again
+        yield slice(first, first + heads_per_room), room
 
 
-# Causal self-attention in fp32 on a CPU: ``causal_kernel.cpp``, built when a run first asks for it, where g++ is.
+# Causal self-attention in fp32 on a CPU by ``causal_kernel.cpp``, which is built on first use if g++ is available.
 #
-# A head stays in its core's cache from the scores to the gradients. ``causal_attention``, by torch's operators, goes
-# over each block of scores with one kernel after another, and copies heads in and out for all cores to share.
+# A head stays in its core's cache from the scores to the gradients. The implementation with torch's operators passes
+# over each block of scores with several kernels, and copies heads to memory that all cores share.
 #
-# | fp32, 2 cores, forward and backward | by blocks | this |
+# | fp32, 2 cores, forward and backward | by blocks | C++ kernel |
 # |---|---|---|
 # | [512, 8, 8, 64] | 55 ms | 36 ms |
 # | [1024, 4, 12, 64] | 160 ms | 107 ms |
@@ -168,20 +171,20 @@ def rooms(kind: type[AnyRoom], packed: torch.Tensor) -> Iterator[tuple[slice, An
 
 SOURCE = Path(__file__).with_name("causal_kernel.cpp")
 VECTORS = {"AVX512": "-march=skylake-avx512", "AVX2": "-march=haswell"}
-"""Processors, by torch's word for them, that this is for -> what each of them has, in place of torch's ``native``.
+"""Supported CPU capabilities as torch names them -> compiler flag, used instead of torch's ``-march=native``.
 
-torch's cache knows a library by its text and flags, and may lie where machines of several kinds see it.
+torch's cache identifies a library by its source and flags, and may be shared by machines with different processors.
 """
 
 
 def takes(packed: torch.Tensor) -> bool:
-    """Return whether this is for ``packed`` [s, b, a/t, 3, d], on a CPU: in fp32, where it could be built."""
+    """Return True if the kernel supports ``packed`` [s, b, a/t, 3, d] on a CPU: in fp32, if it can be built."""
     return packed.dtype == torch.float32 and is_built()
 
 
 @torch.compiler.assume_constant_result
 def is_built() -> bool:
-    """Return whether the kernel is there; it is built in 3 s when first asked for, and in torch's cache after that."""
+    """Return True if the kernel is available. The first call builds it in 3 s; later runs use torch's cache."""
     return _library() is not None
 
 
@@ -192,13 +195,13 @@ def _library() -> ctypes.CDLL | None:
         return None
     flags = f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}", VECTORS[capability], "-mtune=native"
     try:
-        found: Any = load_cpp(SOURCE.read_text(), flags)
-        found.causal_vectors.restype = found.causal_numbers.restype = ctypes.c_int64
-        found.causal_forward.restype = found.causal_backward.restype = ctypes.c_char_p
-        return found
+        library: Any = load_cpp(SOURCE.read_text(), flags)
+        library.causal_vectors.restype = library.causal_numbers.restype = ctypes.c_int64
+        library.causal_forward.restype = library.causal_backward.restype = ctypes.c_char_p
+        return library
     except Exception as error:
-        has_none = type(error).__name__ == "InvalidCxxCompiler"
-        (log.info if has_none else log.warn_once)(
+        has_no_compiler = type(error).__name__ == "InvalidCxxCompiler"
+        (log.info if has_no_compiler else log.warn_once)(
             f"attention goes by torch's operators, some 5 % of a step longer, for {SOURCE.name} could not be built; it "
             f"needs a C++ compiler (g++, or what CXX names): {str(error)[:3000]}"
         )
@@ -207,10 +210,10 @@ def _library() -> ctypes.CDLL | None:
 
 @torch.library.custom_op("megatron_tds::causal_kernel", mutates_args=())
 def forward(packed: torch.Tensor, starts: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the context [s, b, a/t, d]; and for the backward alone, without a gradient, two numbers of each query.
+    """Return the context [s, b, a/t, d] and two values per query for backward [2, b a/t, s], which get no gradient.
 
-    They are its largest score, which no factor has yet, and what its exponentials are multiplied by: [2, b a/t, s].
-    ``starts`` int32 [b, s] is where documents begin that are kept apart.
+    The values are the largest score before scaling and the factor of the exponentials. ``starts`` int32 [b, s] contains
+    the start of each position's document; attention does not cross documents.
     """
     packed = packed.contiguous()
     context, queries = _like_outcome(packed)
@@ -222,31 +225,31 @@ def forward(packed: torch.Tensor, starts: torch.Tensor | None = None) -> tuple[t
 def backward(
     grad: torch.Tensor, packed: torch.Tensor, queries: torch.Tensor, starts: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the gradient of ``packed``, like it in shape; that of the context is [s, b, a/t, d]."""
+    """Return the gradient of ``packed``, in its shape, given that of the context [s, b, a/t, d]."""
     packed = packed.contiguous()
-    found = torch.empty_like(packed)
-    _call("causal_backward", grad.contiguous(), packed, _read(starts), queries, found, is_backward=True, packed=packed)
-    return found
+    out = torch.empty_like(packed)
+    _call("causal_backward", grad.contiguous(), packed, _read(starts), queries, out, is_backward=True, packed=packed)
+    return out
 
 
 def _read(starts: torch.Tensor | None) -> torch.Tensor | None:
-    """Return ``starts`` as the library reads it."""
+    """Return ``starts`` in the form that the library reads."""
     return None if starts is None else starts.to(torch.int32).contiguous()
 
 
 def _call(name: str, *tensors: torch.Tensor | None, is_backward: bool, packed: torch.Tensor) -> None:
-    """Call ``name`` of the library with ``tensors``, rooms for threads to work in, and the sizes of ``packed``.
+    """Call the library's function ``name`` with ``tensors``, memory for its threads and the sizes of ``packed``.
 
     Raises:
-        RuntimeError: what it ran into.
+        RuntimeError: the function failed.
     """
     s, b, a, _, d = packed.shape
-    library, rooms = _library(), max(1, min(torch.get_num_threads(), b * a))
+    library, num_rooms = _library(), max(1, min(torch.get_num_threads(), b * a))
     assert library is not None
-    each = library.causal_numbers(ctypes.c_int64(s), ctypes.c_int64(d), ctypes.c_bool(is_backward))
-    memory = packed.new_empty(rooms * each)
-    places = (ctypes.c_void_p(None if each is None else each.data_ptr()) for each in (*tensors, memory))
-    error = getattr(library, name)(*places, *map(ctypes.c_int64, (rooms, s, b * a, d, a)))
+    tensor = library.causal_numbers(ctypes.c_int64(s), ctypes.c_int64(d), ctypes.c_bool(is_backward))
+    memory = packed.new_empty(num_rooms * tensor)
+    pointers = (ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (*tensors, memory))
+    error = getattr(library, name)(*pointers, *map(ctypes.c_int64, (num_rooms, s, b * a, d, a)))
     if error is not None:
         raise RuntimeError(f"{name} of {SOURCE.name} on {tuple(packed.shape)}: {error.decode()}")
 
@@ -291,22 +294,21 @@ def _kernel_backward_flops(_: torch.Size, packed: torch.Size, *__: Any, **___: A
 
 
 def products(shape: torch.Size) -> int:
-    """Return the FLOPs of a product of every query with the keys it sees, itself among them."""
+    """Return the FLOPs of the product of every query with the keys that it sees, including the one at its position."""
     s, b, a, _, d = shape
     return b * a * d * s * (s + 1)
 
 
-# Causal self-attention on a CPU, by blocks of queries: what lies in the future is not computed.
+# Causal self-attention on a CPU by blocks of queries: scores of later keys are not computed.
 #
-# Some heads at a time are copied, each together (``causal_blocks``): products of strided rows take a fifth longer. A
-# block of their queries is a product with the keys up to its own end, a softmax in place and a product with the values;
-# backward makes the probabilities once more, for reading them from memory would take as long. Nothing of [s, s] is
-# kept, and the gradients of query, key and value are written where the layer's product reads them, one beside the
-# other.
+# Some heads at a time are copied into contiguous memory (``Room``), because products of strided rows take a fifth
+# longer. A block of queries computes a product with the keys up to the end of the block, a softmax in place and a
+# product with the values. Backward recomputes the probabilities, because reading them from memory would take as long.
+# Nothing of size [s, s] is saved, and the gradients of query, key and value are written next to each other, as the
+# backward of the layer's product reads them.
 #
-# It is an operator (``torch.library``), one node to ``--compile``. In fp32 ``causal_kernel`` takes its place, where it
-# can be built. torch's own kernel, which every other case takes, goes over whole rows of the scores in its backward
-# pass.
+# It is a custom operator (``torch.library``), a single node for ``--compile``. In fp32 the C++ kernel is used instead
+# if it can be built. All other cases use torch's kernel, which processes full rows of the scores in its backward.
 
 _softmax_backward = torch.ops.aten._softmax_backward_data.out
 
@@ -314,25 +316,25 @@ _softmax_backward = torch.ops.aten._softmax_backward_data.out
 def causal_self_attention(
     packed: torch.Tensor, starts: torch.Tensor | None = None, *, dropout: float = 0.0, drop: Drop | None = None
 ) -> torch.Tensor:
-    """Return ``softmax(q k^T d^-0.5) v`` where no query sees a later key, nor with ``starts`` another document.
+    """Return ``softmax(q k^T d^-0.5) v``; no query sees a later key or, with ``starts``, another document.
 
     Shapes:
         packed [s, b, a/t, 3, d]: query, key and value of each head
-        starts int32 [b, s], as of ``document_attention``, which drops nothing; or None
+        starts int32 [b, s], see ``document_attention``; there is no dropout then; or None
         output [b, a/t, s, d]
 
     Args:
-        drop: drops probabilities in place of ``dropout``; as ``megatron.ops.attention``, which does that.
+        drop: dropout of probabilities, used instead of ``dropout``; see ``megatron.ops.attention``.
 
-    Source: Vaswani et al. 2017, "Attention is all you need", section 3.2.1; Dao et al. 2022, "FlashAttention", makes
-    probabilities again in backward.
+    Source: Vaswani et al. 2017, "Attention is all you need", section 3.2.1; Dao et al. 2022, "FlashAttention",
+    recomputes probabilities in backward.
     """
     if starts is not None:
         if packed.device.type != "cpu" or not takes(packed):
             query, key, value = heads_of(packed)
             return document_attention(query, key, value, starts)
-        found: torch.Tensor = forward(packed, starts)[0]
-        return found.permute(1, 2, 0, 3)
+        rows: torch.Tensor = forward(packed, starts)[0]
+        return rows.permute(1, 2, 0, 3)
     if is_blocked(packed) and not dropout and drop is None:
         context: torch.Tensor = forward(packed)[0] if takes(packed) else _forward(packed)
         return context.permute(1, 2, 0, 3)
@@ -340,7 +342,7 @@ def causal_self_attention(
 
 
 def heads_of(packed: torch.Tensor) -> list[torch.Tensor]:
-    """Return the parts of each head.
+    """Return the parts of the heads, such as query, key and value.
 
     Shapes:
         packed [s, b, a/t, parts, d]
@@ -352,44 +354,44 @@ def heads_of(packed: torch.Tensor) -> list[torch.Tensor]:
 @torch.library.custom_op("megatron_tds::causal_self_attention", mutates_args=())
 def _forward(packed: torch.Tensor) -> torch.Tensor:
     s, b, a, _, d = packed.shape
-    parts = _by_part(packed)
+    qkv = _by_part(packed)
     context = packed.new_empty(s, b, a, d)
     rows = context.flatten(1, 2)  # [s, n, d]
     for heads, room in rooms(Room, packed):
-        room.together.copy_(parts[:, heads])
-        found = rows[:, heads]
+        room.together.copy_(qkv[:, heads])
+        context_of_heads = rows[:, heads]
         for block in room.blocks:
             block.make_probabilities()
             torch.bmm(block.scores, block.values, out=block.product)
-            found[block.own].copy_(block.product.transpose(0, 1))
+            context_of_heads[block.own].copy_(block.product.transpose(0, 1))
     return context
 
 
 @torch.library.custom_op("megatron_tds::causal_self_attention_backward", mutates_args=())
 def _backward(grad: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of ``packed``, like it in shape; that of the context is [s, b, a, d]."""
-    parts, of_context = _by_part(packed), grad.flatten(1, 2).transpose(0, 1)
-    found = torch.empty_like(packed, memory_format=torch.contiguous_format)
-    of_parts = _by_part(found)
+    """Return the gradient of ``packed``, in its shape, given that of the context [s, b, a, d]."""
+    qkv, context_grad = _by_part(packed), grad.flatten(1, 2).transpose(0, 1)
+    packed_grad = torch.empty_like(packed, memory_format=torch.contiguous_format)
+    qkv_grad = _by_part(packed_grad)
     for heads, room in rooms(RoomOfBackward, packed):
-        room.together.copy_(parts[:, heads])
-        room.given.copy_(of_context[heads])
-        of_query, of_key, of_value = of_parts[:, heads]
+        room.together.copy_(qkv[:, heads])
+        room.given.copy_(context_grad[heads])
+        query_grad, key_grad, value_grad = qkv_grad[:, heads]
         for block in room.blocks:
             block.make_probabilities()
             block.of_value.add(block.scores.transpose(1, 2), block.given)
-            torch.bmm(block.given, block.values.transpose(1, 2), out=block.second)  # gradients of the probabilities
+            torch.bmm(block.given, block.values.transpose(1, 2), out=block.second)  # gradient of the probabilities
             _softmax_backward(block.second, block.scores, -1, packed.dtype, grad_input=block.second)  # of the scores
             block.of_key.add(block.second.transpose(1, 2), block.query)
             put_product(block.product, block.second, block.keys, room.scale)
-            of_query[:, block.own].copy_(block.product)
-        of_key.copy_(room.of_key)
-        of_value.copy_(room.of_value)
-    return found
+            query_grad[:, block.own].copy_(block.product)
+        key_grad.copy_(room.of_key)
+        value_grad.copy_(room.of_value)
+    return packed_grad
 
 
 def _by_part(packed: torch.Tensor) -> torch.Tensor:
-    """Return a view [3, n, s, d] of [s, b, a, 3, d], of n = b a heads."""
+    """Return a view [3, n, s, d] of ``packed`` [s, b, a, 3, d], with n = b a heads."""
     return packed.flatten(1, 2).permute(2, 1, 0, 3)
 
 

@@ -1,10 +1,11 @@
-// Causal attention of one head after another in a core's cache: see causal_kernel.py for what it computes and when.
+// Causal attention, one head at a time in a core's cache. causal_attention.py describes the result and when it is used.
 //
-// A head's query, key and value are copied out of the layer's product (its rows lie n * 3 * d numbers apart), those that
-// a product reads by columns transposed. Then 64 queries at a time: a product with the keys up to their own end, the
-// exponentials of its rows while they are in the cache, and the products that follow. Where documents are kept apart the
-// keys begin with the document of the first query. oneDNN's small products come with torch (`brgemm`, of row-major
-// matrices); vectors are torch's own, so this compiles wherever `torch.compile` does.
+// A head's query, key and value are copied out of the layer's product, whose rows are n * 3 * d elements apart.
+// Operands that a product reads by columns are transposed. For each block of 64 queries, the kernel computes a product
+// with the keys up to the last of these queries, the exponentials of its rows while they are in the cache, and the
+// remaining products. With documents, the keys start at the document of the first query. The small matrix products
+// (`brgemm`, of row-major matrices) are those of oneDNN in torch, and vectors are torch's, so this compiles wherever
+// `torch.compile` does.
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
@@ -26,28 +27,28 @@ using Vector = at::vec::Vectorized<float>;
 using at::native::cpublas::brgemm;
 
 constexpr int64_t kLanes = Vector::size();
-constexpr int64_t kQueries = 64;  // of a block
-constexpr int64_t kTile = 16;     // rows of scores, and of what lies transposed, begin at multiples of it
+constexpr int64_t kQueries = 64;  // queries of a block
+constexpr int64_t kTile = 16;     // rows of scores and of transposed operands start at multiples of it
 static_assert(kTile % kLanes == 0, "a row of scores must hold whole vectors");
 
 constexpr int64_t whole(int64_t count, int64_t of) { return (count + of - 1) / of * of; }
 
-// What all heads share. Numbers: s positions, n heads of all samples, d of a head.
+// Sizes that all heads share: s positions, n heads over all samples, d elements of a head per position.
 struct Sizes {
   int64_t s, n, d;
   float scale;
 
-  int64_t apart() const { return n * 3 * d; }           // rows of `packed`
-  int64_t width() const { return whole(s, kTile); }     // rows of scores, and of what lies transposed
-  int64_t rows() const { return s * d; }                // numbers of a head's query
-  int64_t columns() const { return width() * d; }       // the same, transposed
-  int64_t scores() const { return kQueries * width(); } // of a block
+  int64_t apart() const { return n * 3 * d; }           // stride of the rows of `packed`
+  int64_t width() const { return whole(s, kTile); }     // row length of scores and of transposed operands
+  int64_t rows() const { return s * d; }                // elements of a head's query
+  int64_t columns() const { return width() * d; }       // elements of its transpose
+  int64_t scores() const { return kQueries * width(); } // elements of a block's scores
 };
 
 int64_t numbers_forward(const Sizes& z) { return 2 * z.rows() + z.columns() + z.scores() + kQueries * z.d; }
 int64_t numbers_backward(const Sizes& z) { return 3 * z.rows() + 6 * z.columns() + 2 * z.scores(); }
 
-// Hands out parts of a thread's memory.
+// Allocates from a thread's memory.
 struct Room {
   float* next;
   float* take(int64_t count) { return std::exchange(next, next + count); }
@@ -57,7 +58,7 @@ void copy(const float* from, int64_t apart, float* to, int64_t rows, int64_t d) 
   for (int64_t i = 0; i < rows; ++i) std::memcpy(to + i * d, from + i * apart, d * sizeof(float));
 }
 
-// [rows, columns] to [columns, rows].
+// Transposes [rows, columns] to [columns, rows].
 void transpose(const float* from, int64_t apart, float* to, int64_t apart_to, int64_t rows, int64_t columns) {
   for (int64_t i = 0; i < rows; i += kLanes)
     for (int64_t j = 0; j < columns; j += kLanes)
@@ -74,17 +75,17 @@ float most_of(Vector x) {
   return at::vec::vec_reduce_all<float>([](Vector a, Vector b) { return at::vec::maximum(a, b); }, x);
 }
 
-// The first key of a block of queries that begins with `first`, down to whole tiles; of documents by where each begins.
+// Returns the first key of the block of queries that starts at `first`, rounded down to full tiles.
 int64_t lowest_key(const int32_t* starts, int64_t first) { return starts ? starts[first] / kTile * kTile : 0; }
 
-// Leave out the scores of a query from `low` to where its document begins.
+// Masks the scores of a query from `low` to the start of its document.
 void leave_out(float* row, const int32_t* starts, int64_t query, int64_t low) {
   if (starts) std::fill(row + low, row + starts[query], -std::numeric_limits<float>::infinity());
 }
 
-// Put exp(scale * (row - most)) in the place of the scores from `low` to `seen`, 0 behind them, and return what they
-// add up to. The largest is taken off first and exactly: its own exponential is 1, in forward and backward, however
-// large it is.
+// Replaces the scores from `low` to `seen` by exp(scale * (row - most)), sets those after `seen` to 0, and returns the
+// sum. The largest score is subtracted before scaling, which is exact: its exponential is 1 in forward and backward,
+// however large it is.
 float exponentials(float* row, int64_t seen, int64_t width, Vector scale, Vector most, int64_t low) {
   Vector sum(0.f);
   for (int64_t j = low; j < width; j += kLanes) {
@@ -96,7 +97,7 @@ float exponentials(float* row, int64_t seen, int64_t width, Vector scale, Vector
   return sum_of(sum);
 }
 
-// The largest of the scores from `low` to `seen`; NaN where one is.
+// Returns the largest of the scores from `low` to `seen`; NaN if one of them is NaN.
 float largest(const float* row, int64_t seen, int64_t low) {
   const Vector least(-std::numeric_limits<float>::infinity());
   Vector found = least;
@@ -145,7 +146,7 @@ void backward_of_head(const Sizes& z, const float* grad, const float* packed, co
   transpose(key, d, keys, width, z.s, d);
   transpose(packed + 2 * d, apart, values, width, z.s, d);
   transpose(given, d, all_given, width, z.s, d);
-  // The last block first: without documents it sees every key, so its gradients are set and those of the others added.
+  // The last block comes first. Without documents it sees every key, so it sets the gradients and other blocks add.
   if (starts) std::fill(of_key, of_key + z.columns(), 0.f), std::fill(of_value, of_value + z.columns(), 0.f);
   for (int64_t first = (z.s - 1) / kQueries * kQueries; first >= 0; first -= kQueries) {
     const int64_t count = std::min(kQueries, z.s - first), end = first + count, low = lowest_key(starts, first);
@@ -177,8 +178,8 @@ void backward_of_head(const Sizes& z, const float* grad, const float* packed, co
   transpose(of_value, width, found + 2 * d, apart, d, z.s);
 }
 
-// Calls `work(head, room)` for each head. A room is one thread's at a time, however many of them come: where this was
-// built with another OpenMP runtime than torch, that has a number of threads of its own.
+// Calls `work(head, room)` for each head. Only one thread uses a room at a time, whatever the number of threads is: if
+// this was built with another OpenMP runtime than torch, that runtime has its own number of threads.
 template <typename Work>
 void for_heads(int64_t n, float* memory, int64_t rooms, int64_t each, const Work& work) {
   std::atomic<int64_t> next{0};
@@ -188,7 +189,7 @@ void for_heads(int64_t n, float* memory, int64_t rooms, int64_t each, const Work
   });
 }
 
-// Returns what `run` threw, in words that last until this thread's next call; null where it threw nothing.
+// Returns the message of the exception that `run` threw, valid until this thread's next call; null if it threw none.
 template <typename Run>
 const char* said(const Run& run) {
   static thread_local std::string words;
@@ -207,7 +208,7 @@ const char* said(const Run& run) {
 
 extern "C" {
 
-// Bits of the vectors that this was built for; 0 where torch was not told of any, and stands in for them by loops.
+// Returns the bits of the vectors that this was built for; 0 if none was specified and torch emulates them by loops.
 int64_t causal_vectors() {
 #if defined(CPU_CAPABILITY_AVX512)
   return 512;
@@ -218,15 +219,20 @@ int64_t causal_vectors() {
 #endif
 }
 
-// Numbers of memory that a thread works in.
+// Returns the number of floats of memory that a thread needs.
 int64_t causal_numbers(int64_t s, int64_t d, bool is_backward) {
   const Sizes z{s, 1, d, 1.f};
   return is_backward ? numbers_backward(z) : numbers_forward(z);
 }
 
-// packed [s, n, 3, d], context [s, n, d]; where the document of each position begins, of each sample [b, s], or null;
-// of each query the largest score and what its exponentials are multiplied by, [2, n, s]; memory of rooms, at least
-// one, for as many threads; `heads` of a sample.
+// Computes the context.
+//
+// packed:  [s, n, 3, d]
+// starts:  [b, s], start of the document of each position, or null
+// context: [s, n, d], output
+// queries: [2, n, s], output: the largest score of each query, and the factor of its exponentials
+// memory:  `rooms` times `causal_numbers`; at least one room, and one for each thread that is to be used
+// heads:   number of heads per sample
 const char* causal_forward(const float* packed, const int32_t* starts, float* context, float* queries, float* memory,
                            int64_t rooms, int64_t s, int64_t n, int64_t d, int64_t heads) {
   const Sizes z{s, n, d, 1.f / std::sqrt(static_cast<float>(d))};
@@ -239,7 +245,7 @@ const char* causal_forward(const float* packed, const int32_t* starts, float* co
   });
 }
 
-// grad like context, found like packed.
+// Computes the gradient `found` of `packed`, in its shape, given that of the context, `grad`.
 const char* causal_backward(const float* grad, const float* packed, const int32_t* starts, const float* queries,
                             float* found, float* memory, int64_t rooms, int64_t s, int64_t n, int64_t d,
                             int64_t heads) {

@@ -1,13 +1,13 @@
-"""Attention within documents by where each begins, with no mask of s x s: on a CPU by tiles, on CUDA by FlashAttention.
+"""Attention within documents, given their starts, without an s x s mask.
 
-| where | long documents | short ones |
+| device | long documents | short documents |
 |---|---|---|
-| CPU | tiles of queries, each with the keys that one of them sees | the same |
-| CUDA, 16 bits, plain | ``torch.nn.attention.varlen`` by ``cu_seqlens`` | windows of 2 ``SHORT`` keys with a mask |
-| CUDA else, with Triton | ``flex_attention`` of ``megatron.ops.flex_attention`` | the same |
+| CPU | tiles of queries, with the keys that any of them sees | as for long documents |
+| CUDA, 16 bits, plain | ``torch.nn.attention.varlen`` with ``cu_seqlens`` | windows of 2 ``SHORT`` keys with a mask |
+| CUDA in other cases, with Triton | ``flex_attention`` (``megatron.ops.flex_attention``) | as for long documents |
 
-What is computed and what is in memory grow with s times the length of a document. The host reads no length from a
-device: all shapes are those of the sample.
+Computation and memory grow with s times the length of a document. The host reads no lengths from a device: all shapes
+follow from the shape of the sample.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from megatron.ops.flex_attention import attention_by_blocks, takes_blocks
 from megatron.ops.plans import plan_of
 from megatron.torch_compat import has_triton, varlen_attention
 
-# Where documents begin: int32 [b, s], of each query the first key that it sees. It has the shape of the tokens, so it
-# is cut and sent as they are. Queries that are a piece of a sequence, as on a rank of context parallelism, take the
-# same piece of it, with the keys of all; positions count from the first key.
+# Starts of documents: int32 [b, s], the first key that each query sees. The tensor has the shape of the tokens, so that
+# it is split and communicated like them. If queries are a slice of a sequence, as with context parallelism, ``starts``
+# is the same slice, and the keys are those of the full sequence. Positions count from the first key.
 
 
 def document_starts(segment_ids: Tensor) -> Tensor:
-    """Return where the document of each position begins.
+    """Return the start of the document of each position.
 
     Shapes:
         segment_ids [b, s] integers, equal and adjacent within a document
         output      int32 [b, s]
     """
     positions = torch.arange(segment_ids.shape[1], dtype=torch.int32, device=segment_ids.device).expand_as(segment_ids)
-    goes_on = segment_ids[:, 1:] == segment_ids[:, :-1]
-    begins = torch.cat((positions[:, :1], positions[:, 1:].masked_fill(goes_on, 0)), dim=1)
-    return begins.cummax(dim=1).values
+    is_same = segment_ids[:, 1:] == segment_ids[:, :-1]
+    starts = torch.cat((positions[:, :1], positions[:, 1:].masked_fill(is_same, 0)), dim=1)
+    return starts.cummax(dim=1).values
 
 
 def document_stops(starts: Tensor) -> Tensor:
-    """Return one more than the last position of each position's document, of ``starts`` of whole samples; int32."""
+    """Return one more than the last position of each position's document, given ``starts`` of full samples; int32."""
     length = starts.shape[1]
-    goes_on = starts[:, 1:] == starts[:, :-1]
-    ends = starts[:, 1:].masked_fill(goes_on, length)  # where a position's next one begins a document
+    is_same = starts[:, 1:] == starts[:, :-1]
+    ends = starts[:, 1:].masked_fill(is_same, length)  # i + 1 if that starts a document
     ends = torch.cat((ends, torch.full_like(starts[:, :1], length)), dim=1)
     return ends.flip(1).cummin(dim=1).values.flip(1)
 
@@ -58,21 +58,21 @@ def document_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, stops: Tensor | None = None, *, first: int = 0,
     window: int = 0, scale: float | None = None, cap: float = 0.0, slopes: list[float] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return ``softmax(q k^T * scale) v``; query i, at position first + i, sees the keys from starts[i] to its own.
+    """Return ``softmax(q k^T * scale) v``; query i, at position first + i, sees the keys starts[i] to first + i.
 
     Shapes:
         query  [b, a/t, s, d]
-        key, value [b, g/t, s_k, d], each for a/g neighbouring queries
-        starts int32 [b, s], none beyond its query's position and none below that of the query before
-        stops  int32 [b, s], one more than the last key that a query sees; None: attention is causal
+        key, value [b, g/t, s_k, d], each head shared by a/g neighbouring query heads
+        starts int32 [b, s], at most the position of the query and at least the start of the previous query
+        stops  int32 [b, s], one more than the last key that each query sees; None: attention is causal
         output [b, a/t, s, d]
 
     Args:
-        first: position of the first query among the keys: of a piece of a sequence.
-        window: keys before its own that a query sees; 0: all of its document.
+        first: position of the first query among the keys, if the queries are a slice of a sequence.
+        window: number of preceding keys that a query sees; 0: all of its document.
         scale: default ``d ** -0.5``.
-        cap: of ``softcapped_attention``; 0: none.
-        slopes: of ALiBi, one for each head; None: none.
+        cap: cap of ``softcapped_attention``; 0: none.
+        slopes: ALiBi slopes, one for each head; None: no ALiBi.
 
     Source: Dao et al. 2022, "FlashAttention"; Press et al. 2022, "Train short, test long".
     """
@@ -90,16 +90,16 @@ def document_attention(
 
 
 TILES, LENGTHS, BLOCKS = "tiles", "FlashAttention", "flex_attention"
-"""By what documents are kept apart without a mask: the first on a CPU, the others on ``KIND``."""
+"""Implementations of attention within documents: the first on a CPU, the others on ``KIND``."""
 KIND = "cuda"
 
 
 def way_of(x: Tensor, length: int, head_size: int, *, is_plain: bool = True) -> str | None:
-    """Return by what ``document_attention`` goes on the device of ``x`` and for its type, or None: a mask is needed.
+    """Return the implementation of ``document_attention`` for the device and dtype of ``x``; None: a mask is needed.
 
     Args:
-        length: of samples.
-        is_plain: scores are causal, not capped, and nothing is added to them.
+        length: length of samples.
+        is_plain: attention is causal, and scores have neither a cap nor a bias.
     """
     if x.device.type == "cpu":
         return TILES
@@ -122,20 +122,20 @@ def _asked_flash(dtype: torch.dtype, place: torch.device, head_size: int) -> boo
     return bool(can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, False)))
 
 
-# On a CPU: tiles of neighbouring queries, each with the keys from the first that one of its queries sees to the last.
+# On a CPU: tiles of neighbouring queries, each with the keys from the first to the last one that any of them sees.
 #
-# Scores of a tile become probabilities in place, and are made once more in backward: nothing of [s, s_k] is kept.
-# What lies outside every document of a tile is not computed. It is an operator (``torch.library``), one node to
+# The scores of a tile become probabilities in place and are recomputed in backward; nothing of size [s, s_k] is saved.
+# Keys outside of all documents of a tile are skipped. It is a custom operator (``torch.library``), a single node for
 # ``--compile``.
 
 TILE = 64
-"""Queries of a tile."""
+"""Number of queries of a tile."""
 CACHED = 2**19
-"""Scores that are worked on at a time: few enough to stay in the caches from one step to the next."""
+"""Number of scores computed at a time, small enough to stay in the caches between operations."""
 
 
 class _Tile(NamedTuple):
-    """Queries, and the keys that some of them see; those before ``left`` and from ``right`` on not all of them do."""
+    """Queries and the keys that any of them sees. All queries see the keys from ``left`` to ``right``."""
 
     own: slice
     keys: slice
@@ -144,7 +144,7 @@ class _Tile(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Some groups of one sample and their heads, with the tiles of the sample."""
+    """Some groups of one sample with their heads, and the tiles of the sample."""
 
     row: int
     groups: slice
@@ -153,7 +153,7 @@ class _Part(NamedTuple):
 
 
 class _Scores:
-    """What all tiles share."""
+    """Computes the scores of tiles, with the settings that all tiles share."""
 
     def __init__(
         self, query: Tensor, key: Tensor, starts: Tensor, stops: Tensor | None, slopes: list[float] | None, first: int,
@@ -163,38 +163,38 @@ class _Scores:
         self.first, self.scale, self.cap = first, scale, cap
         self.wide = torch.promote_types(query.dtype, torch.float32)
         self.slopes = None if slopes is None else torch.tensor(slopes, dtype=self.wide).view(-1, 1, 1)
-        own = torch.arange(first, first + query.shape[2], dtype=torch.int32).expand_as(starts)
-        self.low = torch.maximum(starts, own - window) if window else starts
-        self.high = own + 1 if stops is None else stops
+        positions = torch.arange(first, first + query.shape[2], dtype=torch.int32).expand_as(starts)
+        self.low = torch.maximum(starts, positions - window) if window else starts
+        self.high = positions + 1 if stops is None else stops
 
     def taken(self, x: Tensor, row: int, heads: slice) -> Tensor:
-        """Return ``heads`` of one sample of ``x`` [b, n, s, d], contiguous; 16 bits in fp32, which is faster."""
+        """Return ``heads`` of one sample of ``x`` [b, n, s, d], contiguous; 16 bits as fp32, which is faster."""
         return x[row, heads].to(self.wide).contiguous()
 
     def parts(self) -> Iterator[_Part]:
-        """Yield all heads of all samples."""
+        """Yield parts that cover all heads of all samples."""
         b, a, _, _ = self.shape
-        each = a // self.num_groups
+        heads_per_group = a // self.num_groups
         for row in range(b):
             tiles = self._tiles(row)
             longest = max((tile.keys.stop - tile.keys.start for tile in tiles), default=1)
-            most = max(1, CACHED * torch.get_num_threads() // (each * TILE * longest))
-            for begin in range(0, self.num_groups, most):
-                stop = min(begin + most, self.num_groups)
-                yield _Part(row, slice(begin, stop), slice(begin * each, stop * each), tiles)
+            max_groups = max(1, CACHED * torch.get_num_threads() // (heads_per_group * TILE * longest))
+            for start in range(0, self.num_groups, max_groups):
+                stop = min(start + max_groups, self.num_groups)
+                yield _Part(row, slice(start, stop), slice(start * heads_per_group, stop * heads_per_group), tiles)
 
     def _tiles(self, row: int) -> list[_Tile]:
         lows, highs = self.low[row].split(TILE), self.high[row].split(TILE)
-        found = []
-        for number, (low, high) in enumerate(zip(lows, highs, strict=True)):
-            start, left, right, stop = (int(each) for each in (*low.aminmax(), *high.aminmax()))
-            begin = number * TILE
-            own = slice(begin, min(begin + TILE, self.shape[2]))
-            found.append(_Tile(own, slice(start, stop), min(left, stop), max(right, start)))
-        return found
+        tiles = []
+        for idx, (low, high) in enumerate(zip(lows, highs, strict=True)):
+            start, left, right, stop = (int(bound) for bound in (*low.aminmax(), *high.aminmax()))
+            first = idx * TILE
+            queries = slice(first, min(first + TILE, self.shape[2]))
+            tiles.append(_Tile(queries, slice(start, stop), min(left, stop), max(right, start)))
+        return tiles
 
     def probabilities(self, query: Tensor, key: Tensor, part: _Part, tile: _Tile) -> tuple[Tensor, Tensor | None]:
-        """Return the probabilities of a tile, and with a cap the hyperbolic tangents that its scores are made of.
+        """Return the probabilities of a tile and, with a cap, the hyperbolic tangents in its scores.
 
         Shapes:
             query  [groups, n/groups q, d], key [groups, k, d]
@@ -208,10 +208,10 @@ class _Scores:
         else:
             scores.mul_(self.scale)
         by_head = scores.view(-1, tile.own.stop - tile.own.start, key.shape[1])  # [n, q, k]
-        low, high = (each[part.row, tile.own].unsqueeze(1) for each in (self.low, self.high))  # [q, 1]
+        low, high = (bounds[part.row, tile.own].unsqueeze(1) for bounds in (self.low, self.high))  # [q, 1]
         if self.slopes is not None:
-            ahead = torch.arange(tile.keys.start, tile.keys.stop) - self._positions(tile).unsqueeze(1)  # [q, k]
-            by_head.add_(self.slopes[part.heads] * ahead)
+            offsets = torch.arange(tile.keys.start, tile.keys.stop) - self._positions(tile).unsqueeze(1)  # [q, k]
+            by_head.add_(self.slopes[part.heads] * offsets)
         if tile.left > tile.keys.start:
             keys = torch.arange(tile.keys.start, tile.left)
             by_head[..., : len(keys)].masked_fill_(keys < low, lowest(self.wide))
@@ -225,12 +225,12 @@ class _Scores:
 
 
 def _by_group(x: Tensor, num_groups: int) -> Tensor:
-    """Return heads [n, q, d] as those of their groups, one after another: [groups, n/groups q, d]."""
+    """Return heads [n, q, d] by group, with the queries of a group's heads concatenated: [groups, n/groups q, d]."""
     return x.reshape(num_groups, -1, x.shape[-1])
 
 
 def _context_like(query: Tensor) -> Tensor:
-    """Return memory in the order in which the layer goes on: [b, a, s, d] that is a view of [s, b, a, d]."""
+    """Allocate the context in the memory layout that the layer needs: [b, a, s, d] as a view of [s, b, a, d]."""
     b, a, s, d = query.shape
     return query.new_empty(s, b, a, d).permute(1, 2, 0, 3)
 
@@ -245,11 +245,11 @@ def _forward(
     for part in scores.parts():
         heads = scores.taken(query, part.row, part.heads)  # [n, s, d]
         k, v = (scores.taken(x, part.row, part.groups) for x in (key, value))  # 2 x [groups, s_k, d]
-        own = context[part.row, part.heads]
+        context_of_heads = context[part.row, part.heads]
         for tile in part.tiles:
             q = _by_group(heads[:, tile.own], len(k))
             probabilities, _ = scores.probabilities(q, k[:, tile.keys], part, tile)
-            own[:, tile.own] = torch.bmm(probabilities, v[:, tile.keys]).view(len(heads), -1, v.shape[-1])
+            context_of_heads[:, tile.own] = torch.bmm(probabilities, v[:, tile.keys]).view(len(heads), -1, v.shape[-1])
     return context
 
 
@@ -259,26 +259,29 @@ def _backward(
     slopes: list[float] | None, first: int, window: int, scale: float, cap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     scores = _Scores(query, key, starts, stops, slopes, first, window, scale, cap)
-    found = [x.new_zeros(x.shape, dtype=scores.wide) for x in (query, key, value)]
+    grads = [x.new_zeros(x.shape, dtype=scores.wide) for x in (query, key, value)]
     for part in scores.parts():
-        heads, given = (scores.taken(x, part.row, part.heads) for x in (query, gradient))  # 2 x [n, s, d]
+        heads, grad_heads = (scores.taken(x, part.row, part.heads) for x in (query, gradient))  # 2 x [n, s, d]
         k, v = (scores.taken(x, part.row, part.groups) for x in (key, value))  # 2 x [groups, s_k, d]
-        of_query, (of_key, of_value) = found[0][part.row, part.heads], (x[part.row, part.groups] for x in found[1:])
+        query_grad, (key_grad, value_grad) = (
+            grads[0][part.row, part.heads],
+            (x[part.row, part.groups] for x in grads[1:]),
+        )
         for tile in part.tiles:
-            q, grad = (_by_group(x[:, tile.own], len(k)) for x in (heads, given))
+            q, grad = (_by_group(x[:, tile.own], len(k)) for x in (heads, grad_heads))
             probabilities, tangents = scores.probabilities(q, k[:, tile.keys], part, tile)
-            of_value[:, tile.keys] += torch.bmm(probabilities.transpose(1, 2), grad)
-            of_scores = torch.bmm(grad, v[:, tile.keys].transpose(1, 2))  # of probabilities
+            value_grad[:, tile.keys] += torch.bmm(probabilities.transpose(1, 2), grad)
+            score_grads = torch.bmm(grad, v[:, tile.keys].transpose(1, 2))  # gradient of the probabilities
             torch.ops.aten._softmax_backward_data.out(
-                of_scores, probabilities, -1, probabilities.dtype, grad_input=of_scores
+                score_grads, probabilities, -1, probabilities.dtype, grad_input=score_grads
             )
             if tangents is not None:
-                of_scores.mul_(1.0 - tangents.square_())
-            of_products = of_scores.mul_(scale)
-            of_query[:, tile.own] = torch.bmm(of_products, k[:, tile.keys]).view(len(heads), -1, q.shape[-1])
-            of_key[:, tile.keys] += torch.bmm(of_products.transpose(1, 2), q)
-    to_query, to_key, to_value = (x.to(query.dtype) for x in found)
-    return to_query, to_key, to_value
+                score_grads.mul_(1.0 - tangents.square_())
+            product_grads = score_grads.mul_(scale)
+            query_grad[:, tile.own] = torch.bmm(product_grads, k[:, tile.keys]).view(len(heads), -1, q.shape[-1])
+            key_grad[:, tile.keys] += torch.bmm(product_grads.transpose(1, 2), q)
+    q_out, k_out, v_out = (x.to(query.dtype) for x in grads)
+    return q_out, k_out, v_out
 
 
 @_forward.register_fake
@@ -305,7 +308,7 @@ _forward.register_autograd(_gradient, setup_context=_remember)
 
 
 def _products(query: torch.Size, key: torch.Size) -> int:
-    """Return the FLOPs of a product of every query with the keys before it, as if all were one document."""
+    """Return the FLOPs of the product of every query with the keys up to its position, as if all were one document."""
     b, a, s, d = query
     return b * a * s * (2 * key[2] - s + 1) * d
 
@@ -320,24 +323,24 @@ def _flops_of_backward(_: torch.Size, query: torch.Size, key: torch.Size, *__: A
     return 5 * _products(query, key)
 
 
-# On CUDA: documents of more than ``SHORT`` tokens by ``cu_seqlens``, the others each with the keys close before it.
+# On CUDA: documents of more than ``SHORT`` tokens by ``cu_seqlens``, shorter ones by windows of preceding keys.
 #
-# FlashAttention starts its blocks for as many sequences as cu_seqlens has places, and its backward has memory for each.
-# One place for each token, so that any sample fits, would be gigabytes. Of long documents a sample holds few, however
-# many short ones there are: so the number of places is that of its length, and no host counts documents. Short ones lie
-# in long sequences there, cut every ``CUT`` tokens, whose results nobody takes.
+# FlashAttention launches blocks for as many sequences as cu_seqlens has entries, and its backward allocates memory for
+# each. With one entry per token, which would fit any sample, that would be gigabytes. The number of long documents in a
+# sample is limited by its length, so that the number of entries follows from the length and the host does not count
+# documents. Runs of short documents become sequences, split every ``CUT`` tokens, whose results are not used.
 
 SHORT = 256
 CUT = 4 * SHORT
 
 
 class _Plan(NamedTuple):
-    """What all layers of a stage share of a micro-batch.
+    """Data that all layers of a stage share for a micro-batch.
 
     Shapes:
-        is_short [b, s], queries of short documents
-        cu_query, cu_key int32 [n + 1], as of ``cumulative_lengths``
-        mask [b blocks, 1, SHORT, 2 SHORT], True where a query of a short document looks
+        is_short [b, s], True for queries of short documents
+        cu_query, cu_key int32 [n + 1], see ``cumulative_lengths``
+        mask [b blocks, 1, SHORT, 2 SHORT], True where a query of a short document may attend
     """
 
     is_short: Tensor
@@ -349,7 +352,7 @@ class _Plan(NamedTuple):
 def attention_by_length(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *, first: int, window: int, scale: float
 ) -> Tensor:
-    """Return ``document_attention``, causal and without additions to the scores."""
+    """Return ``document_attention`` for causal attention without cap and bias."""
     b, _, s, _ = query.shape
     plan = plan_of(_plan, starts, None, key.shape[2], first, window)
     by_window = _by_windows(query, key, value, plan.mask, first=first, scale=scale)
@@ -367,24 +370,25 @@ def _plan(starts: Tensor, _: None, num_keys: int, first: int, window: int) -> _P
 
 
 def cumulative_lengths(starts: Tensor, is_short: Tensor, positions: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Return where each sequence begins among the queries of all samples, and among the keys.
+    """Return the start of each sequence among the queries of all samples, and among the keys.
 
-    The first sequence of a sample has no queries, and the keys ahead of those that its queries see; the last one has
-    the keys behind its queries. Both, and those that are left over, are empty where queries are whole samples.
+    The first sequence of a sample has no queries; its keys are those before the first key that any query sees. The last
+    one has the keys after the sample's queries. Both are empty if queries are full samples, and so are unused entries.
 
     Shapes:
         starts, is_short [b, s], positions [s]
-        output 2 x int32 [n + 1], n by the shape alone
+        output 2 x int32 [n + 1], where n depends only on the shape
     """
     b, s = starts.shape
-    begins = (starts == positions) & ~is_short  # a long document
-    begins[:, 1:] |= is_short[:, 1:] & (~is_short[:, :-1] | (positions[1:] % CUT == 0))
-    begins[:, 0] = True
-    places = 2 * (s // (SHORT + 1)) + s // CUT + 5
-    at = torch.where(begins, begins.cumsum(1), places - 1)  # from 1 on; what begins nothing goes to the last
+    is_start = (starts == positions) & ~is_short  # a long document
+    is_start[:, 1:] |= is_short[:, 1:] & (~is_short[:, :-1] | (positions[1:] % CUT == 0))
+    is_start[:, 0] = True
+    num_entries = 2 * (s // (SHORT + 1)) + s // CUT + 5
+    # entries count from 1; positions without a start write to the last entry
+    entry = torch.where(is_start, is_start.cumsum(1), num_entries - 1)
     offsets = torch.arange(s, dtype=torch.int32, device=starts.device).expand(b, s)
-    queries = torch.full((b, places), s, dtype=torch.int32, device=starts.device)
-    queries.scatter_(1, at, torch.where(begins, offsets, s))
+    queries = torch.full((b, num_entries), s, dtype=torch.int32, device=starts.device)
+    queries.scatter_(1, entry, torch.where(is_start, offsets, s))
     keys = queries + positions[0]
     keys[:, 1] = torch.where(is_short[:, 0], positions[0], starts[:, 0])
     queries[:, 0], keys[:, 0] = 0, 0
@@ -397,29 +401,38 @@ def _ended(begins: Tensor, total: int) -> Tensor:
 
 
 def _mask_of_windows(starts: Tensor, first: int, window: int) -> Tensor:
-    """Return where queries look, of their own block of ``SHORT`` keys and the one before it."""
+    """Return the mask of ``_by_windows``: True for keys in the query's block or the one before that it may attend to.
+
+    Shapes:
+        output bool [b blocks, 1, SHORT, 2 SHORT]
+    """
     b, s = starts.shape
     blocks = -(-s // SHORT)
-    place = torch.arange(blocks * SHORT, device=starts.device).view(blocks, SHORT, 1)  # of queries, from the first one
-    seen = (place[:, :1] - SHORT) + torch.arange(2 * SHORT, device=starts.device)  # [blocks, 1, 2 SHORT]
-    begin = F.pad(starts - first, (0, blocks * SHORT - s), value=-first).view(b, blocks, SHORT, 1)
-    is_seen = (seen >= begin) & (seen <= place) & (seen >= -first)  # [b, blocks, SHORT, 2 SHORT]
+    # positions of queries and of their keys, relative to the first query
+    query_offsets = torch.arange(blocks * SHORT, device=starts.device).view(blocks, SHORT, 1)
+    key_offsets = (query_offsets[:, :1] - SHORT) + torch.arange(2 * SHORT, device=starts.device)  # [blocks, 1, 2 SHORT]
+    first_keys = F.pad(starts - first, (0, blocks * SHORT - s), value=-first).view(b, blocks, SHORT, 1)
+    is_seen = (
+        (key_offsets >= first_keys) & (key_offsets <= query_offsets) & (key_offsets >= -first)
+    )  # [b, blocks, SHORT, 2 SHORT]
     if window:
-        is_seen &= seen >= place - window
+        is_seen &= key_offsets >= query_offsets - window
     return is_seen.flatten(0, 1).unsqueeze(1)
 
 
 def _by_windows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, first: int, scale: float) -> Tensor:
-    """Return attention within documents to at least the ``SHORT`` - 1 keys before each query: all of a short document.
+    """Return attention within documents to at least the ``SHORT`` - 1 preceding keys, which cover a short document.
 
-    ``SHORT`` neighbouring queries see as many keys before them and their own.
+    Each block of ``SHORT`` queries sees its own keys and the ``SHORT`` keys before them.
     """
     b, _, s, _ = query.shape
     blocks = -(-s // SHORT)
-    behind, ahead = blocks * SHORT - s, max(SHORT - first, 0)
-    queries = F.pad(query, (0, 0, 0, behind)).unflatten(2, (blocks, SHORT))  # [b, a, blocks, SHORT, d]
-    own = [F.pad(x[:, :, max(first - SHORT, 0) : first + s], (0, 0, ahead, behind)) for x in (key, value)]
-    split = [x.unflatten(2, (blocks + 1, SHORT)) for x in own]
+    end_pad, start_pad = blocks * SHORT - s, max(SHORT - first, 0)
+    queries = F.pad(query, (0, 0, 0, end_pad)).unflatten(2, (blocks, SHORT))  # [b, a, blocks, SHORT, d]
+    keys_and_values = [
+        F.pad(x[:, :, max(first - SHORT, 0) : first + s], (0, 0, start_pad, end_pad)) for x in (key, value)
+    ]
+    split = [x.unflatten(2, (blocks + 1, SHORT)) for x in keys_and_values]
     pairs = [torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3) for x in split]  # [b, g, blocks, 2 SHORT, d]
-    made = attention(*(x.transpose(1, 2).flatten(0, 1) for x in (queries, *pairs)), mask=mask, scale=scale)
-    return made.unflatten(0, (b, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :s]
+    context = attention(*(x.transpose(1, 2).flatten(0, 1) for x in (queries, *pairs)), mask=mask, scale=scale)
+    return context.unflatten(0, (b, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :s]

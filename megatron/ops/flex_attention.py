@@ -1,10 +1,11 @@
-"""Attention within documents by where each begins, by torch's ``flex_attention``: what FlashAttention has no way for.
+"""Attention within documents by torch's ``flex_attention``, for the cases that FlashAttention does not support.
 
-A query sees neighbouring keys, from one place to another. So of each block of queries the blocks of keys that one of
-them sees, and among these the blocks that all of them see, follow from the least and the greatest of these places.
-Nothing of s x s is made and the host reads nothing; lists of blocks have 4 (s / 128)^2 numbers a sample.
+Each query sees a range of keys. For each block of queries, the smallest and largest bounds of these ranges determine
+which blocks of keys any of the queries sees, and which of these all of them see. Nothing of size s x s is allocated,
+and the host reads nothing from the device. The lists of blocks have 4 (s / 128)^2 elements per sample.
 
-It is Triton's on CUDA. On a CPU it makes all scores and has no backward: there it serves to be looked at.
+On CUDA the kernel is generated with Triton. On a CPU, flex_attention computes all scores and has no backward, so that
+it only serves for inspection.
 """
 
 from __future__ import annotations
@@ -24,22 +25,25 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
-"""Queries of a block, and keys. Sequences are padded to whole ones: with a rest the gradients of torch's kernel may be
-NaN where scores are changed (pytorch issue 153799), and fewer queries than a block go to a kernel without backward."""
+"""Number of queries and of keys of a block.
+
+Sequences are padded to full blocks. Otherwise the gradients of torch's kernel may be NaN if scores are modified
+(pytorch issue 153799), and fewer queries than a block would be passed to a kernel without backward.
+"""
 LEAST, MOST = 16, 256
-"""Size of heads: products in Triton have at least 16 columns, and more than 256 fit no GPU's shared memory."""
+"""Sizes of heads: products in Triton have at least 16 columns, and more than 256 do not fit into shared memory."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Plan(NamedTuple):
-    """What all layers of a stage share of a micro-batch: which blocks are seen, and where queries stand, [s]."""
+    """Data that all layers of a stage share for a micro-batch: the visible blocks, and the positions [s] of queries."""
 
     blocks: BlockMask
     positions: Tensor
 
 
 def takes_blocks(dtype: torch.dtype, head_size: int) -> bool:
-    """Return whether the kernel is for such heads."""
+    """Return True if the kernel supports heads of this dtype and size."""
     return dtype in DTYPES and LEAST <= head_size <= MOST
 
 
@@ -47,7 +51,7 @@ def attention_by_blocks(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, stops: Tensor | None = None, *, first: int = 0,
     window: int = 0, scale: float | None = None, cap: float = 0.0, slopes: list[float] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return what ``document_attention`` does, with all that it takes.
+    """Return ``document_attention``, with all of its options.
 
     Source: Dong et al. 2024, "Flex Attention: a programming model for generating optimized attention kernels".
     """
@@ -64,13 +68,13 @@ def attention_by_blocks(
 
 
 def _whole_blocks(x: Tensor) -> Tensor:
-    """Return ``x`` [b, a, s, d] with zeros behind, so that s is a multiple of ``BLOCK``."""
-    behind = -x.shape[2] % BLOCK
-    return F.pad(x, (0, 0, 0, behind)) if behind else x
+    """Return ``x`` [b, a, s, d] padded with zeros at the end, so that s is a multiple of ``BLOCK``."""
+    padding = -x.shape[2] % BLOCK
+    return F.pad(x, (0, 0, 0, padding)) if padding else x
 
 
 def _scores(cap: float, slopes: Tensor | None, positions: Tensor) -> Callable[..., Tensor]:
-    """Return what becomes of a score; a bias is added behind the cap."""
+    """Return the function that modifies a score: it applies the cap, then adds the bias."""
 
     def changed(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if cap:
@@ -86,7 +90,7 @@ def _slopes(query: Tensor, slopes: list[float] | None) -> Tensor | None:
     return _slopes_on(tuple(slopes), torch.promote_types(query.dtype, torch.float32), query.device)
 
 
-@torch.compiler.assume_constant_result  # in a graph, too, they are sent to the device once
+@torch.compiler.assume_constant_result  # also in a graph, the slopes are copied to the device only once
 def _slopes_on(slopes: tuple[float, ...], dtype: torch.dtype, place: torch.device) -> Tensor:
     return _sent(slopes, dtype, place)
 
@@ -97,13 +101,15 @@ def _sent(slopes: tuple[float, ...], dtype: torch.dtype, place: torch.device) ->
 
 
 def _plan(starts: Tensor, stops: Tensor | None, num_keys: int, first: int, window: int) -> _Plan:
-    """Return the blocks that queries see which stand at ``first`` and on."""
-    from torch.nn.attention.flex_attention import BlockMask  # not ahead of need: it loads torch's compiler
+    """Return the plan of queries whose positions start at ``first``."""
+    from torch.nn.attention.flex_attention import BlockMask  # imported on use: it loads torch's compiler
 
     positions = torch.arange(first, first + starts.shape[1], dtype=torch.int32, device=starts.device).unsqueeze(0)
-    low = torch.maximum(starts, positions - window) if window else starts.clone()  # a plan must not hold its key
+    # clones, because a plan must not refer to its cache key
+    low = torch.maximum(starts, positions - window) if window else starts.clone()
     high = (positions + 1).expand_as(starts).contiguous() if stops is None else stops.clone()
-    low, high, positions = (_as_the_last(x) for x in (low, high, positions))  # queries that nobody asks for
+    # padded queries repeat the last one; their results are not used
+    low, high, positions = (_as_the_last(x) for x in (low, high, positions))
 
     def is_seen(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= low[b, query]) & (key < high[b, query])
@@ -115,29 +121,30 @@ def _plan(starts: Tensor, stops: Tensor | None, num_keys: int, first: int, windo
 
 
 def _as_the_last(x: Tensor) -> Tensor:
-    """Return ``x`` [b, s] with its last column again behind it, so that s is a multiple of ``BLOCK``."""
-    behind = -x.shape[1] % BLOCK
-    return torch.cat((x, x[:, -1:].expand(-1, behind)), dim=1) if behind else x
+    """Return ``x`` [b, s] padded with copies of its last column, so that s is a multiple of ``BLOCK``."""
+    padding = -x.shape[1] % BLOCK
+    return torch.cat((x, x[:, -1:].expand(-1, padding)), dim=1) if padding else x
 
 
 def _blocks_seen(low: Tensor, high: Tensor, num_blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the blocks of keys that some queries of a block see but not all, and those that all of them see.
+    """Return the blocks of keys that some but not all queries of a block see, and those that all of them see.
 
     Shapes:
-        low, high int32 [b, s], of each query the first key that it sees, and one more than the last
-        output    of both int32 [b, 1, s / BLOCK], how many, and [b, 1, s / BLOCK, num_blocks], which; these come first
+        low, high int32 [b, s], first key that each query sees, and one more than the last key
+        output    for both kinds, the number of blocks, int32 [b, 1, s / BLOCK], and the indices of the blocks, int32
+            [b, 1, s / BLOCK, num_blocks], at the start of the last dimension
     """
     lows, highs = (x.unflatten(1, (-1, BLOCK)) for x in (low, high))  # 2 x [b, s / BLOCK, BLOCK]
-    begin, end = lows.amin(2) // BLOCK, -(-highs.amax(2) // BLOCK)
-    all_from = -(-lows.amax(2) // BLOCK)
-    num_all = (highs.amin(2) // BLOCK - all_from).clamp(min=0)
-    num_some = end - begin - num_all
-    begin, all_from, skipped = (x.unsqueeze(2) for x in (begin, all_from, num_all))
+    first_seen, end_seen = lows.amin(2) // BLOCK, -(-highs.amax(2) // BLOCK)
+    first_full = -(-lows.amax(2) // BLOCK)
+    num_full = (highs.amin(2) // BLOCK - first_full).clamp(min=0)
+    num_partial = end_seen - first_seen - num_full
+    first_seen, first_full, skipped = (x.unsqueeze(2) for x in (first_seen, first_full, num_full))
     columns = torch.arange(num_blocks, dtype=torch.int32, device=low.device)
-    which_all = all_from + columns
-    which_some = begin + columns
-    which_some = torch.where(which_some < all_from, which_some, which_some + skipped)
-    last = num_blocks - 1  # what is behind those that count must be places, too
-    found = (num_some, which_some.clamp(max=last), num_all, which_all.clamp(max=last))
-    some, some_of, all_, all_of = (x.unsqueeze(1).contiguous() for x in found)
-    return some, some_of, all_, all_of
+    full_idx = first_full + columns
+    partial_idx = first_seen + columns
+    partial_idx = torch.where(partial_idx < first_full, partial_idx, partial_idx + skipped)
+    last = num_blocks - 1  # unused indices must be valid, too
+    blocks = (num_partial, partial_idx.clamp(max=last), num_full, full_idx.clamp(max=last))
+    partial_count, partial, full_count, full = (x.unsqueeze(1).contiguous() for x in blocks)
+    return partial_count, partial, full_count, full

@@ -1,4 +1,4 @@
-"""Rows sorted by the expert that they go to, and the products of each run of them with a weight of its own."""
+"""Rows sorted by expert, and the products of each expert's rows with its weight."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-# Where rows go, and back.
+# Routing of rows to slots and of results back to choices.
 #
 # | function | forward | backward |
 # |---|---|---|
-# | `send_rows` | row of each slot, a row once for each of its k choices | sums of the k |
-# | `return_rows` | result of each choice, zeros where it was dropped | slot by slot |
+# | `send_rows` | the row of each slot; a row is copied once for each of its k choices | the sum over the k choices |
+# | `return_rows` | the result of each choice, zeros if it was dropped | the gradient of each slot |
 #
-# Both are looked up in the forward and in the backward, never added up by index: so sums over choices have one order.
+# Forward and backward look up rows by index and never accumulate by index, so that sums over choices have a fixed
+# order.
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Choices [n k] of experts in the order of experts, and of rows within one.
+    """The n k choices of experts, sorted by expert and then by row.
 
     Attributes:
-        order: choice of each slot, [m]; m is n k without those that were dropped.
-        place: slot of each choice, [n k]; m for one that was dropped.
-        counts: slots of each expert, [E], int64.
-        choices: k of a row.
+        order: choice in each slot, [m]; m is n k minus the number of dropped choices.
+        place: slot of each choice, [n k]; m for a dropped choice.
+        counts: number of slots of each expert, [E], int64.
+        choices: number k of choices per row.
     """
 
     order: torch.Tensor
@@ -37,33 +38,34 @@ class Slots:
 
     @classmethod
     def of(cls, experts: torch.Tensor, num_experts: int, *, drops: bool = False) -> Slots:
-        """Return the slots of ``experts`` [n, k]; with ``drops`` one may be ``num_experts``, which is none.
+        """Return the slots of ``experts`` [n, k].
 
-        With ``drops`` the host waits for the device.
+        Args:
+            drops: an expert of ``num_experts`` marks a dropped choice. The host then waits for the device.
         """
         flat = experts.reshape(-1)
         order = flat.sort(dim=0, stable=True).indices
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
+        slot_of_choice = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
         counts = count(flat, num_experts + drops)[:num_experts]
         if drops:
-            kept = int(counts.sum())
-            order, place = order[:kept], place.clamp(max=kept)
-        return cls(order, place, counts, experts.shape[-1])
+            num_slots = int(counts.sum())
+            order, slot_of_choice = order[:num_slots], slot_of_choice.clamp(max=num_slots)
+        return cls(order, slot_of_choice, counts, experts.shape[-1])
 
 
 def count(experts: torch.Tensor, number: int) -> torch.Tensor:
-    """Return how often each of ``number`` experts stands in ``experts``: int64 [number]; nobody waits for a device."""
+    """Return the number of occurrences of each of ``number`` experts: int64 [number]. The host does not wait."""
     flat = experts.reshape(-1)
     return torch.zeros(number, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def send_rows(x: torch.Tensor, slots: Slots) -> torch.Tensor:
-    """Return the row [m, h] of each slot, of ``x`` [n, h]."""
+    """Return the row of each slot, [m, h], given rows ``x`` [n, h]."""
     return _Send.apply(x, slots)
 
 
 def return_rows(x: torch.Tensor, slots: Slots) -> torch.Tensor:
-    """Return the result [n, k, h] of each choice, of those ``x`` [m, h] of each slot."""
+    """Return the result of each choice, [n, k, h], given results ``x`` [m, h] of the slots."""
     return _Return.apply(x, slots)
 
 
@@ -95,22 +97,20 @@ class _Return(torch.autograd.Function):
         return grads[0].reshape(-1, grads[0].shape[-1]).index_select(0, ctx.slots.order), None
 
 
-# Products of runs of rows with a weight each.
+# Products of the rows of each expert with its weight. fp64 has no grouped product.
 #
-# | way | products | counts |
+# | implementation | products | counts |
 # |---|---|---|
-# | loop | one for each expert with rows | on the host, which waits for a device |
-# | grouped | ``torch.nn.functional.grouped_mm``; the weights are laid side by side first | on the device |
-#
-# Which of them runs. fp64 has no grouped product.
+# | loop | one for each expert with rows | on the host, which waits for the device |
+# | grouped | ``torch.nn.functional.grouped_mm`` after stacking the weights | on the device |
 
 LOOP, GROUPED = "loop", "grouped"
 WAY: str | None = None
-"""The way to take, of tests and measurements; None: grouped on a GPU in 16 bits, else the loop."""
+"""Implementation for tests and measurements; None: grouped for bf16 on CUDA, otherwise the loop."""
 
 
 def way_of(x: torch.Tensor) -> str:
-    """Return how ``grouped_linear`` computes."""
+    """Return the implementation of ``grouped_linear`` for ``x``."""
     if x.dtype == torch.float64 or not hasattr(F, "grouped_mm"):
         return LOOP
     if WAY is not None:
@@ -119,21 +119,22 @@ def way_of(x: torch.Tensor) -> str:
 
 
 Delayed = Callable[[], None]
-"""What adds the gradients of the weights of one call to their ``grad``."""
+"""A function that adds the weights' gradients of one call to their ``grad``."""
 
 
 def grouped_linear(
     x: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor, delayed: list[Delayed] | None = None
 ) -> torch.Tensor:
-    """Return ``x W_e^T`` for each run of rows; one without rows leaves a gradient of zeros.
+    """Return ``x W_e^T`` for the rows of each weight. A weight without rows gets a gradient of zeros.
 
     Args:
-        delayed: where the backward leaves the work for the weights instead of doing it; None: it does it.
+        delayed: list to which backward appends a function that computes the weights' gradients; None: backward
+            computes them.
 
     Shapes:
-        x       [m, input_size], the rows of the first weight first
+        x       [m, input_size], sorted by weight
         weights [output_size, input_size] each
-        counts  int64, rows of each weight; they add up to m
+        counts  int64, number of rows of each weight; their sum is m
         output  [m, output_size]
     """
     return _GroupedLinear.apply(x, counts, delayed, *weights)
@@ -148,39 +149,39 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(x, counts, *weights)
         if ctx.way == GROUPED:
             return F.grouped_mm(x, torch.stack(weights).transpose(1, 2), offs=_ends(counts))
-        made = x.new_empty(len(x), weights[0].shape[0])
-        for rows, out, weight in zip(*_runs(counts, x, made), weights, strict=True):
+        outputs = x.new_empty(len(x), weights[0].shape[0])
+        for rows, out, weight in zip(*_runs(counts, x, outputs), weights, strict=True):
             if len(rows):
                 torch.mm(rows, weight.t(), out=out)
-        return made
+        return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, counts, *weights = ctx.saved_tensors
-        grad, way, is_wanted = grads[0].contiguous(), ctx.way, ctx.needs_input_grad[3:]
-        back = _of_input(grad, weights, counts, way) if ctx.needs_input_grad[0] else None
+        grad, implementation, is_wanted = grads[0].contiguous(), ctx.way, ctx.needs_input_grad[3:]
+        x_grad = _of_input(grad, weights, counts, implementation) if ctx.needs_input_grad[0] else None
         if ctx.delayed is None:
-            return back, None, None, *_of_weights(x, grad, counts, is_wanted, way)
-        leaves = ctx.leaves  # themselves: recompute hands back detached copies of what is saved
+            return x_grad, None, None, *_of_weights(x, grad, counts, is_wanted, implementation)
+        leaves = ctx.leaves  # the parameters themselves: under recompute, saved_tensors are detached copies
 
         def add() -> None:
-            for leaf, made in zip(leaves, _of_weights(x, grad, counts, is_wanted, way), strict=True):
-                if made is not None:
-                    leaf.grad = made if leaf.grad is None else leaf.grad + made
+            for leaf, weight_grad in zip(leaves, _of_weights(x, grad, counts, is_wanted, implementation), strict=True):
+                if weight_grad is not None:
+                    leaf.grad = weight_grad if leaf.grad is None else leaf.grad + weight_grad
 
         ctx.delayed.append(add)
-        return back, None, None, *[None] * len(weights)
+        return x_grad, None, None, *[None] * len(weights)
 
 
 def _of_input(grad: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor, way: str) -> torch.Tensor:
     if way == GROUPED:
         return F.grouped_mm(grad, torch.stack(tuple(weights)), offs=_ends(counts))
-    back = grad.new_empty(len(grad), weights[0].shape[1])
-    for of_rows, out, weight in zip(*_runs(counts, grad, back), weights, strict=True):
-        if len(of_rows):
-            torch.mm(of_rows, weight, out=out)
-    return back
+    x_grad = grad.new_empty(len(grad), weights[0].shape[1])
+    for row_grads, out, weight in zip(*_runs(counts, grad, x_grad), weights, strict=True):
+        if len(row_grads):
+            torch.mm(row_grads, weight, out=out)
+    return x_grad
 
 
 def _of_weights(
@@ -191,7 +192,7 @@ def _of_weights(
     if way == GROUPED:
         return F.grouped_mm(grad.t(), x, offs=_ends(counts)).unbind()
     runs = zip(*_runs(counts, x, grad), is_wanted, strict=True)
-    return [of_rows.t().mm(rows) if wanted else None for rows, of_rows, wanted in runs]
+    return [row_grads.t().mm(rows) if wanted else None for rows, row_grads, wanted in runs]
 
 
 def _ends(counts: torch.Tensor) -> torch.Tensor:

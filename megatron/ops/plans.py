@@ -1,4 +1,4 @@
-"""What all layers of a stage share of a micro-batch, made once of where its documents begin."""
+"""plan_of: a cache of the data that all layers of a stage derive from the document starts of a micro-batch."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from torch.utils.weak import WeakTensorKeyDictionary
 Plan = TypeVar("Plan")
 
 _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Starts -> plans by what made them, the version, the piece and the rest of what they were made of; gone with them."""
+"""Starts -> plans by function, version, slice and settings. An entry is dropped with its tensor of starts."""
 
 
 def plan_of(make: Callable[..., Plan], starts: Tensor, stops: Tensor | None, *settings: int) -> Plan:
-    """Return ``make(starts, stops, *settings)``, that of the layer before where all is the same.
+    """Return ``make(starts, stops, *settings)``, cached from an earlier layer if the arguments are the same.
 
     Shapes:
-        starts, stops int32 [b, s]; stops are kept track of where both are pieces of one tensor
+        starts, stops int32 [b, s]; with stops, plans are cached only if both are slices of one tensor
     """
-    whole = _whole(starts)
-    is_known = stops is None or _whole(stops) is whole
-    if torch.compiler.is_compiling() or not is_known:  # what is kept from call to call is no part of a graph
+    base = _whole(starts)
+    is_cacheable = stops is None or _whole(stops) is base
+    if torch.compiler.is_compiling() or not is_cacheable:  # a cache across calls cannot be part of a graph
         return make(starts, stops, *settings)
-    known: dict[Any, Plan] = _plans.setdefault(whole, {})
+    plans: dict[Any, Plan] = _plans.setdefault(base, {})
     key = (make, starts._version, _piece(starts), None if stops is None else _piece(stops), *settings)
-    if key not in known:
-        known[key] = make(starts, stops, *settings)
-    return known[key]
+    if key not in plans:
+        plans[key] = make(starts, stops, *settings)
+    return plans[key]
 
 
 def _whole(x: Tensor) -> Tensor:
-    """Return what ``x`` is a view of: each layer makes its own view of a piece."""
+    """Return the tensor of which ``x`` is a view. Each layer creates its own view of a slice."""
     return x if x._base is None else x._base
 
 

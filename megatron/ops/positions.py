@@ -1,4 +1,4 @@
-"""RoPE, ALiBi, relative buckets."""
+"""Position encodings: RoPE, ALiBi and relative buckets."""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ def relative_buckets(
 ) -> torch.Tensor:
     """Return the bucket of each distance, key position minus query position.
 
-    Half of the buckets of a direction hold one distance each, from 0; the others grow by a constant factor up to
-    ``max_distance``, and the last holds all beyond. With both directions each has half of ``num_buckets``, keys to the
-    right the second half; with one, keys to the right are in bucket 0. The logarithm is in fp32, as Hugging Face's,
-    so that both round alike at the edge of a bucket.
+    The first half of a direction's buckets hold one distance each, from 0. The others grow by a constant factor up to
+    ``max_distance``, and the last one also holds all larger distances. If bidirectional, each direction has half of
+    ``num_buckets``, the second half being for keys after the query. Otherwise keys after the query are in bucket 0. The
+    logarithm is computed in fp32 as by Hugging Face, so that both round alike at the edge of a bucket.
 
     Shapes:
-        distances int64, any shape; output the same
+        distances int64, any shape; output the same shape
 
     Source: Raffel et al. 2020, "Exploring the limits of transfer learning", section 2.1.
     """
     size = num_buckets // 2 if is_bidirectional else num_buckets
-    away = distances.abs() if is_bidirectional else (-distances).clamp(min=0)
+    distance = distances.abs() if is_bidirectional else (-distances).clamp(min=0)
     exact = size // 2
-    growth = torch.log(away.clamp(min=1).float() / exact) / math.log(max_distance / exact)
-    beyond = (exact + (growth * (size - exact)).long()).clamp(max=size - 1)
-    buckets = torch.where(away < exact, away, beyond)
+    growth = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    logarithmic = (exact + (growth * (size - exact)).long()).clamp(max=size - 1)
+    buckets = torch.where(distance < exact, distance, logarithmic)
     return buckets + size * (distances > 0) if is_bidirectional else buckets
 
 
-# Rotary positions: a query or key turns by an angle that grows with its position, so that scores see distances alone.
+# Rotary positions: a query or key is rotated by an angle proportional to its position, so that scores depend only on
+# distances.
 #
-# Numbers i and i + d/2 of a head make the pair that turns (halves, as in Hugging Face's files). Meta's own files,
-# GPT-J's and Megatron's ``--rotary-interleaved`` turn 2 i and 2 i + 1: the same mathematics with the rows of the query
-# and key weights of each head in another order. Weights of one order under the other's rule give a model that talks
-# nonsense and trains well from scratch, so that no loss curve tells; a conversion must permute the rows.
+# Elements i and i + d/2 of a head form a rotated pair (halves, as in Hugging Face's files). Meta's files, GPT-J's and
+# Megatron's ``--rotary-interleaved`` rotate elements 2 i and 2 i + 1. The result is the same if the rows of each head's
+# query and key weights are reordered. If weights in one order are used with the other rule, the model generates
+# nonsense. Both rules train equally well from scratch, so that no loss curve reveals the mistake. A conversion must
+# permute the rows.
 #
 # Source: Su et al. 2021, "RoFormer"; for llama3 Dubey et al. 2024, "The Llama 3 herd of models"; for yarn
 # Peng et al. 2023, "YaRN: efficient context window extension of large language models".
@@ -50,7 +52,7 @@ def relative_buckets(
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """How fast the pairs of a head of ``head_size`` numbers turn; the flags' names without ``rotary_``."""
+    """Rotation speeds of the pairs of a head. Fields have the names of the flags without ``rotary_``."""
 
     head_size: int
     base: float = 10000.0
@@ -66,38 +68,41 @@ class Rotary:
 
     @property
     def num_turned(self) -> int:
-        """Numbers of a head, from its start, that turn."""
+        """Number of elements of a head, from its start, that are rotated."""
         return int(self.head_size * self.percent)
 
     @property
     def multiplier(self) -> float:
-        """What queries and keys are multiplied with as they turn: 1 but for yarn, which makes scores larger."""
+        """Factor of rotated queries and keys: 1 except for yarn, which increases scores."""
         if self.scaling != "yarn":
             return 1.0
         return self.attention_factor or (0.1 * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0)
 
     def frequencies(self) -> list[float]:
-        """Return the angle between neighbouring positions of each of the d/2 pairs, fewer where a part turns.
+        """Return the angle between neighbouring positions of each of the d/2 pairs, or fewer if only a part rotates.
 
-        With llama3 a wave of w positions, of which n = original_positions / w fit into the earlier length, turns as it
-        did where n is high_frequency_factor or more, slower by the factor where n is low_frequency_factor or less, and
-        between these by a mean of both speeds. With yarn it is the pair's number that lies between two: that which
-        turns beta_fast times over the earlier length, rounded down, and that which does beta_slow times, rounded up.
+        llama3: let n = original_positions / w be the number of turns of a pair with wavelength w over the original
+        length. Its speed does not change if n is at least high_frequency_factor, and is divided by the factor if n is
+        at most low_frequency_factor. In between, it is a weighted mean of both speeds. yarn: the weight depends on the
+        index of the pair instead, between the pair that turns beta_fast times over the original length, rounded down,
+        and the pair that turns beta_slow times, rounded up.
         """
         size = self.num_turned
-        plain = [self.base ** (-2.0 * pair / size) for pair in range(size // 2)]
+        unscaled = [self.base ** (-2.0 * pair / size) for pair in range(size // 2)]
         if self.scaling == "none":
-            return plain
+            return unscaled
         if self.scaling == "linear":
-            return [frequency / self.factor for frequency in plain]
-        share = self._yarn_share() if self.scaling == "yarn" else self._llama3_share(plain)
-        return [each * (kept + (1.0 - kept) / self.factor) for each, kept in zip(plain, share, strict=True)]
+            return [frequency / self.factor for frequency in unscaled]
+        weights = self._yarn_share() if self.scaling == "yarn" else self._llama3_share(unscaled)
+        return [
+            speed * (weight + (1.0 - weight) / self.factor) for speed, weight in zip(unscaled, weights, strict=True)
+        ]
 
     def _llama3_share(self, plain: list[float]) -> list[float]:
-        """Return how much of each pair's speed stays as it was."""
+        """Return the weight of each pair's original speed."""
         low, high = self.low_frequency_factor, self.high_frequency_factor
-        waves = [self.original_positions * frequency / (2.0 * math.pi) for frequency in plain]
-        return [min(max((number - low) / (high - low), 0.0), 1.0) for number in waves]
+        num_turns = [self.original_positions * frequency / (2.0 * math.pi) for frequency in plain]
+        return [min(max((n - low) / (high - low), 0.0), 1.0) for n in num_turns]
 
     def _yarn_share(self) -> list[float]:
         def pair_of(turns: float) -> float:
@@ -113,18 +118,18 @@ class Rotary:
 def turns(
     rotary: Rotary, x: torch.Tensor, positions: torch.Tensor | None = None, longest: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine of the angles at ``positions``, in fp32 or the type of ``x`` where that is wider.
+    """Return cosine and sine of the angles at ``positions``, in fp32 or in the dtype of ``x`` if it is wider.
 
-    Angles are computed in fp64: in fp32 an angle of 100,000 is off by up to 0.004.
+    Angles are computed in fp64: in fp32 an angle of 100,000 has an error of up to 0.004.
 
     Shapes:
         x         [b, a/t, s, d], queries
         positions [b, s]; None: 0 ... s-1
-        output    2 x [s, d/2], or [b, 1, s, d/2] of given positions; fewer columns where a part of the head turns
+        output    2 x [s, d/2], or [b, 1, s, d/2] with ``positions``; fewer columns if only a part of the head rotates
 
     Args:
-        longest: given positions are below it or ``s``; others are read beyond the table, or not as they should be, and
-            only a CPU would tell. ``DecoderModel`` checks what it is given.
+        longest: positions must be below ``max(longest, s)``. Larger ones read outside the table or get wrong values,
+            and only a CPU raises an error. ``DecoderModel`` checks its positions.
     """
     length = x.shape[2]
     rows = max(length, longest)
@@ -134,9 +139,9 @@ def turns(
     return table[0][positions].unsqueeze(1), table[1][positions].unsqueeze(1)
 
 
-@torch.compiler.assume_constant_result  # in a compiled layer's graph the table is an input, not made anew
+@torch.compiler.assume_constant_result  # the table is an input of a compiled layer's graph, not recomputed in it
 def _table(rotary: Rotary, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of the positions below ``rows``; all layers of a process share them.
+    """Return the cosines and sines of the positions below ``rows``, which all layers of a process share.
 
     Shapes:
         output 2 x [rows, d/2]
@@ -147,8 +152,8 @@ def _table(rotary: Rotary, rows: int, dtype: torch.dtype, device: torch.device) 
 @functools.lru_cache(maxsize=16)
 def _made(rotary: Rotary, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     with torch.inference_mode(False), torch.device("cpu"):
-        speeds = torch.tensor(rotary.frequencies(), dtype=torch.float64)
-        angles = torch.arange(rows, dtype=torch.float64).unsqueeze(1) * speeds
+        frequencies = torch.tensor(rotary.frequencies(), dtype=torch.float64)
+        angles = torch.arange(rows, dtype=torch.float64).unsqueeze(1) * frequencies
         cosine, sine = angles.cos(), angles.sin()
         if rotary.multiplier != 1.0:
             cosine, sine = cosine * rotary.multiplier, sine * rotary.multiplier
@@ -156,28 +161,28 @@ def _made(rotary: Rotary, rows: int, dtype: torch.dtype, device: torch.device) -
 
 
 def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` with its pairs turned; 16-bit numbers are multiplied in fp32.
+    """Return ``x`` with its pairs rotated; 16-bit values are multiplied in fp32.
 
     Shapes:
         x, output    [b, a/t, s, d]
-        cosine, sine [s, d/2] or [b, 1, s, d/2]; fewer columns: only as many pairs at the start of a head turn
+        cosine, sine [s, d/2] or [b, 1, s, d/2]; with fewer columns only the first pairs of a head are rotated
     """
     size = 2 * cosine.shape[-1]
     if size < x.shape[-1]:
         return torch.cat((rotated(x[..., :size], cosine, sine), x[..., size:]), dim=-1)
     first, second = x.to(cosine.dtype).chunk(2, dim=-1)
-    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-    return turned.to(x.dtype)
+    result = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    return result.to(x.dtype)
 
 
-# ALiBi: scores fall with the distance between query and key, by a slope of each head's own. Nothing is learned.
+# ALiBi: scores decrease with the distance between query and key, by a fixed slope per head. Nothing is learned.
 
 
 def alibi_slopes(num_heads: int, bias_max: float = 8.0) -> list[float]:
     """Return the slope of each head: ``2 ** (-bias_max k / n)`` for k = 1 ... n, with n heads.
 
-    Where ``num_heads`` is no power of two, n is the next one; the heads get every second slope, from the second on,
-    and then the others from the first on, until all have one. The slopes of half as many heads come first, therefore.
+    If ``num_heads`` is not a power of two, n is the next one. The heads get every second slope, starting with the
+    second, and then the remaining ones, starting with the first. The first n/2 slopes are therefore those of n/2 heads.
 
     Source: Press et al. 2022, "Train short, test long", section 3 and code; MosaicML's MPT has ``bias_max``.
     """
@@ -189,10 +194,11 @@ def alibi_slopes(num_heads: int, bias_max: float = 8.0) -> list[float]:
 def alibi_bias(
     slopes: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return what is added to the scores: minus slope times distance, and the lowest number where a key comes later.
+    """Return the bias of the scores: minus slope times distance, and the lowest number for keys after the query.
 
-    Made in fp32 (fp64 for fp64), then rounded to ``dtype``. In bf16 that is exact up to a distance of 256 where slopes
-    are powers of two; else a bias B is off by up to ``2 ** -8`` B, where ``e ** -B`` is the share that it leaves.
+    The bias is computed in fp32 (fp64 for fp64), then rounded to ``dtype``. In bf16 it is exact up to a distance of 256
+    if slopes are powers of two. Otherwise a bias -B, which multiplies a probability by ``e ** -B``, has an error of up
+    to ``2 ** -8`` B.
 
     Shapes:
         slopes [a]
@@ -200,15 +206,15 @@ def alibi_bias(
         output [b or 1, a, s, s_k]
     """
     wide = dtype if dtype == torch.float64 else torch.float32
-    ahead = (key_positions - query_positions.unsqueeze(-1)).unsqueeze(1)  # [b, 1, s, s_k]
-    bias = slopes.to(wide).view(-1, 1, 1) * ahead.to(wide)  # [b, a, s, s_k]
-    return bias.to(dtype).masked_fill_(ahead > 0, lowest(dtype))
+    offsets = (key_positions - query_positions.unsqueeze(-1)).unsqueeze(1)  # [b, 1, s, s_k]
+    bias = slopes.to(wide).view(-1, 1, 1) * offsets.to(wide)  # [b, a, s, s_k]
+    return bias.to(dtype).masked_fill_(offsets > 0, lowest(dtype))
 
 
 def within_documents(bias: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
-    """Return ``bias`` with the lowest number where query and key are of two documents.
+    """Return ``bias`` with the lowest number where query and key belong to different documents.
 
-    Distances are differences of positions, so within a document they are the same wherever it begins.
+    Distances are differences of positions, so that within a document they do not depend on where it starts.
 
     Shapes:
         bias   [1, a, s, s]

@@ -1,4 +1,4 @@
-"""Attention whose scores are soft-capped, some heads at a time."""
+"""Attention with soft-capped scores, computed for some heads at a time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.utils.flop_counter import register_flop_formula
 
 from megatron.ops.attention import Drop, additive, causal_mask, dropped_attention, for_each_query, lowest
 
-# Scores and probabilities of some heads are in memory at a time, and made once more in backward: nothing of [s, s_k] is
-# kept. It is an operator (``torch.library``), one node to ``--compile``. torch's fused kernels have no cap, and its
-# flex_attention no backward on a CPU.
+# The scores and probabilities of some heads are in memory at a time and are recomputed in backward; nothing of size
+# [s, s_k] is saved. It is a custom operator (``torch.library``), a single node for ``--compile``. torch's fused kernels
+# do not support a cap, and its flex_attention has no backward on a CPU.
 
 ON_CPU, ELSEWHERE = 2**20, 2**26
-"""Scores that are worked on at a time: on a CPU few enough to stay in its caches."""
+"""Number of scores computed at a time; on a CPU small enough to stay in its caches."""
 
 
 def softcapped_attention(
@@ -32,24 +32,24 @@ def softcapped_attention(
     drop: Drop | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Return ``softmax(cap tanh(q k^T * scale / cap)) v``, where what may not be seen is taken out behind the cap.
+    """Return ``softmax(cap tanh(q k^T * scale / cap)) v``, with the mask applied after the cap.
 
     Shapes:
         query  [b, a/t, s, d]
-        key, value [b, g/t, s_k, d], each for a/g neighbouring queries
-        mask   bool [b or 1, 1, s, s_k], True where a query may look, or numbers that are added to the capped scores,
-               [b or 1, a/t or 1, s, s_k], to which no gradient flows; None: causal
+        key, value [b, g/t, s_k, d], each head shared by a/g neighbouring query heads
+        mask   bool [b or 1, 1, s, s_k], True where a query may attend, or values that are added to the capped scores,
+               [b or 1, a/t or 1, s, s_k], which get no gradient; None: causal
         output [b, a/t, s, d]
 
     Args:
-        drop: drops probabilities in place of ``dropout``; all of them are in memory then, as with ``dropout``.
+        drop: dropout of probabilities, used instead of ``dropout``; with either, all probabilities are in memory.
         scale: default ``d ** -0.5``.
 
     Source: Gemma Team 2024, "Gemma 2: improving open language models at a practical size", section 2.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if dropout or drop is not None:
-        key, value = (for_each_query(part, query.shape[1]) for part in (key, value))
+        key, value = (for_each_query(tensor, query.shape[1]) for tensor in (key, value))
         mask = causal_mask(query, key) if mask is None else mask
         added = additive(mask, query.dtype) if mask.dtype == torch.bool else mask
         return dropped_attention(
@@ -69,23 +69,23 @@ class _Part(NamedTuple):
 
 def _parts(query: torch.Tensor, key: torch.Tensor) -> Iterator[_Part]:
     (b, a, s, _), (_, g, s_k, _) = query.shape, key.shape
-    each = a // g
-    most = max(1, (ON_CPU if query.device.type == "cpu" else ELSEWHERE) // max(each * s * s_k, 1))
+    heads_per_group = a // g
+    max_groups = max(1, (ON_CPU if query.device.type == "cpu" else ELSEWHERE) // max(heads_per_group * s * s_k, 1))
     for sample in range(b):
-        for first in range(0, g, most):
-            stop = min(first + most, g)
-            yield _Part(sample, slice(first, stop), slice(first * each, stop * each))
+        for first in range(0, g, max_groups):
+            stop = min(first + max_groups, g)
+            yield _Part(sample, slice(first, stop), slice(first * heads_per_group, stop * heads_per_group))
 
 
 def _by_group(x: torch.Tensor, part: _Part, num_groups: int) -> torch.Tensor:
-    """Return the heads [n, s, d] of a part as those of its groups, one after another: [groups, n/groups s, d]."""
+    """Return a part's heads [n, s, d] by group, with a group's queries concatenated: [groups, n/groups s, d]."""
     return x[part.sample, part.heads].reshape(num_groups, -1, x.shape[-1])
 
 
 def _probabilities(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, part: _Part, cap: float, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the probabilities of a part, and the hyperbolic tangents that its scores are made of.
+    """Return the probabilities of a part, and the hyperbolic tangents in its scores.
 
     Shapes:
         query  [groups, n/groups s, d], key [groups, s_k, d]
@@ -99,12 +99,12 @@ def _probabilities(
         future = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu_(1)
         scores.masked_fill_(future, lowest(scores.dtype))
     else:
-        own = mask[part.sample if len(mask) > 1 else 0]  # [a or 1, s, s_k]
-        own = own[part.heads] if len(own) > 1 else own
-        if own.dtype == torch.bool:
-            scores.masked_fill_(~own, lowest(scores.dtype))
+        part_mask = mask[part.sample if len(mask) > 1 else 0]  # [a or 1, s, s_k]
+        part_mask = part_mask[part.heads] if len(part_mask) > 1 else part_mask
+        if part_mask.dtype == torch.bool:
+            scores.masked_fill_(~part_mask, lowest(scores.dtype))
         else:
-            scores.add_(own)
+            scores.add_(part_mask)
     return torch.softmax(scores, dim=-1).view_as(tangents), tangents
 
 
@@ -130,19 +130,20 @@ def _backward(
     cap: float,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    found = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
     for part in _parts(query, key):
         k, v = key[part.sample, part.groups], value[part.sample, part.groups]
         q, grad = (_by_group(x, part, len(k)) for x in (query, gradient))
         probabilities, tangents = _probabilities(q, k, mask, part, cap, scale)
-        found[2][part.sample, part.groups] = torch.bmm(probabilities.to(v.dtype).transpose(1, 2), grad)
-        of_scores = torch.bmm(grad, v.transpose(1, 2)).to(probabilities.dtype)  # first of the probabilities
-        of_scores = torch.ops.aten._softmax_backward_data(of_scores, probabilities, -1, probabilities.dtype)
-        of_products = of_scores.mul_(1.0 - tangents.square_()).mul_(scale).to(q.dtype)
-        found[0][part.sample, part.heads] = torch.bmm(of_products, k).view(-1, *query.shape[2:])
-        found[1][part.sample, part.groups] = torch.bmm(of_products.transpose(1, 2), q)
-    to_query, to_key, to_value = found
-    return to_query, to_key, to_value
+        grads[2][part.sample, part.groups] = torch.bmm(probabilities.to(v.dtype).transpose(1, 2), grad)
+        # first the gradient of the probabilities, then of the scores
+        score_grads = torch.bmm(grad, v.transpose(1, 2)).to(probabilities.dtype)
+        score_grads = torch.ops.aten._softmax_backward_data(score_grads, probabilities, -1, probabilities.dtype)
+        product_grads = score_grads.mul_(1.0 - tangents.square_()).mul_(scale).to(q.dtype)
+        grads[0][part.sample, part.heads] = torch.bmm(product_grads, k).view(-1, *query.shape[2:])
+        grads[1][part.sample, part.groups] = torch.bmm(product_grads.transpose(1, 2), q)
+    query_grad, key_grad, value_grad = grads
+    return query_grad, key_grad, value_grad
 
 
 @_forward.register_fake
@@ -171,7 +172,7 @@ _forward.register_autograd(_gradient, setup_context=_remember)
 
 
 def _products(query: torch.Size, key: torch.Size) -> int:
-    """Return the FLOPs of a product of every query with every key."""
+    """Return the FLOPs of the product of all queries with all keys."""
     b, a, s, d = query
     return 2 * b * a * s * key[2] * d
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 NUMBERS_AT_ONCE = 2**22
-"""Elements of a weight that are updated at once: temporary tensors in its dtype are four times this size at most."""
+"""Number of elements updated at a time. Temporary tensors have at most four times as many, in the weight's dtype."""
 STATES = ("exp_avg", "exp_avg_sq")
 
 # Update n of a main param w with gradient g, all in the dtype of w (fp32 or fp64):
@@ -18,12 +18,12 @@ STATES = ("exp_avg", "exp_avg_sq")
 #     v <- b2 v + (1 - b2) g^2
 #     w <- (1 - lr decay) w - lr / (1 - b1^n) m / (sqrt(v) / sqrt(1 - b2^n) + eps)
 #
-# m and v are read exactly from their states and rounded to nearest even when they are stored, after the update, which
-# uses the unrounded values. No operation here is a fused multiply-add, which a vectorized kernel and its remainder may
-# round differently: an element has the same bits wherever ZeRO splits its weight.
+# The update uses the unrounded m and v, which are rounded to nearest even when they are stored in their states. No
+# operation is a fused multiply-add, which a vectorized kernel and its remainder loop may round differently, so that an
+# element has the same bits wherever ZeRO splits its weight.
 #
 # bf16 has 8 significant bits, so v does not change by less than half a unit in the last place, 2^-9 to 2^-8 of v. With
-# b2 = 0.999 it would decrease by 2^-10 and so not at all; with 0.99 and less it does.
+# b2 = 0.999 it would decrease by 2^-10, which rounds to no change; with 0.99 and less it does decrease.
 #
 # Source: Loshchilov and Hutter 2019, "Decoupled weight decay regularization", algorithm 2; for the states in bf16,
 # Megatron-LM's --exp-avg-dtype and --exp-avg-sq-dtype.
@@ -64,13 +64,13 @@ class AdamW(torch.optim.Optimizer):
                 dtype = self.state_dtypes.get(name, main_param.dtype)
                 state[name] = torch.zeros_like(main_param, dtype=dtype, memory_format=torch.contiguous_format)
         state["step"] += 1
-        number, tensors = int(state["step"]), (main_param, gradient, *(state[name] for name in STATES))
+        step, tensors = int(state["step"]), (main_param, gradient, *(state[name] for name in STATES))
         if all(tensor.is_contiguous() for tensor in tensors):
-            pieces = zip(*(tensor.view(-1).split(NUMBERS_AT_ONCE) for tensor in tensors), strict=True)
+            chunks = zip(*(tensor.view(-1).split(NUMBERS_AT_ONCE) for tensor in tensors), strict=True)
         else:
-            pieces = zip(*((tensor,) for tensor in tensors), strict=True)
-        for w, g, mean, square in pieces:
-            _update(w, g, mean, square, number, group)
+            chunks = zip(*((tensor,) for tensor in tensors), strict=True)
+        for w, g, mean, square in chunks:
+            _update(w, g, mean, square, step, group)
 
 
 def _update(

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 class GradScaler:
     """A loss scale that doubles after ``window`` steps without overflow and halves after ``hysteresis`` overflows.
 
-    After those, each further overflow halves it. A full window resets the hysteresis, halving does not: the rule of
-    DeepSpeed (``consecutive_hysteresis`` false) and Megatron.
+    Each further overflow halves it again. A window without overflow resets the hysteresis; halving does not. This is
+    the rule of DeepSpeed (``consecutive_hysteresis`` false) and Megatron.
 
     Args:
         scale: the initial factor on the loss, a power of two.
         is_dynamic: adapt the scale; otherwise it is fixed.
         window: steps without overflow before the scale doubles.
         hysteresis: overflows before the scale halves.
-        floor: smallest scale; overflows at it are not attributed to the scale.
+        floor: smallest scale. Overflows at this scale are not attributed to it.
 
     Source: Micikevicius et al. 2018, "Mixed precision training", section 3.2.
     """
@@ -64,7 +64,7 @@ class GradScaler:
             self.overflows_left = self.hysteresis
 
     def state(self) -> dict[str, float]:
-        """Return the state for a checkpoint, as JSON can hold it."""
+        """Return the state for a checkpoint, in types that JSON supports."""
         return {
             "scale": self.scale, "good_steps": self.good_steps, "overflows_left": self.overflows_left,
             "is_dynamic": self.is_dynamic, "hysteresis": self.hysteresis,
@@ -73,11 +73,11 @@ class GradScaler:
     def load(self, state: Mapping[str, float]) -> None:
         """Resume from ``state`` if this scaler and the saved one are dynamic; restart from the initial scale otherwise.
 
-        ``window``, ``hysteresis`` and ``floor`` stay as configured: a saved scale below ``floor`` is raised to it, and
-        overflows that have used up hysteresis still count against a changed one.
+        ``window``, ``hysteresis`` and ``floor`` remain as configured: a saved scale below ``floor`` is raised to it,
+        and the overflows counted before saving also count if ``hysteresis`` has changed.
 
         Args:
-            state: what ``state`` returned. A state without ``is_dynamic`` does not resume.
+            state: return value of ``state``. A state without ``is_dynamic`` is ignored.
         """
         self.scale, self.good_steps, self.overflows_left = self._initial_scale, 0, self.hysteresis
         if not (self.is_dynamic and state.get("is_dynamic")):

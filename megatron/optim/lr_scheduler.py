@@ -1,4 +1,4 @@
-"""Learning rate by updates, or by the samples of updates."""
+"""LRScheduler: the learning rate as a function of the number of updates or samples."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ from megatron.optim.optimizer import MixedPrecisionOptimizer
 class LRScheduler:
     """Warm-up from 0 to ``lr``, then a decay that reaches ``min_lr`` at the last update, then ``min_lr``.
 
-    | style | after the warm-up of W updates; u from 0 to 1, n the number of the update from 1 |
+    | style | rate after the warm-up of W updates; u rises from 0 to 1, n is the number of the update from 1 |
     |---|---|
     | constant | lr |
     | linear | lr + (min_lr - lr) u |
     | cosine | min_lr + (lr - min_lr) (1 + cos(pi u)) / 2 |
     | exponential | lr (min_lr / lr)^u |
-    | wsd | lr, and to min_lr over the last ``wsd_decay_fraction``, or ``wsd_length`` updates, as ``wsd_style`` says |
+    | wsd | lr, then over the last ``wsd_decay_fraction`` or ``wsd_length`` updates to min_lr, by ``wsd_style`` |
     | inverse-square-root | lr sqrt(W / n), never below ``min_lr``; without a warm-up W is 1 |
 
-    ``wsd_style`` gives min_lr + (lr - min_lr) c over them: linear c = 1 - u, cosine c = (1 + cos(pi u)) / 2,
-    exponential c = 2 (1/2)^u - 1, minus_sqrt c = 1 - sqrt(u), with u from 0 to 1.
+    During the decay of wsd, in which u rises from 0 to 1, the rate is min_lr + (lr - min_lr) c. ``wsd_style`` selects
+    c: linear 1 - u, cosine (1 + cos(pi u)) / 2, exponential 2 (1/2)^u - 1, minus_sqrt 1 - sqrt(u).
 
     All lengths may be samples instead of updates; n is then the number of samples after the update. The rate depends
-    only on that number, so it does not depend on the batch sizes of earlier updates.
+    only on that number and not on the batch sizes of earlier updates.
 
-    The last style has no end: it goes on beyond ``decay_updates``, which gives W alone. T5 trains with
-    ``1 / sqrt(max(n, k))``, k = 10,000: that is this curve with W = k and ``lr = 1 / sqrt(k)`` (``--lr 0.01
-    --lr-decay-iters 1000000 --warmup 0.01``) from update k on; up to there T5 stays at lr and this one rises to it.
+    inverse-square-root has no end: it continues after ``decay_updates``, which only determines W. T5 trains with
+    ``1 / sqrt(max(n, k))``, k = 10,000. From update k on, this is the same curve with W = k and ``lr = 1 / sqrt(k)``
+    (``--lr 0.01 --lr-decay-iters 1000000 --warmup 0.01``). Before update k, T5 stays at lr, while this curve rises to
+    it.
 
     Args:
         decay_updates: updates from the first to the one that reaches ``min_lr``, the warm-up included.
         warmup: fraction of ``decay_updates``; the warm-up need not be a whole number of updates.
         warmup_length: updates of the warm-up; None: the fraction.
-        wsd_length: updates of the decay of wsd; None: the fraction of those behind the warm-up.
+        wsd_length: updates of the decay of wsd; None: ``wsd_decay_fraction`` of those after the warm-up.
 
     Raises:
         ValueError: an unknown style, or exponential decay to 0.
 
-    Source of the styles of wsd: Megatron-LM, optimizer_param_scheduler.py, ``get_lr``. Source of the last style: Raffel
-    et al. 2020, "Exploring the limits of transfer learning", section 3.1.2.
+    Source of ``wsd_style``: Megatron-LM, optimizer_param_scheduler.py, ``get_lr``. Source of inverse-square-root:
+    Raffel et al. 2020, "Exploring the limits of transfer learning", section 3.1.2.
     """
 
     lr: float
@@ -71,28 +72,28 @@ class LRScheduler:
 
     @property
     def wsd_share(self) -> float:
-        """Share of what follows the warm-up in which wsd decays."""
+        """Fraction of the updates after the warm-up in which wsd decays."""
         if self.wsd_length is None:
             return self.wsd_decay_fraction
-        left = self.decay_updates - self.warmup_updates
-        return self.wsd_length / left if left > 0 else 1.0
+        remaining = self.decay_updates - self.warmup_updates
+        return self.wsd_length / remaining if remaining > 0 else 1.0
 
     def at(self, update: int) -> float:
         """Return the rate of update number ``update``, counted from 0, if the lengths are updates."""
         return self.after(update + 1)
 
     def after(self, done: float) -> float:
-        """Return the rate of the update after which ``done`` updates, or samples of updates, are done."""
+        """Return the rate of the update that completes ``done`` updates, or ``done`` samples, in total."""
         if done <= self.warmup_updates:
             return self.lr * done / self.warmup_updates
         if self.style == INVERSE_SQUARE_ROOT:
             return max(self.min_lr, self.lr * math.sqrt(max(self.warmup_updates, 1) / done))
-        left = self.decay_updates - self.warmup_updates
-        progress = min(1.0, (done - self.warmup_updates) / left) if left > 0 else 1.0
+        remaining = self.decay_updates - self.warmup_updates
+        progress = min(1.0, (done - self.warmup_updates) / remaining) if remaining > 0 else 1.0
         return _DECAYS[self.style](self, progress)
 
     def between(self, lr: float, min_lr: float) -> LRScheduler:
-        """Return the same course with another peak and another floor."""
+        """Return the same schedule with another peak and floor."""
         return replace(self, lr=lr, min_lr=min_lr)
 
 
@@ -138,7 +139,7 @@ STYLES = (*_DECAYS, INVERSE_SQUARE_ROOT)
 
 
 def set_learning_rate(optimizer: MixedPrecisionOptimizer, lr: float) -> None:
-    """Give all parameter groups one rate for the coming step."""
+    """Set the same rate in all parameter groups for the coming step."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -147,7 +148,7 @@ def set_learning_rates(optimizer: MixedPrecisionOptimizer, scheduler: LRSchedule
     """Set the rate of each parameter group (``param_rates``) for the coming update; return the rate of --lr.
 
     Args:
-        done: updates, or samples of updates, after the coming update.
+        done: total number of updates, or of samples, after the coming update.
     """
     lr = scheduler.after(done)
     for group in optimizer.param_groups:

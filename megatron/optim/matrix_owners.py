@@ -1,4 +1,4 @@
-"""Whole matrices for who computes with them: their owners among ranks that hold parts, and the way there and back."""
+"""Owners of full matrices among the ranks that hold slices of them, and the exchange of slices with owners."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from megatron.mpu.groups import Group
 from megatron.mpu.shard import shard_of
 from megatron.optim.zero.partition import ParamPartition, partition_of
 
-# A weight is cut over the tensor ranks, and with ZeRO what each of them holds is cut over the replicas. What looks at
-# the whole (Muon's orthogonalisation) is computed once, by one owner on the grid of replicas x tensor ranks:
+# A weight is sharded over the tensor ranks, and with ZeRO the shard of each tensor rank is sharded over the replicas.
+# An operation on the full matrix (Muon's orthogonalization) runs once, on one owner in the grid of replicas x tensor
+# ranks:
 #
-# | | over the replicas | over the tensor ranks of one replica |
+# | direction | sent over the replicas | sent over the tensor ranks of one replica |
 # |---|---|---|
-# | to the owner | parts of what one tensor rank holds, with ZeRO | parts of the whole |
-# | back | those parts, or without ZeRO the whole | parts of the whole |
+# | to the owner | with ZeRO, slices of one tensor rank's shard | shards of the matrix |
+# | back | with ZeRO, slices of that shard; without, the full shard | shards of the matrix |
 #
-# Main params, moments and gradients are sharded as for every other optimizer: memory is as even as before, whatever the
-# shapes are, and checkpoints and gathers of weights need no other partition. Matrices are sent in bf16, in which
-# Newton-Schulz starts and ends anyway: 2 bytes per element each way, in addition to the 4 and 2 of gradients and
-# weights. Without ZeRO the replicas share the work too.
+# Main params, moments and gradients are sharded as for every other optimizer. Memory is therefore balanced for matrices
+# of any shape, and checkpoints and gathers of weights need no other partition. Matrices are sent in bf16, the input and
+# output dtype of Newton-Schulz: 2 bytes per element in each direction, in addition to 4 for gradients and 2 for
+# weights. Without ZeRO the replicas share the work as well.
 #
-# Source: Liu et al. 2025, "Muon is scalable for LLM training", section 2.3 and algorithm 1, where every replica
-# computes what it has a part of; Ahn et al. 2025, "Dion", for owners on a grid.
+# Source: Liu et al. 2025, "Muon is scalable for LLM training", section 2.3 and algorithm 1, in which every replica
+# computes all matrices of which it has a slice; Ahn et al. 2025, "Dion", for owners on a grid.
 
 OWN_NUMBERS = 1 << 26
-"""Numbers of whole matrices that an owner has at a time, about: 128 MiB in bf16, twice."""
+"""Approximate number of elements of full matrices that an owner holds at a time: 128 MiB in bf16, twice."""
 
 
 @dataclass(frozen=True)
 class MatrixPartition:
-    """A weight [m, n] and how the ranks hold it.
+    """Partition of a weight [m, n] over ranks.
 
     Args:
-        shape: of the whole.
-        tensor: over the tensor ranks; None: each has the whole.
-        data: what a tensor rank has, over the replicas; None: each has all of it.
+        shape: shape of the full weight.
+        tensor: partition over the tensor ranks; None: each holds the full weight.
+        data: partition of a tensor rank's shard over the replicas; None: each holds the full shard.
     """
 
     shape: tuple[int, int]
@@ -50,26 +51,29 @@ class MatrixPartition:
 
     @classmethod
     def of(cls, parameter: torch.Tensor, tensor: Group, replicas: int) -> MatrixPartition:
-        """Return how ``parameter`` is held where ZeRO cuts it over so many ``replicas``; 1: it does not.
+        """Return the partition of ``parameter``.
+
+        Args:
+            replicas: number of replicas over which ZeRO shards it; 1: none.
 
         Raises:
-            ValueError: tensor ranks hold other numbers of rows or columns than each other.
+            ValueError: the shards of the tensor ranks differ in size.
         """
         shard = shard_of(parameter)
         over_tensor = None
         if shard.partition_dim is not None and tensor.size > 1:
-            each, size = parameter.shape[shard.partition_dim], shard.global_shape[shard.partition_dim]
-            if each * tensor.size != size or shard.start != tensor.rank * each:
+            part, size = parameter.shape[shard.partition_dim], shard.global_shape[shard.partition_dim]
+            if part * tensor.size != size or shard.start != tensor.rank * part:
                 raise ValueError(
-                    f"a matrix must be cut evenly over {tensor.size} tensor ranks, got {each} of {size} rows or columns"
+                    f"a matrix must be cut evenly over {tensor.size} tensor ranks, got {part} of {size} rows or columns"
                 )
-            over_tensor = ParamPartition(shard.partition_dim, tuple(each * rank for rank in range(tensor.size + 1)))
+            over_tensor = ParamPartition(shard.partition_dim, tuple(part * rank for rank in range(tensor.size + 1)))
         rows, columns = shard.global_shape
         return cls((rows, columns), over_tensor, partition_of(parameter, replicas) if replicas > 1 else None)
 
     @property
     def local_shape(self) -> tuple[int, int]:
-        """What a tensor rank has."""
+        """Shape of a tensor rank's shard."""
         return _part_shape(self.shape, self.tensor, 0)
 
 
@@ -82,112 +86,129 @@ def _part_shape(shape: tuple[int, int], cut: ParamPartition | None, rank: int) -
 
 
 def owners(costs: Sequence[int], number: int) -> list[int]:
-    """Return which of ``number`` owners has each thing: the dearest first, to who has the least to do by then."""
+    """Return the owner, below ``number``, of each item of ``costs``.
+
+    Items are assigned in descending order of cost, each to the owner with the smallest total so far.
+    """
     load = [(0, owner) for owner in range(number)]
-    found = [0] * len(costs)
-    for index in sorted(range(len(costs)), key=lambda each: (-costs[each], each)):
+    assigned = [0] * len(costs)
+    for idx in sorted(range(len(costs)), key=lambda each: (-costs[each], each)):
         cost, owner = heapq.heappop(load)
-        found[index] = owner
-        heapq.heappush(load, (cost + costs[index], owner))
-    return found
+        assigned[idx] = owner
+        heapq.heappush(load, (cost + costs[idx], owner))
+    return assigned
 
 
 def runs_of(cuts: Sequence[MatrixPartition], number: int, numbers: int | None = None) -> Iterator[range]:
-    """Yield ranges of weights that are exchanged together, so that each of ``number`` owners has few at a time."""
-    room, start, held = number * (numbers or OWN_NUMBERS), 0, 0
-    for index, cut in enumerate(cuts):
-        size = math.prod(cut.shape)
-        if held and held + size > room:
-            yield range(start, index)
-            start, held = index, 0
-        held += size
-    if held:
+    """Yield ranges of weights to exchange together, limited by the memory of the ``number`` owners.
+
+    Args:
+        numbers: elements of full matrices per owner; None: ``OWN_NUMBERS``.
+    """
+    limit, start, numel = number * (numbers or OWN_NUMBERS), 0, 0
+    for idx, partition in enumerate(cuts):
+        size = math.prod(partition.shape)
+        if numel and numel + size > limit:
+            yield range(start, idx)
+            start, numel = idx, 0
+        numel += size
+    if numel:
         yield range(start, len(cuts))
 
 
 @dataclass(frozen=True)
 class Held:
-    """A weight on its way over one group: what the ranks of the group hold between them, and which rank gets all."""
+    """A tensor to exchange over one group.
+
+    Args:
+        shape: shape of the full tensor.
+        cut: partition over the ranks of the group; None: each holds the full tensor.
+        owner: rank that receives the full tensor.
+    """
 
     shape: tuple[int, int]
     cut: ParamPartition | None
     owner: int
 
     def part_shape(self, rank: int) -> tuple[int, int]:
-        """Return what ``rank`` holds."""
+        """Return the shape of the slice on ``rank``."""
         return _part_shape(self.shape, self.cut, rank)
 
     def numbers_to_owner(self, rank: int) -> int:
-        """Return how many numbers ``rank`` sends to the owner; where nothing is cut the owner has all by itself."""
+        """Return the number of elements that ``rank`` sends to the owner.
+
+        Without a partition the owner holds the full tensor already, and other ranks send nothing.
+        """
         return 0 if self.cut is None and rank != self.owner else math.prod(self.part_shape(rank))
 
 
 def to_owners(weights: Sequence[Held], parts: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
-    """Return the wholes of the weights that this rank owns, in their order. Collective over ``group``.
+    """Return the full tensors of the ``weights`` that this rank owns, in order. Collective over ``group``.
 
     Args:
-        parts: what this rank holds of each of ``weights``, of one dtype.
+        parts: this rank's slice of each of ``weights``, all of one dtype.
     """
-    mine = [index for index, weight in enumerate(weights) if weight.owner == group.rank]
+    owned = [idx for idx, weight in enumerate(weights) if weight.owner == group.rank]
     if group.size == 1:
-        return [parts[index] for index in mine]
+        return [parts[idx] for idx in owned]
     sent = [
-        part.reshape(-1)[: weight.numbers_to_owner(group.rank)]
-        for _, weight, part in sorted(_by_owner(weights, parts), key=lambda each: each[0])
+        tensor.reshape(-1)[: weight.numbers_to_owner(group.rank)]
+        for _, weight, tensor in sorted(_by_owner(weights, parts), key=lambda each: each[0])
     ]
     counts_out = [0] * group.size
     for weight in weights:
         counts_out[weight.owner] += weight.numbers_to_owner(group.rank)
-    counts_in = [sum(weights[index].numbers_to_owner(rank) for index in mine) for rank in range(group.size)]
+    counts_in = [sum(weights[idx].numbers_to_owner(rank) for idx in owned) for rank in range(group.size)]
     received = _all_to_all(sent, counts_out, counts_in, group, parts[0])
-    wholes = [received.new_empty(weights[index].shape) for index in mine]
-    for rank, run in enumerate(received.split(counts_in)):
-        numbers = [weights[index].numbers_to_owner(rank) for index in mine]
-        for index, whole, flat in zip(mine, wholes, run.split(numbers), strict=True):
-            cut = weights[index].cut
+    full_tensors = [received.new_empty(weights[idx].shape) for idx in owned]
+    for rank, from_rank in enumerate(received.split(counts_in)):
+        numels = [weights[idx].numbers_to_owner(rank) for idx in owned]
+        for idx, full, flat in zip(owned, full_tensors, from_rank.split(numels), strict=True):
+            partition = weights[idx].cut
             if flat.numel():
-                place = whole if cut is None else cut.slice(whole, rank)
-                place.copy_(flat.view(place.shape))
-    return wholes
+                target = full if partition is None else partition.slice(full, rank)
+                target.copy_(flat.view(target.shape))
+    return full_tensors
 
 
 def from_owners(
     weights: Sequence[Held], wholes: Sequence[torch.Tensor], group: Group, like: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return this rank's part of each of ``weights``, given the ``wholes`` that it owns. Collective over ``group``.
+    """Return this rank's slice of each of ``weights``. Collective over ``group``.
 
     Args:
-        like: a tensor of their dtype and device, for who owns none.
+        wholes: full tensors of the weights that this rank owns.
+        like: a tensor of their dtype and device, for ranks that own none.
     """
     if group.size == 1:
         return list(wholes)
-    mine = [weight for weight in weights if weight.owner == group.rank]
+    owned = [weight for weight in weights if weight.owner == group.rank]
     sent, counts_out = [], []
     for rank in range(group.size):
-        parts = [
-            whole if weight.cut is None else weight.cut.slice(whole, rank)
-            for weight, whole in zip(mine, wholes, strict=True)
+        rank_slices = [
+            full if weight.cut is None else weight.cut.slice(full, rank)
+            for weight, full in zip(owned, wholes, strict=True)
         ]
-        sent += [part.reshape(-1) for part in parts]
-        counts_out.append(sum(part.numel() for part in parts))
-    by_owner = [[index for index, weight in enumerate(weights) if weight.owner == rank] for rank in range(group.size)]
-    numbers = [[math.prod(weights[index].part_shape(group.rank)) for index in indices] for indices in by_owner]
-    received = _all_to_all(sent, counts_out, [sum(each) for each in numbers], group, like)
-    found: dict[int, torch.Tensor] = {}
-    flat = received.split([number for each in numbers for number in each])
-    for index, part in zip((index for each in by_owner for index in each), flat, strict=True):
-        found[index] = part.view(weights[index].part_shape(group.rank))
-    return [found[index] for index in range(len(weights))]
+        sent += [tensor.reshape(-1) for tensor in rank_slices]
+        counts_out.append(sum(tensor.numel() for tensor in rank_slices))
+    idx_by_owner = [[idx for idx, weight in enumerate(weights) if weight.owner == rank] for rank in range(group.size)]
+    numels = [[math.prod(weights[idx].part_shape(group.rank)) for idx in indices] for indices in idx_by_owner]
+    received = _all_to_all(sent, counts_out, [sum(group_numels) for group_numels in numels], group, like)
+    slices: dict[int, torch.Tensor] = {}
+    flat = received.split([numel for group_numels in numels for numel in group_numels])
+    for idx, tensor in zip((idx for group_numels in idx_by_owner for idx in group_numels), flat, strict=True):
+        slices[idx] = tensor.view(weights[idx].part_shape(group.rank))
+    return [slices[idx] for idx in range(len(weights))]
 
 
 def _by_owner(weights: Sequence[Held], parts: Sequence[torch.Tensor]) -> Iterable[tuple[int, Held, torch.Tensor]]:
-    return ((weight.owner, weight, part) for weight, part in zip(weights, parts, strict=True))
+    return ((weight.owner, weight, tensor) for weight, tensor in zip(weights, parts, strict=True))
 
 
 def _all_to_all(
     sent: Sequence[torch.Tensor], counts_out: list[int], counts_in: list[int], group: Group, like: torch.Tensor
 ) -> torch.Tensor:
-    """Return what the ranks have sent to this one, one rank behind the other."""
+    """Return the elements that the ranks have sent to this rank, in rank order."""
     flat = torch.cat([like.new_empty(0), *sent])
     received = like.new_empty(sum(counts_in))
     dist.all_to_all_single(received, flat, counts_in, counts_out, group=group.handle)

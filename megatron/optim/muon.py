@@ -1,4 +1,4 @@
-"""Muon: matrices of layers are moved by orthogonalised momentum, all other weights by AdamW."""
+"""Muon: updates matrices of layers by orthogonalized momentum, and all other weights by AdamW."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from tds.param_info import Matrices
 
 # One step on a matrix W [m, n] with gradient G:
 #
-#     B <- mu B + (1 - mu) G                    on what this rank has of it
+#     B <- mu B + (1 - mu) G                    on this rank's slice
 #     U  = mu B + (1 - mu) G, or B without Nesterov's momentum
-#     O  = Newton-Schulz(U)                     on the whole matrix, by its owner (``matrix_owners``), in bf16
-#     W <- (1 - lr decay) W - lr scale(m, n) O  on what this rank has of it
+#     O  = Newton-Schulz(U)                     on the full matrix, by its owner (``matrix_owners``), in bf16
+#     W <- (1 - lr decay) W - lr scale(m, n) O  on this rank's slice
 #
-# That is ``torch.optim.Muon``, to the bit. Query, key and value, and gate and up, which one weight holds, are matrices
-# of their own, and m and n are always those of the whole matrix: so the update is one in every layout.
+# The results are bitwise equal to those of ``torch.optim.Muon``. Query, key and value, and gate and up, which are
+# packed in one weight, are separate matrices, and m and n are always those of the full matrix. Therefore the update is
+# the same in every layout.
 #
-# | --muon-scale-mode | scale(m, n) | is |
+# | --muon-scale-mode | scale(m, n) | origin |
 # |---|---|---|
-# | match_rms_adamw | 0.2 sqrt(max(m, n)) | Moonlight's: an update has the RMS that AdamW's usually have |
-# | spectral | sqrt(max(m, n)) | Megatron's; with --muon-extra-scale-factor 0.2 that of Moonlight |
-# | original | sqrt(max(1, m / n)) | Jordan's; Megatron's shape_scaling |
-# | unit_rms_norm | sqrt(m / n) | Megatron's |
+# | match_rms_adamw | 0.2 sqrt(max(m, n)) | Moonlight; updates have the usual RMS of AdamW's |
+# | spectral | sqrt(max(m, n)) | Megatron; with --muon-extra-scale-factor 0.2 equal to Moonlight's |
+# | original | sqrt(max(1, m / n)) | Jordan; Megatron's shape_scaling |
+# | unit_rms_norm | sqrt(m / n) | Megatron |
 #
 # Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is
 # scalable for LLM training", section 2.2.
@@ -47,7 +48,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 @dataclass(frozen=True)
 class MuonArgs:
-    """How Muon moves matrices; the words are those of the flags ``--muon-...``."""
+    """Settings of Muon, named like the flags ``--muon-...``."""
 
     momentum: float = 0.95
     nesterov: bool = True
@@ -58,39 +59,39 @@ class MuonArgs:
     split_qkv_heads: bool = False
 
     def scale(self, rows: int, columns: int) -> float:
-        """Return what the learning rate of a whole matrix is multiplied by."""
+        """Return the factor of the learning rate for a full matrix of this shape."""
         return self.extra_scale_factor * SCALES[self.scale_mode](rows, columns)
 
     def matrices(self, packed: Matrices) -> Matrices:
-        """Return the matrices that are orthogonalised, each on its own."""
+        """Return the matrices that are orthogonalized separately."""
         return packed.split(qkv=self.split_qkv, heads=self.split_qkv_heads)
 
 
 @dataclass(frozen=True)
 class MuonWeight:
-    """A weight of which this rank has a part: how ranks hold it, and the matrices in it."""
+    """A weight of which this rank holds a slice: its partition over ranks, and the matrices in it."""
 
     cut: MatrixPartition
     matrices: Matrices
 
     def flops(self, steps: int) -> int:
-        """Return what its Newton-Schulz steps cost."""
+        """Return the FLOPs of its Newton-Schulz steps."""
         return sum(newton_schulz_flops(*shape, steps) for shape in self.matrices.shapes(self.cut.shape))
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon on the groups that say ``"is_muon": True``, ``adam`` on the others.
+    """Muon for the parameter groups with ``"is_muon": True``, ``adam`` for the others.
 
-    The state of a weight with Muon is its ``momentum_buffer``, with the dtype and shape of the main param; others
-    have the states of AdamW.
+    The state of a weight in a Muon group is its ``momentum_buffer``, with the dtype and shape of the main param. Other
+    weights have the states of AdamW.
 
     Args:
-        groups: of main params.
-        adam: makes the optimizer of the other groups.
-        weights: of the main params in the groups with Muon, in their order; the same on all ranks of ``tensor`` and
+        groups: parameter groups of main params.
+        adam: builds the optimizer of the other groups.
+        weights: descriptions of the main params in the Muon groups, in order; the same on all ranks of ``tensor`` and
             ``data``.
-        tensor, data: the ranks that hold parts of a weight, or copies, among which owners share the work.
-        place: the device on which matrices are orthogonalised; main params may be on a CPU.
+        tensor, data: groups of the ranks that hold slices or copies of a weight. The work is distributed over them.
+        place: device on which matrices are orthogonalized; main params may be on a CPU.
 
     Source: Jordan et al. 2024; Liu et al. 2025.
     """
@@ -107,9 +108,9 @@ class Muon(torch.optim.Optimizer):
         data: Group = SINGLE,
         place: torch.device | None = None,
     ) -> None:
-        others = [group for group in groups if not group.get("is_muon")]
+        adam_groups = [group for group in groups if not group.get("is_muon")]
         super().__init__(groups, {"lr": lr})
-        self._adam = adam(others) if others else None  # it fills in its own defaults, in the same groups
+        self._adam = adam(adam_groups) if adam_groups else None  # adds its defaults to the same group dictionaries
         if self._adam is not None:
             self.state_dtypes = getattr(self._adam, "state_dtypes", {})
             self.state: defaultdict[torch.Tensor, Any] = self._adam.state
@@ -130,17 +131,18 @@ class Muon(torch.optim.Optimizer):
             self._step_on(run, list(islice(main_params, len(run))))
 
     def _step_on(self, run: range, main_params: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
-        """Update the weights ``run``, which travel together."""
-        weights = [self._weights[number] for number in run]
+        """Update the weights ``run``, whose slices are exchanged together."""
+        weights = [self._weights[idx] for idx in run]
         updates = [self._momentum(main_param) for main_param, _ in main_params]
-        if not any(group["lr"] for _, group in main_params):  # as where states are only made: nothing would move
+        # for example if only states are created: no weight would change
+        if not any(group["lr"] for _, group in main_params):
             return
-        moved = self._orthogonalised(weights, [self._owners[number] for number in run], updates)
-        for weight, (main_param, group), update in zip(weights, main_params, moved, strict=True):
+        orthogonalized = self._orthogonalised(weights, [self._owners[idx] for idx in run], updates)
+        for weight, (main_param, group), update in zip(weights, main_params, orthogonalized, strict=True):
             self._move(weight, main_param, group, update.to(main_param.device))
 
     def _momentum(self, main_param: torch.Tensor) -> torch.Tensor:
-        """Let the momentum take the gradient of ``main_param``; return in bf16 what is orthogonalised."""
+        """Update the momentum of ``main_param`` by its gradient; return the update to orthogonalize, in bf16."""
         gradient, state = main_param.grad, self.state[main_param]
         assert gradient is not None
         if "momentum_buffer" not in state:
@@ -151,40 +153,44 @@ class Muon(torch.optim.Optimizer):
         return update.to(torch.bfloat16).to(self._place or main_param.device)
 
     def _share_out(self) -> list[tuple[int, int]]:
-        """Return of each weight which replica, and which tensor rank there, orthogonalises its matrices."""
-        found: list[tuple[int, int]] = []
+        """Return the owner of each weight, which orthogonalizes its matrices: (replica, tensor rank)."""
+        owner_of_weight: list[tuple[int, int]] = []
         for run in self._runs:
-            costs = [self._weights[number].flops(self._args.num_ns_steps) for number in run]
-            found += [divmod(o, self._tensor.size) for o in owners(costs, self._data.size * self._tensor.size)]
-        return found
+            costs = [self._weights[idx].flops(self._args.num_ns_steps) for idx in run]
+            owner_of_weight += [
+                divmod(owner, self._tensor.size) for owner in owners(costs, self._data.size * self._tensor.size)
+            ]
+        return owner_of_weight
 
     def _orthogonalised(
         self, weights: Sequence[MuonWeight], owned_by: Sequence[tuple[int, int]], parts: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Return this rank's parts of the orthogonalised ``weights``, given those of what is to be. Collective."""
+        """Orthogonalize updates, given this rank's slices ``parts``; return its slices of the results. Collective."""
         over_data = [
             Held(w.cut.local_shape, w.cut.data, replica) for w, (replica, _) in zip(weights, owned_by, strict=True)
         ]
-        here = [index for index, (replica, _) in enumerate(owned_by) if replica == self._data.rank]
-        over_tensor = [Held(weights[index].cut.shape, weights[index].cut.tensor, owned_by[index][1]) for index in here]
+        replica_idx = [idx for idx, (replica, _) in enumerate(owned_by) if replica == self._data.rank]
+        over_tensor = [Held(weights[idx].cut.shape, weights[idx].cut.tensor, owned_by[idx][1]) for idx in replica_idx]
         like = parts[0]
-        local = to_owners(over_data, parts, self._data)
-        wholes = to_owners(over_tensor, local, self._tensor) if here else []
-        own = [index for index in here if owned_by[index][1] == self._tensor.rank]
-        done = [self._orthogonal(weights[index].matrices, whole) for index, whole in zip(own, wholes, strict=True)]
-        local = from_owners(over_tensor, done, self._tensor, like) if here else []
-        return from_owners(over_data, local, self._data, like)
+        shards = to_owners(over_data, parts, self._data)
+        full_updates = to_owners(over_tensor, shards, self._tensor) if replica_idx else []
+        owned_idx = [idx for idx in replica_idx if owned_by[idx][1] == self._tensor.rank]
+        orthogonalized = [
+            self._orthogonal(weights[idx].matrices, full) for idx, full in zip(owned_idx, full_updates, strict=True)
+        ]
+        shards = from_owners(over_tensor, orthogonalized, self._tensor, like) if replica_idx else []
+        return from_owners(over_data, shards, self._data, like)
 
     def _orthogonal(self, matrices: Matrices, whole: torch.Tensor) -> torch.Tensor:
-        """Return ``whole`` [m, n] with each of its matrices made orthogonal."""
-        found = torch.empty_like(whole)
-        for source, place in zip(matrices.views(whole), matrices.views(found), strict=True):
+        """Return ``whole`` [m, n] with each of its matrices orthogonalized."""
+        result = torch.empty_like(whole)
+        for source, target in zip(matrices.views(whole), matrices.views(result), strict=True):
             matrix = source.flatten(0, 1).clone(memory_format=torch.contiguous_format)
-            place.copy_(newton_schulz(matrix, self._args.num_ns_steps).view_as(place))
-        return found
+            target.copy_(newton_schulz(matrix, self._args.num_ns_steps).view_as(target))
+        return result
 
     def _move(self, weight: MuonWeight, main_param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
-        """Decay ``main_param`` and move it against ``update``, by the scale of the whole matrix that each row is of."""
+        """Apply weight decay and ``update`` to ``main_param``; each row has the scale of its full matrix."""
         if not main_param.numel():
             return
         main_param.mul_(1 - group["lr"] * group["weight_decay"])
@@ -199,11 +205,11 @@ class Muon(torch.optim.Optimizer):
             main_param.index_copy_(0, rows, moved)
 
     def _scale_of_rows(self, weight: MuonWeight, scales: Sequence[float]) -> torch.Tensor:
-        """Return the scale of each row that this rank has."""
-        found = torch.empty(weight.cut.shape[0], 1, dtype=torch.float64)
-        for scale, rows in zip(scales, weight.matrices.views(found), strict=True):
+        """Return the scale of each row that this rank holds."""
+        row_scales = torch.empty(weight.cut.shape[0], 1, dtype=torch.float64)
+        for scale, rows in zip(scales, weight.matrices.views(row_scales), strict=True):
             rows.fill_(scale)
-        for cut, group in ((weight.cut.tensor, self._tensor), (weight.cut.data, self._data)):
-            if cut is not None and cut.dim == 0:
-                found = cut.slice(found, group.rank)
-        return found.flatten()
+        for partition, group in ((weight.cut.tensor, self._tensor), (weight.cut.data, self._data)):
+            if partition is not None and partition.dim == 0:
+                row_scales = partition.slice(row_scales, group.rank)
+        return row_scales.flatten()

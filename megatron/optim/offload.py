@@ -14,11 +14,11 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What is stored on the CPU. If the model is there too, the copies are separate all the same.
+    """State that is stored on the CPU. It is a separate copy even if the model is on the CPU too.
 
     Args:
-        optimizer: main params and optimizer states, which are updated there.
-        parameters: the weight shards of ZeRO 3.
+        optimizer: store main params and optimizer states, which are then updated on the CPU.
+        parameters: store the weight shards of ZeRO 3.
         is_pinned: use pinned memory, from which a device reads faster.
     """
 
@@ -31,7 +31,7 @@ class OffloadConfig:
         return self._empty_like(tensor).copy_(tensor)
 
     def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return a copy of each tensor that is not on the CPU yet. All copies are started before one wait."""
+        """Return the tensors on the CPU, copied if necessary. All copies are started before the host waits once."""
         copies = [t if t.device == HOST else self._empty_like(t).copy_(t, non_blocking=True) for t in tensors]
         for source in {tensor.device for tensor in tensors} - {HOST}:
             device.finish_copies(source)

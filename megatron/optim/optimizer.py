@@ -3,7 +3,7 @@
 | part | responsible for |
 |---|---|
 | ``ParamStore`` | main params, shards, offload, copying updates into the parameters |
-| ``GradReducer`` | accumulation over micro-batches, sums over replicas and further groups |
+| ``GradReducer`` | accumulation over micro-batches, reduction over replicas and further groups |
 | ``StepPolicy`` | loss scale, overflow, veto, clipping |
 | the inner optimizer | the update of the main params |
 """
@@ -38,29 +38,29 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     | ZeRO | each replica keeps its shards of | results relative to ZeRO 0 |
     |---|---|---|
-    | 1 | main params and optimizer states | the same bits |
-    | 2 | gradients too | the same gradients with one micro-batch per step; the norm up to rounding |
-    | 3 | weights too, after ``store.shard_weights`` | those of ZeRO 2 |
+    | 1 | main params and optimizer states | bitwise equal |
+    | 2 | gradients too | equal gradients with one micro-batch per step; the norm is equal up to rounding |
+    | 3 | weights too, after ``store.shard_weights`` | as with ZeRO 2 |
 
     Args:
-        groups: parameter groups as of torch's optimizers, over the model's parameters.
+        groups: parameter groups, as for torch's optimizers, over the model's parameters.
         build: builds the inner optimizer from the groups of main params. With ZeRO it must update element by element.
         dtype: training dtype of the parameters.
         clip_grad: largest gradient norm; 0 disables clipping.
-        scaler: the loss scale; None for 1.
-        model, tensor: the ranks of one replica, and its tensor-parallel ranks.
+        scaler: the loss scale; None: a fixed scale of 1.
+        model, tensor: group of the ranks of one replica, and tensor-parallel group.
         store: an empty store for the parameters; None for a single replica without ZeRO and offload.
         overlap_grad_reduce, has_pipeline: see ``make_reducer``.
         fuses_accumulation: with ZeRO 0 and 1, layers add products in place (``tds.linear_function``).
 
     Attributes:
-        store, reducer, policy, inner: the parts.
-        gradient_factor: the next step multiplies the gradients by it and resets it to 1.
+        store, reducer, policy, inner: the parts in the table of the module.
+        gradient_factor: factor by which the next step multiplies the gradients; the step resets it to 1.
         last_factor: the factor of the last step without clipping: ``gradient_factor`` divided by the loss scale.
-        raw_norm: ``norm_of_sums`` of the present gradients, if it has been computed already.
+        raw_norm: ``norm_of_sums`` of the current gradients, if it has been computed already.
         overflow: True if the last step was skipped because fp16 gradients overflowed.
         was_refused: True if ``policy.accepts_step`` rejected the last step.
-        clips_gradients: tells engines that ``step`` clips.
+        clips_gradients: True, because ``step`` clips and engines must not.
         _global_grad_norm: ``grad_norm`` under the name that DeepSpeed reads.
     """
 
@@ -142,7 +142,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update_main_params(self) -> None:
-        """Run the inner optimizer on the gradients that the main params have."""
+        """Run the inner optimizer on the gradients of the main params."""
         with self.store.contiguous_main_params() if self.store.has_copies else nullcontext():
             self.inner.step()
 
@@ -153,7 +153,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.store.clear_grads()
 
     def norm_of_sums(self) -> torch.Tensor:
-        """Return the norm of the reduced gradients, with loss scale and without ``gradient_factor``. Collective.
+        """Return the norm of the reduced gradients, including the loss scale but not ``gradient_factor``. Collective.
 
         The host does not wait for it, so that it can be copied together with other values.
         """
@@ -163,11 +163,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @property
     def gradient_source(self) -> EngineGradients:
-        """The gradients as a pipeline's engine sees them."""
+        """Gradient source for the engine of a pipeline."""
         return EngineGradients(self)
 
     def begin_last_backward(self) -> None:
-        """Announce the last backward of the step on all replicas; sums over the replicas may start in it."""
+        """Announce the last backward of the step on all replicas; reductions over the replicas may start during it."""
         self.reducer.begin_last_backward()
 
     def end_micro_batch(self) -> None:
@@ -177,7 +177,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def finish_gradient_sums(self, factor: float = 1.0) -> None:
-        """Complete the sums of gradients over the replicas and multiply them by ``factor``. Collective."""
+        """Complete the reduction of gradients over the replicas and multiply them by ``factor``. Collective."""
         self.reducer.finish(factor)
 
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
@@ -206,7 +206,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> float:
-        """Norm of the last step's gradients before clipping, without loss scale."""
+        """Norm of the last step's gradients before clipping, without the loss scale."""
         return self._global_grad_norm
 
     def main_param_of(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -222,7 +222,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.store.copy_to_parameters()
 
     def refresh_fp32_params(self) -> None:
-        """Set the main params to the parameters. DeepSpeed calls this after it has loaded only weights."""
+        """Copy the parameters into the main params. DeepSpeed calls this after it has loaded only weights."""
         self.store.copy_from_parameters()
 
     def state_dict(self) -> dict[str, Any]:
@@ -239,7 +239,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Load a ``state_dict`` and copy it into the parameters; learning rates and weight decay do not change.
 
         Raises:
-            ValueError: the state belongs to other parameters; nothing has been changed then.
+            ValueError: the state belongs to other parameters; nothing is changed then.
         """
         load_state(self, state_dict)
         self.copy_main_params_to_parameters()

@@ -1,17 +1,17 @@
-"""Which parameters are decayed, and the optimizer over them.
+"""build_optimizer: the parameter groups of a model, and the optimizer over them.
 
-| name | is | state of a matrix [m, n] |
+| name | implementation | state of a matrix [m, n] |
 |---|---|---|
 | adamw | ``torch.optim.AdamW``, with states in bf16 ``megatron.optim.adam`` | two moments, [m, n] each |
 | adafactor | ``torch.optim.Adafactor`` | mean squares of its rows [m, 1] and of its columns [1, n] |
-| muon | ``torch.optim.Muon`` on matrices of layers, AdamW on all else (``megatron.optim.muon``) | a momentum [m, n] |
+| muon | ``torch.optim.Muon`` for matrices of layers, otherwise AdamW (``megatron.optim.muon``) | a momentum [m, n] |
 | sgd | ``torch.optim.SGD`` | with momentum ``momentum_buffer`` [m, n], otherwise none |
 
-Adafactor moves a weight by ``min(lr, 1 / sqrt(n)) max(1e-3, RMS(weight))`` in units of its update, whose RMS is cut at
-1; n is the number of the update, and the mean squares forget at ``1 - n^-0.8``. Of T5's recipe that is all but the
-relative step, which is off: the learning rate is the one given, by any schedule, and not ``1 / sqrt(n)`` by itself.
-T5's own run has no weight decay and no clipping of the global norm, and an lr that never exceeds ``1 / sqrt(n)``
-(``LRScheduler``, inverse-square-root); with a larger lr torch's bound ``1 / sqrt(n)`` acts.
+In step n Adafactor changes a weight by ``min(lr, 1 / sqrt(n)) max(1e-3, RMS(weight))`` times an update whose RMS is
+clipped at 1. The mean squares decay with ``1 - n^-0.8``. This is the recipe of T5 without the relative step size: the
+learning rate is the given one, with any schedule, rather than always ``1 / sqrt(n)``. T5 was trained without weight
+decay and without clipping of the global norm, and with an lr that never exceeds ``1 / sqrt(n)`` (``LRScheduler``,
+inverse-square-root). With a larger lr, torch's bound ``1 / sqrt(n)`` takes effect.
 
 Source: Shazeer and Stern 2018, "Adafactor", algorithms 4 and 5; Raffel et al. 2020, section 3.1.2.
 """
@@ -40,19 +40,20 @@ from tds.gradients import is_reduced_apart
 
 OPTIMIZERS = ("adamw", "adafactor", "muon", "sgd")
 MATRIX_EPS, VECTOR_EPS, LEAST_WEIGHT = 2e-19, 1e-8, 1e-3
-"""Least RMS of a gradient, of matrices and of vectors, and least RMS by which a weight is taken to be.
+"""Lower bounds of the RMS of a gradient, for matrices and for vectors, and of the RMS of a weight.
 
-Of a matrix torch takes the first also as the least mean *square*. Its own value, 1e-7 in fp32, would be met by
-gradients of 3e-4, which are common: below that size the running means would no longer act. Ours, met by 4e-10, is about
-the smallest whose square fp32 holds, so that a row without a gradient is not divided by 0. Of a vector it is a bound as
-Adam's epsilon: the bias of attention's keys has a gradient of rounding alone, and must not walk by that at full speed.
+For a matrix torch also uses the first one as a lower bound of the mean *square*. Its default, 1e-7 in fp32, applies to
+gradients below 3e-4, which are common, and then the running means have no effect. The value here applies below 4e-10.
+It is about the smallest one whose square fp32 can represent, so that a row without a gradient is not divided by 0. For
+a vector, the bound works like Adam's epsilon: the bias of attention's keys has a gradient of rounding errors only,
+which must not move it at full speed.
 """
 
 
 def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Return two groups: matrices with weight decay; biases and norms (one dimension) without.
 
-    The rule looks at the parameter alone, so it is the same in every layout.
+    The rule depends only on the parameter, so that the groups are the same in every layout.
     """
     trainable = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
     groups = [
@@ -63,27 +64,27 @@ def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) 
 
 
 def muon_groups(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return ``groups`` with those of matrices of layers apart, which say ``"is_muon": True``."""
-    found = []
+    """Return ``groups`` split into matrices of layers, with ``"is_muon": True``, and other parameters."""
+    split_groups = []
     for group in groups:
         for is_muon in (True, False):
-            own = [p for p in group["params"] if (p.dim() == 2 and matrices_of(p) is not None) == is_muon]
-            found += [{**group, "params": own, "is_muon": is_muon}] if own else []
-    return found
+            params = [p for p in group["params"] if (p.dim() == 2 and matrices_of(p) is not None) == is_muon]
+            split_groups += [{**group, "params": params, "is_muon": is_muon}] if params else []
+    return split_groups
 
 
 def rated_groups(
     groups: Iterable[dict[str, Any]], rates: Mapping[torch.nn.Parameter, ParamRate]
 ) -> list[dict[str, Any]]:
-    """Return ``groups`` with parameters apart that have settings of their own, in the order of the parameters."""
-    found = []
+    """Return ``groups`` split by the settings in ``rates``, in the order of the parameters."""
+    split_groups = []
     for group in groups:
-        kinds: dict[ParamRate | None, list[torch.nn.Parameter]] = {}
+        params_by_rate: dict[ParamRate | None, list[torch.nn.Parameter]] = {}
         for parameter in group["params"]:
-            kinds.setdefault(rates.get(parameter), []).append(parameter)
-        for rate, own in kinds.items():
-            found.append({**group, **({} if rate is None else rate.settings()), "params": own})
-    return found
+            params_by_rate.setdefault(rates.get(parameter), []).append(parameter)
+        for rate, params in params_by_rate.items():
+            split_groups.append({**group, **({} if rate is None else rate.settings()), "params": params})
+    return split_groups
 
 
 def build_optimizer(
@@ -116,19 +117,19 @@ def build_optimizer(
     rates: Mapping[torch.nn.Parameter, ParamRate] | None = None,
     bf16_states: Sequence[str] = (),
 ) -> MixedPrecisionOptimizer:
-    """Return the optimizer called ``name``; the rest as in ``MixedPrecisionOptimizer`` and ``ParamStore``.
+    """Return the optimizer ``name``. For other arguments see ``MixedPrecisionOptimizer`` and ``ParamStore``.
 
     Args:
-        betas, epsilon: of AdamW, also where Muon leaves weights to it; the others have none.
-        momentum: of SGD.
-        adam: takes what ``torch.optim.AdamW`` takes and its place; None: torch's own.
-        muon: how Muon moves matrices.
-        rates: of parameters that have settings of their own.
-        bf16_states: those that AdamW keeps in bf16, of ``exp_avg`` and ``exp_avg_sq``.
+        betas, epsilon: settings of AdamW, also for weights that Muon does not update; other optimizers ignore them.
+        momentum: momentum of SGD.
+        adam: used instead of ``torch.optim.AdamW``, with the same arguments; None: torch's.
+        muon: settings of Muon.
+        rates: settings of single parameters that differ from the defaults.
+        bf16_states: states that AdamW stores in bf16, out of ``exp_avg`` and ``exp_avg_sq``.
 
     Raises:
-        ValueError: there is no optimizer of that name, or Adafactor on weights that are cut.
-        ConfigError: a ValueError: Adafactor on weights with padded rows, or with ZeRO.
+        ValueError: there is no optimizer of that name, or Adafactor is used with sharded weights.
+        ConfigError: a ValueError; Adafactor is used with padded rows or with ZeRO.
     """
     if name not in OPTIMIZERS:
         raise ValueError(f"--optimizer must be {', '.join(OPTIMIZERS[:-1])} or {OPTIMIZERS[-1]}, got {name}")
@@ -152,20 +153,20 @@ def build_optimizer(
         if name == "adafactor":
             return torch.optim.Adafactor([_with_eps(group) for group in groups], lr=lr)
         if name == "muon":
-            place = param_init.device if param_init is not None else next((p.device for p in parameters), None)
-            return Muon(groups, build_adam, weights, args, lr=lr, tensor=tensor, data=sharing, place=place)
+            device = param_init.device if param_init is not None else next((p.device for p in parameters), None)
+            return Muon(groups, build_adam, weights, args, lr=lr, tensor=tensor, data=same_params, place=device)
         return build_adam(groups)
 
     def build_adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         if bf16_states:
-            kept = dict.fromkeys(bf16_states, torch.bfloat16)
-            return AdamW(groups, lr=lr, betas=betas, eps=epsilon, state_dtypes=kept)
+            state_dtypes = dict.fromkeys(bf16_states, torch.bfloat16)
+            return AdamW(groups, lr=lr, betas=betas, eps=epsilon, state_dtypes=state_dtypes)
         if adam is not None:
             return adam(groups, lr=lr, betas=betas, eps=epsilon)
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=epsilon, fused=True)
 
     has_experts = any(map(is_reduced_apart, parameters))
-    sharing = expert_data if has_experts else data  # ranks that have the same matrices, those of experts too
+    same_params = expert_data if has_experts else data  # ranks that hold the same matrices, including those of experts
     args = muon or MuonArgs()
     groups = decay_groups(parameters, weight_decay)
     groups = rated_groups(groups, rates) if rates else groups
@@ -173,8 +174,8 @@ def build_optimizer(
     if name == "muon":
         groups = muon_groups(groups)
         replicas = data.size if zero_stage else 1
-        moved = [parameter for group in groups if group["is_muon"] for parameter in group["params"]]
-        weights = [_muon_weight(parameter, tensor, replicas, args) for parameter in moved]
+        muon_params = [parameter for group in groups if group["is_muon"] for parameter in group["params"]]
+        weights = [_muon_weight(parameter, tensor, replicas, args) for parameter in muon_params]
     store = ParamStore(
         data,
         expert_data,
@@ -207,7 +208,7 @@ def _muon_weight(parameter: torch.nn.Parameter, tensor: Group, replicas: int, ar
 
 
 def _refuse_padding(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Raise if a weight has padded rows: RMS of weight and update and the columns' means would count them."""
+    """Raise ConfigError if a weight has padded rows, which the RMS and the means over columns would include."""
     for parameter in parameters:
         rows = shard_of(parameter).unpadded(parameter).shape[:1]
         if rows != parameter.shape[:1]:
@@ -218,6 +219,6 @@ def _refuse_padding(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def _with_eps(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group of Adafactor's with the bounds that fit its parameters."""
+    """Return a parameter group of Adafactor with the lower bounds for matrices or for vectors."""
     is_matrices = group["params"][0].dim() >= 2
     return {**group, "eps": (MATRIX_EPS if is_matrices else VECTOR_EPS, LEAST_WEIGHT)}

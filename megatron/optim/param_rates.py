@@ -1,16 +1,17 @@
-"""Which parameters have a learning rate, a weight decay or an epsilon of their own: the flags, by names.
+"""Learning rates, weight decays and epsilons of single parameters, which flags set by name.
 
 | flag | parameters |
 |---|---|
-| --lr-embedding, --decoupled-lr | ``embedding.word.weight``, also where it is the head |
+| --lr-embedding, --decoupled-lr | ``embedding.word.weight``, also if it is the head |
 | --lr-head, --decoupled-lr | ``head.weight`` |
-| --lr-by-name, --weight-decay-by-name | whose names in checkpoints fit a pattern, as ``fnmatch`` has it |
-| --mup-base-hidden-size | matrices of layers that AdamW moves: rate and epsilon by 1/m, m the width multiplier |
+| --lr-by-name, --weight-decay-by-name | parameters whose name in checkpoints matches an ``fnmatch`` pattern |
+| --mup-base-hidden-size | matrices of layers updated by AdamW: rate and epsilon are divided by the width multiplier m |
 
-A table by name counts more than the other flags, and its last pattern that fits more than those ahead of it. What a
-flag names is the rate itself: muP divides the rate of --lr alone.
+Rates by name take precedence over the other flags; among several matching patterns the last one applies. A flag sets
+the rate itself: muP only divides the rate of --lr.
 
-All rates have one course: ``LRScheduler`` with another peak, and a floor in the ratio of the peaks.
+All rates follow the schedule of ``LRScheduler`` with another peak. Their floor is in proportion to the peak, except
+with --decoupled-lr (--min-lr) and with --decoupled-min-lr.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ WORD_TABLE, HEAD = "embedding.word.weight", "head.weight"
 
 @dataclass(frozen=True)
 class ParamRate:
-    """What a parameter has of its own.
+    """Settings of a parameter that differ from the defaults.
 
     Args:
-        label: of the group in logs; "" where its rate is that of --lr.
-        lr, min_lr: peak and floor.
-        weight_decay: None: as ``decay_groups`` has it.
-        epsilon: of AdamW; None: --adam-eps.
+        label: label of the group in logs; "" if its rate is that of --lr.
+        lr, min_lr: peak and floor of the rate.
+        weight_decay: None: the value of ``decay_groups``.
+        epsilon: epsilon of AdamW; None: --adam-eps.
     """
 
     label: str = ""
@@ -48,20 +49,20 @@ class ParamRate:
     epsilon: float | None = None
 
     def settings(self) -> dict[str, float]:
-        """Return the keys of a parameter group; ``set_learning_rates`` reads ``peak_lr`` and ``floor_lr``."""
-        found = {"lr": self.lr, "peak_lr": self.lr, "floor_lr": self.min_lr} if self.label else {}
-        found |= {} if self.weight_decay is None else {"weight_decay": self.weight_decay}
-        return found | ({} if self.epsilon is None else {"eps": self.epsilon})
+        """Return the items of a parameter group; ``set_learning_rates`` reads ``peak_lr`` and ``floor_lr``."""
+        items = {"lr": self.lr, "peak_lr": self.lr, "floor_lr": self.min_lr} if self.label else {}
+        items |= {} if self.weight_decay is None else {"weight_decay": self.weight_decay}
+        return items | ({} if self.epsilon is None else {"eps": self.epsilon})
 
 
 @dataclass(frozen=True)
 class RateTable:
-    """The rates that flags give; the same on every rank.
+    """The rates that flags set, the same on every rank.
 
     Args:
-        named: pattern -> rate, each counting more than those ahead of it.
-        decays: pattern -> weight decay.
-        hidden: of the matrices of layers, where they have one.
+        named: pattern -> rate; later patterns take precedence.
+        decays: pattern -> weight decay; later patterns take precedence.
+        hidden: rate of the matrices of layers; None: the default.
     """
 
     named: Mapping[str, ParamRate]
@@ -70,49 +71,49 @@ class RateTable:
 
     @classmethod
     def of(cls, config: Config) -> RateTable:
-        """Return the table of ``config``."""
+        """Build the table from ``config``."""
         settings, is_tied = config.optimizer, not config.model.untie_embeddings
         named = {pattern: rate for pattern, rate in _of_tables(settings) if not (is_tied and pattern == HEAD)}
         if settings.lr_by_name:
             for pattern, lr in read_table(settings.lr_by_name).items():
-                named.pop(pattern, None)  # so that it comes last
+                named.pop(pattern, None)  # to insert it at the end
                 named[pattern] = ParamRate(pattern, lr, _floor(settings, lr))
         decays = read_table(settings.weight_decay_by_name) if settings.weight_decay_by_name else {}
         return cls(named, decays, _of_mup(config))
 
     @property
     def rates(self) -> list[ParamRate]:
-        """Those that are logged beside --lr, by their labels."""
+        """Rates to log in addition to --lr, by their labels."""
         return [*([] if self.hidden is None else [self.hidden]), *self.named.values()]
 
     def rate_of(self, name: str, parameter: torch.Tensor) -> ParamRate | None:
-        """Return what the parameter of that name has of its own."""
-        fitting = [rate for pattern, rate in self.named.items() if fnmatchcase(name, pattern)]
+        """Return the settings of the parameter ``name``; None: the defaults."""
+        matching = [rate for pattern, rate in self.named.items() if fnmatchcase(name, pattern)]
         is_hidden = parameter.dim() >= 2 and matrices_of(parameter) is not None
-        found = fitting[-1] if fitting else self.hidden if is_hidden else None
+        matched = matching[-1] if matching else self.hidden if is_hidden else None
         decays = [decay for pattern, decay in self.decays.items() if fnmatchcase(name, pattern)]
         if decays:
-            return replace(found or ParamRate(), weight_decay=decays[-1])
-        return found
+            return replace(matched or ParamRate(), weight_decay=decays[-1])
+        return matched
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Check that each pattern fits one of ``names``, those of the whole model.
+        """Check that each pattern matches one of ``names``, the parameter names of the full model.
 
         Raises:
-            ConfigError: with the names that are near.
+            ConfigError: a pattern matches none. The message lists similar names.
         """
-        every = sorted(set(names))
+        all_names = sorted(set(names))
         for pattern in dict.fromkeys([*self.named, *self.decays]):
-            if not any(fnmatchcase(name, pattern) for name in every):
-                near = difflib.get_close_matches(pattern, every, n=3, cutoff=0.4) or every[:3]
+            if not any(fnmatchcase(name, pattern) for name in all_names):
+                similar = difflib.get_close_matches(pattern, all_names, n=3, cutoff=0.4) or all_names[:3]
                 raise ConfigError(
                     f"a rate by name must fit a parameter, got {_flag(pattern)} and no such name in this model. Near "
-                    f"are {', '.join(near)}; tools/inspect_checkpoint.py lists all"
+                    f"are {', '.join(similar)}; tools/inspect_checkpoint.py lists all"
                 )
 
 
 def _of_mup(config: Config) -> ParamRate | None:
-    """Return what muP gives the matrices of layers; Muon's updates fit any width by their own scale."""
+    """Return muP's settings of the matrices of layers; None without muP, and for Muon, whose scale fits any width."""
     settings, m = config.optimizer, config.model.width_multiplier
     if m == 1.0 or settings.optimizer != "adamw":
         return None
@@ -120,17 +121,17 @@ def _of_mup(config: Config) -> ParamRate | None:
 
 
 def _flag(pattern: str) -> str:
-    """Return how the user may have given ``pattern``."""
-    own = {WORD_TABLE: "--lr-embedding", HEAD: "--lr-head"}
-    return f"the pattern {pattern!r}" + (f" ({own[pattern]})" if pattern in own else "")
+    """Return ``pattern`` with the flag that may have set it, as text."""
+    flags = {WORD_TABLE: "--lr-embedding", HEAD: "--lr-head"}
+    return f"the pattern {pattern!r}" + (f" ({flags[pattern]})" if pattern in flags else "")
 
 
 def _of_tables(settings: OptimizerConfig) -> Iterator[tuple[str, ParamRate]]:
-    """Yield name and rate of word embedding and head, as far as flags give them."""
+    """Yield (name, rate) of the word embedding and the head if flags set them."""
     for label, name in (("embedding", WORD_TABLE), ("head", HEAD)):
-        own, floor = getattr(settings, f"lr_{label}"), settings.decoupled_min_lr
-        if own is not None:
-            yield name, ParamRate(label, own, _floor(settings, own) if floor is None else floor)
+        lr, floor = getattr(settings, f"lr_{label}"), settings.decoupled_min_lr
+        if lr is not None:
+            yield name, ParamRate(label, lr, _floor(settings, lr) if floor is None else floor)
         elif settings.decoupled_lr is not None:
             yield name, ParamRate(label, settings.decoupled_lr, settings.min_lr if floor is None else floor)
 

@@ -31,14 +31,14 @@ class ParamStore:
     """The parameters of one replica.
 
     Args:
-        data: the replicas.
-        expert_data: the replicas with the same experts, if not all have them.
+        data: group of the replicas.
+        expert_data: group of the replicas with the same experts, if not all replicas have them.
         zero_stage: from 1 on main params are sharded over the replicas. A single replica shards nothing, unless weights
             are offloaded.
-        offload: what is stored on the CPU.
+        offload: state that is stored on the CPU.
         param_init: with ZeRO 3, initializes weights one by one; None if all are initialized.
         reduce_bucket_size, allgather_bucket_size: elements of a bucket of gradients to reduce and of weights to gather;
-            0 chooses as ``tds.gradients.bucket_numbers``.
+            0: the default of ``tds.gradients.bucket_numbers``.
         prefetches: with ZeRO 3, gather the weights of a layer before its forward.
 
     Attributes:
@@ -80,10 +80,10 @@ class ParamStore:
     # Main params.
 
     def register(self, parameter: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
-        """Convert ``parameter`` to ``dtype``, which it keeps, and return its main param."""
+        """Convert ``parameter`` to ``dtype`` in place and return its main param."""
         is_wide = dtype in WIDE
         replicas = self.group_of(parameter).size
-        has_one_copy = is_reduced_apart(parameter) and replicas == 1  # an expert that no other rank has
+        has_one_copy = is_reduced_apart(parameter) and replicas == 1  # an expert that no other rank holds
         partition = partition_of(parameter, replicas) if self._shards_params and not has_one_copy else None
         if self._param_init is not None:
             self._param_init.materialize(parameter, is_sharded=partition is not None)
@@ -155,7 +155,7 @@ class ParamStore:
             main_param.grad = grad
 
     def clear_grads(self) -> None:
-        """Discard the gradients that autograd and ``set_grads`` have left."""
+        """Discard the gradients of the parameters and of the main params."""
         for parameter, main_param in self.main_params.items():
             parameter.grad = None
             main_param.grad = None
@@ -163,7 +163,7 @@ class ParamStore:
     # Shards.
 
     def group_of(self, parameter: torch.Tensor) -> Group:
-        """Return the replicas of ``parameter``."""
+        """Return the group of ranks that hold a replica of ``parameter``."""
         return self.expert_group if is_reduced_apart(parameter) else self.data_group
 
     @property
@@ -172,7 +172,7 @@ class ParamStore:
         return self._shards_params and self.data_group.size > 1
 
     def is_sharded(self, parameter: torch.nn.Parameter) -> bool:
-        """Return True if each replica has a shard of the main param only."""
+        """Return True if each replica holds only a shard of the main param."""
         return parameter in self._partitions
 
     def is_first_copy(self, parameter: torch.nn.Parameter) -> bool:
@@ -195,7 +195,7 @@ class ParamStore:
     def bucket_numel(self, device: torch.device, operation: str = "reduce") -> int | None:
         """Return the number of elements of a bucket on ``device``; None if ``BUCKET_BYTES`` limits it.
 
-        ZeRO 2 and 3 reduce copies of buckets, so that these get larger only on request.
+        ZeRO 2 and 3 reduce copies of buckets, which therefore get larger than the default only on request.
 
         Args:
             operation: "reduce" or "allgather".
@@ -205,7 +205,7 @@ class ParamStore:
             return requested or None
         return bucket_numbers(device, self.data_group.size, requested)
 
-    # Weights: copies of the main params, gathered from all replicas.
+    # Weights, which are gathered from the shards of all replicas.
 
     def shard_weights(self, module: torch.nn.Module) -> None:
         """Hook the weights of ``module``: with ZeRO 3, keep shards and gather full weights where they are used.
@@ -254,7 +254,7 @@ class ParamStore:
         """Check that the replicas have gathered the same weights. Collective under ZeRO 3.
 
         Raises:
-            ConfigError: they have not; the same on every replica.
+            ConfigError: they have not; raised on every replica.
         """
         if self.units is not None:
             self.units.check()
@@ -279,8 +279,8 @@ class ParamStore:
                 shard.copy_(self.main_params[parameter])
         pairs = [(p, m) for p, m in self.main_params.items() if p is not m and p not in self._partitions]
         if pairs:
-            # With non_blocking the device rounds what it receives. Otherwise the host would round, to memory that is
-            # not pinned.
+            # With non_blocking the device rounds the received values. Otherwise the host would round them, into memory
+            # that is not pinned.
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs], non_blocking=True)
         self._gather(deferred)
 

@@ -1,4 +1,4 @@
-"""The optimizer's state in the form of torch's optimizers, which DeepSpeed's checkpoints contain.
+"""The optimizer's state in the format of torch's optimizers, which DeepSpeed's checkpoints contain.
 
 | key | value |
 |---|---|
@@ -18,7 +18,7 @@ from megatron.optim.grad_scaler import GradScaler
 
 
 class StateOwner(Protocol):
-    """The part of the optimizer that is saved and loaded here."""
+    """Interface of the optimizer whose state is saved and loaded."""
 
     param_groups: list[dict[str, Any]]
     inner: torch.optim.Optimizer
@@ -29,7 +29,7 @@ class StateOwner(Protocol):
 
 
 def state_of(optimizer: StateOwner) -> dict[str, Any]:
-    """Return the state of ``optimizer``; its tensors are the optimizer's own, not copies."""
+    """Return the state of ``optimizer``. Its tensors share memory with the optimizer."""
     main_params = [main_param.detach() for main_param in _main_params(optimizer)]
     return {**optimizer.inner.state_dict(), "masters": main_params, "scaler": optimizer.scaler.state()}
 
@@ -38,10 +38,10 @@ def state_of(optimizer: StateOwner) -> dict[str, Any]:
 def load_state(optimizer: StateOwner, state: Mapping[str, Any]) -> None:
     """Copy a state into the main params, the inner optimizer and a dynamic loss scale.
 
-    Learning rates and weight decay stay those of ``optimizer``.
+    Learning rates and weight decay of ``optimizer`` do not change.
 
     Raises:
-        ValueError: the state belongs to other parameters; nothing has been changed then.
+        ValueError: the state belongs to other parameters; nothing is changed then.
     """
     main_params = _main_params(optimizer)
     if problem := _problem(main_params, state):
@@ -65,15 +65,15 @@ def _main_params(optimizer: StateOwner) -> list[torch.nn.Parameter]:
 def _problem(main_params: Sequence[torch.Tensor], state: Mapping[str, Any]) -> str | None:
     if missing := {"state", "masters", "scaler"} - set(state):
         return f"it must be a state of this project's optimizer, got one without {', '.join(sorted(missing))}"
-    saved, now = [[tuple(tensor.shape) for tensor in tensors] for tensors in (state["masters"], main_params)]
-    if len(saved) != len(now):
-        return f"the optimizer must have the parameters that it was saved with: saved {len(saved)}, now {len(now)}"
-    for index, (saved_shape, shape) in enumerate(zip(saved, now, strict=True)):
+    saved, current = [[tuple(tensor.shape) for tensor in tensors] for tensors in (state["masters"], main_params)]
+    if len(saved) != len(current):
+        return f"the optimizer must have the parameters that it was saved with: saved {len(saved)}, now {len(current)}"
+    for index, (saved_shape, shape) in enumerate(zip(saved, current, strict=True)):
         if saved_shape != shape:
             return f"parameter {index} of the optimizer was saved as {list(saved_shape)}, now {list(shape)}"
     return None
 
 
 def _copied(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Return a copy of a tensor on ``device`` in ``dtype``, or its own dtype if None; other values as they are."""
+    """Return a copy of a tensor on ``device`` in ``dtype`` (None: no conversion); other values unchanged."""
     return value.to(device=device, dtype=dtype, copy=True) if isinstance(value, torch.Tensor) else value

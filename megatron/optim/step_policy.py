@@ -19,8 +19,8 @@ class StepPolicy:
 
     Attributes:
         accepts_step: called with the gradient norm before each update, unless fp16 gradients have overflowed. False
-            rejects the step, and the weights stay as they are. It must return the same on every rank. If None, a norm
-            that is not finite raises an error.
+            rejects the step, and the weights do not change. It must return the same value on every rank. If None, a
+            norm that is not finite raises an error.
     """
 
     def __init__(self, scaler: GradScaler, clip_grad: float = 0.0) -> None:

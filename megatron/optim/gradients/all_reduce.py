@@ -18,7 +18,7 @@ from tds.gradients import is_reduced_apart, reduce_gradients
 
 
 class AllReduceGradReducer(GradReducer):
-    """Full gradients of several replicas.
+    """Accumulates full gradients and all-reduces them over the replicas.
 
     Without a pipeline ``finish`` all-reduces them after the last backward. In a pipeline this class only accumulates:
     the engine's ``tds.bucket_reducer.BucketReducer`` all-reduces the buckets that it has passed to ``use_buckets`` (or
@@ -73,7 +73,7 @@ class AllReduceGradReducer(GradReducer):
         return self.buffer.is_scattered and not is_reduced_apart(parameter)
 
     def _partition(self, parameter: torch.nn.Parameter) -> ParamPartition | None:
-        """Return the partition of a reduce-scattered gradient; experts are summed elsewhere and keep full gradients."""
+        """Return the partition of a reduce-scattered gradient; None for experts, which another group sums."""
         return None if is_reduced_apart(parameter) else self._store.partition(parameter)
 
     def _accumulate(self, parameter: torch.Tensor) -> None:

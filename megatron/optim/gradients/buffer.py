@@ -9,7 +9,7 @@
 Gradients are not copied: autograd's gradient of a weight is added to the bucket and freed, or a fused layer adds its
 product there (``tds.linear_function``; with slots, one product for each length of a shard, at most three). A bucket has
 memory from its first gradient in a step until the step is taken. A bucket of one weight takes over the memory of the
-first gradient if the layouts agree, so that a large gradient never exists twice.
+first gradient if the layouts agree, so that a large gradient is never held twice.
 
 Source: Megatron-LM's ``param_and_grad_buffer`` for the terms ``main_grad`` and bucket; Rajbhandari et al. 2020, "ZeRO",
 section 5.1, for sums of which each replica keeps its shard.
@@ -34,8 +34,11 @@ from tds.gradients import multiply, refuse_sparse
 from tds.linear_function import add_product
 
 SCATTERS: bool | None = None
-"""True if ZeRO 1 reduce-scatters; None: on NCCL. gloo implements a reduce-scatter by an all-reduce, and an all-reduce
-of full gradients in the buckets of ZeRO 0 has the bits of ZeRO 0."""
+"""True if ZeRO 1 reduce-scatters gradients; None: on NCCL only.
+
+gloo implements a reduce-scatter by an all-reduce. With gloo, full gradients are therefore all-reduced in the buckets of
+ZeRO 0, which is bitwise equal to ZeRO 0.
+"""
 
 
 def scatters(group: Group) -> bool:
@@ -44,11 +47,11 @@ def scatters(group: Group) -> bool:
 
 
 class GradBuffer:
-    """Gradients of parameters that the same replicas have, in the buckets of ``order``.
+    """Gradients of parameters that are replicated over the same ranks, in the buckets of ``order``.
 
     Args:
         order: the buckets of all parameters. It may change them while the buffer is empty.
-        replicas: the replicas.
+        replicas: group of the replicas.
         partition_of: returns the partition of a parameter in slots, or None for a parameter that is summed in full. If
             it is None, all buckets have the plain layout.
     """
@@ -73,7 +76,7 @@ class GradBuffer:
 
     @torch.no_grad()
     def add(self, parameter: torch.nn.Parameter) -> None:
-        """Add ``parameter.grad``, if backward has left one, and free it.
+        """Add ``parameter.grad``, if there is one, and free it.
 
         Raises:
             RuntimeError: the sum of its bucket has started.
@@ -139,7 +142,7 @@ class _BucketMemory:
     """The memory of one bucket: the slots of sharded gradients, then the unsharded ones.
 
     Args:
-        partitions: of the parameters, which share the dtype of the sum and the device.
+        partitions: partition of each parameter. Parameters have one device and one dtype of the sum.
     """
 
     def __init__(self, partitions: dict[torch.nn.Parameter, ParamPartition | None], replicas: Group) -> None:
@@ -282,7 +285,7 @@ class _Works:
 
 @dataclass(frozen=True)
 class ScatteredBucket:
-    """A running sum of a bucket with slots: ``gradients`` contain this replica's part of it once ``work`` is done."""
+    """A running sum of a bucket with slots: ``gradients`` contain this replica's shard once ``work`` is done."""
 
     gradients: Sequence[torch.Tensor]
     work: _Works

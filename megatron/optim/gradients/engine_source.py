@@ -1,4 +1,4 @@
-"""EngineGradients: the optimizer's gradients as the pipeline engine of ``tds`` sees them."""
+"""EngineGradients: the optimizer's gradients in the interface of the pipeline engine of ``tds``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tds.bucket_reducer import Bucket, BucketSchedule
 
 
 class GradientOwner(Protocol):
-    """The part of the optimizer that is used here."""
+    """Interface of the optimizer whose gradients are adapted."""
 
     reducer: GradReducer
 
@@ -21,7 +21,7 @@ class GradientOwner(Protocol):
         """The factor by which losses are multiplied."""
 
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """Return the accumulated gradient, None for a parameter of no group."""
+        """Return the accumulated gradient, None for a parameter that is in no group."""
 
     def zero_grad(self) -> None:
         """Discard all gradients."""
@@ -58,13 +58,13 @@ class EngineGradients:
         return float(self._optimizer.loss_scale)
 
     def before_backward(self) -> None:
-        """No effect: hooks accumulate the gradients."""
+        """Do nothing, because hooks accumulate the gradients."""
 
     def after_backward(self) -> None:
-        """No effect."""
+        """Do nothing."""
 
     def before_step(self) -> None:
-        """No effect."""
+        """Do nothing."""
 
     def after_step(self) -> None:
         """Discard all gradients."""

@@ -1,4 +1,4 @@
-"""The choice of a ``GradReducer``."""
+"""make_reducer: the choice of a ``GradReducer``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def make_reducer(
     """Return the reducer of gradients for the replicas and the ZeRO stage of ``store``.
 
     Args:
-        model, tensor: the ranks of one replica, and its tensor-parallel ranks.
+        model, tensor: group of the ranks of one replica, and tensor-parallel group.
         overlap_grad_reduce: with ZeRO 0 and 1, all-reduce gradients while the last backward runs.
-        has_pipeline: the engine of a pipeline starts the all-reduces itself, early or late.
+        has_pipeline: the engine of a pipeline starts the all-reduces, with or without overlap.
     """
     if store.data_group.size == 1:
         return LocalGradReducer(store, model, tensor)

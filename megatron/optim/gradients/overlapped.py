@@ -1,8 +1,8 @@
-"""OverlappedGradReducer: sums over the replicas that start during the last backward of a step (ZeRO 0 and 1).
+"""OverlappedGradReducer: reductions that start during the last backward of a step (ZeRO 0 and 1).
 
-Until the last micro-batch, gradients accumulate and nothing is sent. In the last backward each gradient is final as
-soon as it arrives. The bucket of a parameter that the last micro-batch does not reach is reduced at the end, with the
-gradients of the earlier micro-batches or zeros.
+Until the last micro-batch, gradients accumulate and nothing is sent. In the last backward, each gradient is final as
+soon as autograd has computed it. The bucket of a parameter that the last micro-batch does not reach is reduced at the
+end, with the gradients of the earlier micro-batches or zeros.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from tds.bucket_reducer import BucketReducer
 
 
 class OverlappedGradReducer(AllReduceGradReducer):
-    """All-reduces, or with ZeRO 1 on NCCL reduce-scatters, buckets while backward runs."""
+    """All-reduces buckets while backward runs; with ZeRO 1 on NCCL, reduce-scatters them."""
 
     reduces_in_backward = True
 
     def __init__(self, store: ParamStore, model: Group = SINGLE, tensor: Group = SINGLE) -> None:
         super().__init__(store, model, tensor)
         scatter = self.use_buckets(self._order)
-        way_out = "Recompute with use_reentrant=False, or add --no-overlap-grad-reduce"
+        advice = "Recompute with use_reentrant=False, or add --no-overlap-grad-reduce"
         group = store.data_group.handle
-        self._reducer = BucketReducer(self._order, self.grad, group, way_out=way_out, scatter=scatter)
+        self._reducer = BucketReducer(self._order, self.grad, group, way_out=advice, scatter=scatter)
         self._is_last = False
 
     def begin_last_backward(self) -> None:

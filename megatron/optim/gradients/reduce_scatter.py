@@ -1,12 +1,12 @@
 """ReduceScatterGradReducer: gradients are reduced during every backward, and each replica keeps its shards (ZeRO 2, 3).
 
-A bucket is reduced as soon as backward has left the gradients of all its weights; the reduction of one bucket runs at a
-time. A replica accumulates its shards over the micro-batches, in fp32. So a step holds 4 / d bytes of gradients per
-parameter, one or two buckets, and the gradients of a bucket that is not complete yet.
+A bucket is reduced as soon as backward has computed the gradients of all its weights. Only one bucket is reduced at a
+time. A replica accumulates its shards over the micro-batches, in fp32. The memory of a step is therefore 4 / d bytes of
+gradients per parameter, one or two buckets, and the gradients of an incomplete bucket.
 
-Every micro-batch is reduced by itself, as in DeepSpeed: waiting for the last one would keep full gradients, which this
-stage exists to avoid. With one micro-batch per step the sums are those of ZeRO 0 to the bit where the reductions are
-(``reduction``); with several the order of the additions differs.
+Every micro-batch is reduced separately, as in DeepSpeed. Waiting for the last one would require full gradients, which
+this stage is meant to avoid. With one micro-batch per step the sums are bitwise equal to those of ZeRO 0 if the
+reductions are (``reduction``). With several micro-batches the order of the additions differs.
 
 The buckets are those of ZeRO 0, and all replicas reduce them in one order (``AgreedOrder``). Buckets that backward does
 not fill are reduced at its end, with zeros for missing gradients.
@@ -31,7 +31,7 @@ from tds.gradients import multiply
 
 
 class ReduceScatterGradReducer(GradReducer):
-    """The shards that this replica keeps of the gradients of all parameters."""
+    """Accumulates this replica's shards of the gradients of all parameters."""
 
     reduces_in_backward = True
 
@@ -83,7 +83,7 @@ class ReduceScatterGradReducer(GradReducer):
 
     @torch.no_grad()
     def _take(self, parameter: torch.Tensor) -> None:
-        """Take the gradient that backward has just left in ``parameter``."""
+        """Move the gradient out of ``parameter.grad`` and reduce the buckets that it completes."""
         if not parameter.numel():  # it is in no bucket
             return
         if parameter in self._arrived or self._order.is_taken(parameter):

@@ -1,10 +1,10 @@
-"""GradReducer: the gradients of a step, accumulated over its micro-batches and summed over the replicas.
+"""GradReducer: accumulates the gradients of a step over its micro-batches and sums them over the replicas.
 
 | subclass | used for | sum over the replicas |
 |---|---|---|
 | ``LocalGradReducer`` | one replica | none |
 | ``AllReduceGradReducer`` | ZeRO 0 and 1 | after the last backward |
-| the same in a pipeline | ZeRO 0 and 1 | none: the engine sums, by ``tds.bucket_reducer`` |
+| ``AllReduceGradReducer`` in a pipeline | ZeRO 0 and 1 | none; the engine reduces, by ``tds.bucket_reducer`` |
 | ``OverlappedGradReducer`` | ZeRO 0 and 1, --overlap-grad-reduce, no pipeline | starts during the last backward |
 | ``ReduceScatterGradReducer`` | ZeRO 2 and 3 | during every backward; each replica keeps its shard |
 """
@@ -31,7 +31,7 @@ class GradReducer:
 
     Args:
         store: the parameters and their main params.
-        model, tensor: the ranks of one replica, and its tensor-parallel ranks.
+        model, tensor: group of the ranks of one replica, and tensor-parallel group.
 
     Attributes:
         reduces_in_backward: True if ``end_micro_batch`` and backward reduce gradients, so that an engine must not.
@@ -71,7 +71,7 @@ class GradReducer:
         raise NotImplementedError
 
     def begin_last_backward(self) -> None:
-        """Announce the last backward of the step, in which reductions may start."""
+        """Announce the last backward of the step, during which reductions may start."""
 
     def end_micro_batch(self) -> None:
         """Complete a micro-batch after its backward. Collective if backward reduces gradients."""
@@ -84,7 +84,8 @@ class GradReducer:
     def sum_over_groups(self) -> None:
         """Sum gradients over tensor ranks (sequence parallelism) and ranks with the same experts. Collective.
 
-        ``norm`` does so. Code that reads gradients before it calls this first; later calls in a step have no effect.
+        ``norm`` calls this method. Code that reads gradients earlier must call it first. Further calls in a step have
+        no effect.
         """
         if not self._are_groups_summed:
             self._are_groups_summed = True
@@ -95,7 +96,7 @@ class GradReducer:
         """Discard all gradients."""
         self._are_groups_summed = False
 
-    # Shards: the part of a gradient that this rank has.
+    # Shards of gradients.
 
     @property
     def shard_group(self) -> Group:
@@ -118,7 +119,7 @@ class GradReducer:
         return self._store.data_group if self._has_experts else self.shard_group
 
     def norm(self) -> torch.Tensor:
-        """Return the norm of the reduced gradients as they are, with loss scale, on their device. Collective."""
+        """Return the norm of the reduced gradients, including the loss scale, on their device. Collective."""
         self.sum_over_groups()
         grads = [grad for _, grad in self.counted_grads()]
         device = next((parameter.device for parameter in self._store.main_params), None)

@@ -1,13 +1,13 @@
-"""Reduction: a sum of gradients over the replicas of which each replica keeps its shards.
+"""Reduction: a sum of gradients over the replicas, of which each replica keeps only its shards.
 
 | backend | collective, for n bytes on d replicas | order of the additions |
 |---|---|---|
 | NCCL | a reduce-scatter, n (d - 1) / d; an all-reduce for unsharded gradients | NCCL's |
-| others | an all-reduce, twice as much | that of ZeRO 0 to the bit, in the same buckets |
+| others | an all-reduce, twice as much | the order of ZeRO 0, bitwise equal with the same buckets |
 
-Gradients of unsharded parameters (scalars) are never scattered: each replica's sum would be added up in another order,
-and the copies of the weight would drift apart. gloo implements a reduce-scatter by an all-reduce, so nothing is lost
-there.
+Gradients of unsharded parameters (scalars) are never scattered: each replica would add them in another order, and the
+copies of the weight would diverge. gloo implements a reduce-scatter by an all-reduce, so that the all-reduce costs no
+more there.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class LocalGrad:
     """This replica's gradient of a parameter, before the reduction.
 
     Args:
-        gradient: None if backward has left none; it counts as zeros.
-        partition: over the replicas; None if every replica keeps the full sum.
+        gradient: None if backward has computed none, which counts as zeros.
+        partition: partition over the replicas; None if every replica keeps the full sum.
     """
 
     gradient: torch.Tensor | None
@@ -40,7 +40,7 @@ class LocalGrad:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the sum."""
+        """Dtype of the sum."""
         return accurate_dtype(self.parameter.dtype)
 
     def shard_shape(self, replica: int) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ class LocalGrad:
 
 
 class Reduction:
-    """A running sum, in one message or two.
+    """A running sum, in one or two messages.
 
     Args:
         is_scattered: use a reduce-scatter; None chooses by the backend.
@@ -70,21 +70,25 @@ class Reduction:
         """Start the sum of ``grads``, which share a dtype. Collective: the same parameters in the same order."""
         if is_scattered is None:
             is_scattered = dist.get_backend(group.handle) == "nccl"
-        kinds = [(grads, False)]
+        messages = [(grads, False)]
         if is_scattered:
             sharded = [grad for grad in grads if grad.partition is not None]
-            kinds = [(sharded, True), ([grad for grad in grads if grad.partition is None], False)]
-        self._messages = [_Message.start(some, group, is_scattered=scatters) for some, scatters in kinds if some]
+            messages = [(sharded, True), ([grad for grad in grads if grad.partition is None], False)]
+        self._messages = [
+            _Message.start(message_grads, group, is_scattered=scatter)
+            for message_grads, scatter in messages
+            if message_grads
+        ]
 
     def shards(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Wait for the sum; yield each parameter and this replica's shard in its own memory."""
+        """Wait for the sum; yield each parameter with a copy of this replica's shard."""
         for message in self._messages:
             yield from message.shards()
 
 
 @dataclass
 class _Message:
-    """``flat`` contains the sum once ``work`` is done."""
+    """A running collective: ``flat`` contains the sum once ``work`` is done."""
 
     grads: Sequence[LocalGrad]
     group: Group
@@ -113,10 +117,7 @@ class _Message:
             else:
                 numel = grad.parameter.numel()
                 shard = grad.shard(self.flat[start : start + numel].view(grad.parameter.shape), self.group.rank)
-            yield (
-                grad.parameter,
-                shard.clone(memory_format=torch.contiguous_format),
-            )  # a view would keep all of ``flat``
+            yield grad.parameter, shard.clone(memory_format=torch.contiguous_format)  # a view would keep ``flat`` alive
             start += numel
 
 
@@ -131,7 +132,7 @@ def _flattened(grads: Sequence[LocalGrad]) -> torch.Tensor:
 
 
 def _in_slots(grads: Sequence[LocalGrad], num_replicas: int) -> torch.Tensor:
-    """Return [d, slots]: for each replica its shards of all gradients."""
+    """Return each replica's shards of all gradients: [d, slots]."""
     numels = [grad.slot_numel(num_replicas) for grad in grads]
     slots = torch.zeros(num_replicas, sum(numels), dtype=grads[0].dtype, device=grads[0].parameter.device)
     for grad, targets in zip(grads, slots.split(numels, dim=1), strict=True):

@@ -1,4 +1,4 @@
-"""SumGroup: gradients with a further sum, next to the one over the replicas.
+"""SumGroup: gradients that are summed over a further group in addition to the replicas.
 
 | parameters | group | reason |
 |---|---|---|
@@ -6,8 +6,8 @@
 | experts that only some replicas have | ranks with the same experts | the sum over all replicas leaves them out |
 
 Both sums run once per step, after those over micro-batches, replicas and tied copies, in the dtype of the accumulated
-gradients. ``megatron.costs.memory`` leaves out the copy in which small gradients are sent: the activations are freed by
-then.
+gradients. ``megatron.costs.memory`` does not count the buffer in which small gradients are sent, because the
+activations have been freed by then.
 
 Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.2.2.
 """
@@ -26,8 +26,8 @@ class SumGroup:
     """Parameters whose gradients are summed over ``group``.
 
     Args:
-        group: the ranks with a summand.
-        applies_to: returns True for a parameter whose gradient is such a summand.
+        group: group of the ranks that have a summand.
+        applies_to: returns True if the gradient of a parameter is such a summand.
     """
 
     def __init__(self, group: Group, applies_to: Callable[[torch.Tensor], bool]) -> None:

@@ -1,4 +1,4 @@
-"""All-gather of the weights whose shards the replicas have updated, a bucket of parameters per message.
+"""All-gather of weights after the replicas have updated their shards, with one message per bucket of parameters.
 
 Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", section 5.1.
 """
@@ -22,9 +22,9 @@ class ShardedWeight:
     """A parameter to be gathered.
 
     Args:
-        parameter: the full tensor, to which the gather writes.
+        parameter: full tensor into which the gather writes.
         shard: this replica's shard of the values: its main param, or its weight shard under ZeRO 3.
-        partition: of the parameter over the replicas.
+        partition: partition of the parameter over the replicas.
     """
 
     parameter: torch.Tensor
@@ -33,20 +33,20 @@ class ShardedWeight:
 
     @property
     def slot_numel(self) -> int:
-        """Elements of the largest shard: every replica sends as many."""
+        """Number of elements of the largest shard, which is the number that every replica sends."""
         return self.partition.slot_numel(self.parameter)
 
     def copies(self, slots: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of views: of the parameter, and of the values for it in the gathered ``slots``, [d, slot]."""
+        """Yield pairs of views of the parameter and of its values in the gathered ``slots`` [d, slot]."""
         return self.partition.pairs(self.parameter, slots)
 
 
 def gather_all(weights: Iterable[ShardedWeight], group: Group, bucket_numel: int | None = None) -> None:
-    """Round the shards of every replica into the full parameters of all, bucket by bucket. Collective over ``group``.
+    """Round the shards of all replicas into the full parameters, bucket by bucket. Collective over ``group``.
 
     Args:
-        weights: on one device, the same in the same order on every replica. Shards may be on the CPU.
-        bucket_numel: elements of a bucket; None limits it by ``BUCKET_BYTES``.
+        weights: weights on one device, in the same order on every replica. Shards may be on the CPU.
+        bucket_numel: number of elements of a bucket; None: limited by ``BUCKET_BYTES``.
     """
     for bucket in buckets_of_weights(weights, bucket_numel):
         Gather.start(bucket, group).finish()
@@ -75,14 +75,14 @@ class Gather:
     @classmethod
     @torch.no_grad()
     def start(cls, bucket: Sequence[ShardedWeight], group: Group, note: Sequence[int] = ()) -> Gather:
-        """Send this replica's shards with their present values. Collective over ``group``.
+        """Start an all-gather of the current values of the shards. Collective over ``group``.
 
         Args:
-            bucket: weights of one dtype and device, the same in the same order on every replica.
-            note: a few small integers to send along; as many on every replica.
+            bucket: weights of one dtype and device, in the same order on every replica.
+            note: small integers to send along, the same number on every replica.
         """
         slot_numels = [weight.slot_numel for weight in bucket]
-        note_numel = -(-len(note) // VECTOR) * VECTOR  # so that the next replica's row starts at a full vector
+        note_numel = -(-len(note) // VECTOR) * VECTOR  # the next replica's row starts at a full vector
         row = bucket[0].parameter.new_empty(sum(slot_numels) + note_numel)
         if note:
             row[-note_numel:].zero_()
@@ -91,7 +91,7 @@ class Gather:
                     row[idx - note_numel].fill_(value)
         for weight, slot in zip(bucket, row[: sum(slot_numels)].split(slot_numels), strict=True):
             target = slot[: weight.shard.numel()].view(weight.shard.shape)
-            target.copy_(weight.shard, non_blocking=True)  # the device rounds what it receives
+            target.copy_(weight.shard, non_blocking=True)  # the device rounds the received values
         if group.size == 1:
             return cls(bucket, row.view(1, -1), None, len(note))
         gathered = row.new_empty(group.size * len(row))
@@ -99,7 +99,7 @@ class Gather:
         return cls(bucket, gathered.view(group.size, -1), work, len(note))
 
     def wait(self) -> None:
-        """Wait for the gather. A device waits in its current stream, not on the host."""
+        """Wait for the gather. On a device, the current stream waits and the host does not."""
         if self.work is not None:
             self.work.wait()
 

@@ -1,7 +1,7 @@
-"""GatherOrder: the order in which ZeRO 3 gathers units, agreed over the replicas and used for prefetching.
+"""GatherOrder: the order in which ZeRO 3 gathers units, which the replicas agree on and which prefetching uses.
 
-Replicas must gather the same units in the same order, or one would receive the shards of another unit. If the order is
-known, the next unit is gathered while the current one computes.
+Replicas must gather the same units in the same order, or they would receive shards of other units. If the order is
+known, the next unit is gathered during the computation of the current one.
 
 A pass is a micro-batch of training (forward, recompute, backward) or one call in an evaluation.
 
@@ -9,15 +9,16 @@ A pass is a micro-batch of training (forward, recompute, backward) or one call i
 |---|---|---|
 | the first of its kind: its order is recorded | each unit when it is needed | the next unit, before each gather |
 | a later one, in that order | the next unit as soon as one is used | a rolling hash of the order, at the end |
-| one that departs from the order | from there on as a first one | as a first one |
+| one that departs from the order | from then on as in a first pass | as in a first pass |
 
-A pass of another kind than the previous one departs from the order of that one, unless both start with the same unit.
+If a pass has another kind than the previous pass, it departs from the previous order, unless both start with the same
+unit.
 
-A replica that departs reports it in the gather that the others expect next, whose message has room for a few integers
-per replica. If all replicas depart to the same unit, they continue and record the new order. Otherwise those that
-depart raise an error, and so do the others if they can read the notes without waiting for the device, which is the case
-on a CPU. Elsewhere they block in a collective until the launcher ends them. The hash detects what none of this does; it
-is read when the next pass ends or the step begins, so that the host does not wait for the device.
+A replica that departs reports this in the gather that the others expect next, whose message has room for a few integers
+per replica. If all replicas depart to the same unit, they continue and record the new order. Otherwise the departing
+replicas raise an error. On a CPU the other replicas raise it as well, because they can read the notes without waiting
+for a device; elsewhere they block in a collective until the launcher terminates them. The hash detects the remaining
+differences. It is read when the next pass ends or the step begins, so that the host does not wait for the device.
 
 Prefetched weights have the values from before an update, so they are dropped when the weights change (``drop``).
 
@@ -38,13 +39,13 @@ from megatron.optim.zero.gather import Gather
 from megatron.torch_compat import all_gather_single
 
 END = -1
-"""Stands for a unit: the pass is complete."""
+"""Index in place of a unit at the end of a pass."""
 TRAINING = 0
-"""The kind of a training pass. Evaluations have one for each module that may be called: 1, 2, ..."""
+"""Kind of a training pass. Evaluations have a kind for each module that may be called: 1, 2, ..."""
 FACTOR, MODULUS = 1_000_003, 2**61 - 1
-"""Of the rolling hash."""
+"""Constants of the rolling hash."""
 DIGIT = 256
-"""Integers up to this one are exact in every floating-point type of weights."""
+"""Integers up to this value are exact in every floating-point type of weights."""
 
 
 class Gathered(Protocol):
@@ -53,7 +54,7 @@ class Gathered(Protocol):
     name: str
 
     def start(self, note: Sequence[int]) -> Iterator[Gather]:
-        """Yield the gathers of the weights, each started on request; ``note`` is sent with the first. Collective."""
+        """Yield the gathers of the weights, each started when requested; the first sends ``note`` along. Collective."""
 
     def finish(self, gathers: Iterable[Gather]) -> None:
         """Allocate the full weights and copy the results of ``start`` into them."""
@@ -86,11 +87,11 @@ class GatherOrder:
     """Gathers units, prefetches the next one if the order is known, and compares the order with other replicas.
 
     Args:
-        group: the replicas.
+        group: group of the replicas.
         units: the units, by index.
-        device: the device from which the group sends.
+        device: device of the tensors that the group communicates.
         prefetches: gather the next unit early.
-        reads_notes: read the note of each gather; None: only if that needs no wait.
+        reads_notes: read the note of each gather; None: only on a CPU, where this needs no wait.
 
     Attributes:
         kind: the kind of the current pass; None between passes.
@@ -112,11 +113,11 @@ class GatherOrder:
         self._orders: dict[int, list[int]] = {}  # by kind of pass, with END at the end
         self._order: list[int] | None = None  # followed by the current pass
         self._last: list[int] | None = None  # of the previous pass
-        self._is_other = False  # the order is that of the previous pass, from which the current one will depart
+        self._is_other = False  # _order is that of the previous pass, from which the current one will depart
         self._done: list[int] = []
         self._hash = 0
         self._ahead: list[Gather] = []  # of the next unit in the order
-        self._announced: tuple[torch.Tensor, Any, list[int]] | None = None  # hashes, their event, this order
+        self._announced: tuple[torch.Tensor, Any, list[int]] | None = None  # gathered hashes, their event, local order
 
     def begin(self, kind: int) -> None:
         """Begin a pass, unless it belongs to a running micro-batch."""
@@ -157,16 +158,16 @@ class GatherOrder:
         self._orders[self.kind], self._last, self.kind = self._done, self._done, None
 
     def drop(self) -> None:
-        """Drop the prefetched unit, because the weights change or all are gathered. On all replicas."""
+        """Drop the prefetched unit when weights change or all are gathered. Must be called on all replicas."""
         if self._ahead:
             self._drop_prefetched()
-            self._order = None  # the prefetch was for a position of the order that comes again
+            self._order = None  # the prefetched position of the order will be gathered again
 
     def check(self) -> None:
         """Compare the orders of the last pass, before an update. Collective.
 
         Raises:
-            ConfigError: they differ; the same on every replica.
+            ConfigError: they differ; raised on every replica.
         """
         if self.kind is not None and self.kind != TRAINING:
             self.end()
@@ -180,12 +181,12 @@ class GatherOrder:
 
     def _open(self, kind: int) -> None:
         self.kind, self._done, self._hash = kind, [], 0
-        own, last = self._orders.get(kind), self._last
-        self._is_other = last is not None and (own is None or own[0] != last[0])
-        self._order = last if self._is_other else own
+        recorded, last = self._orders.get(kind), self._last
+        self._is_other = last is not None and (recorded is None or recorded[0] != last[0])
+        self._order = last if self._is_other else recorded
 
     def _agree(self, unit: int) -> None:
-        """Continue with ``unit``: by the order, or as all replicas announce now."""
+        """Agree on ``unit`` with the other replicas: it follows from the order, or they all announce it now."""
         if self._order is None:
             self._announce(unit)
             self._check_announced()
@@ -193,19 +194,19 @@ class GatherOrder:
             self._depart(unit)
 
     def _depart(self, unit: int) -> None:
-        """Leave the order together with all replicas, with a note in the collective that the others expect."""
+        """Depart from the order with all replicas, by a note in the collective that the others expect."""
         assert self._order is not None
         instead_of = self._order[len(self._done)]
         expected = self._order[len(self._done) + bool(self._ahead)]
         self._drop_prefetched()
-        own = self._orders.get(self.kind) if self._is_other and self.kind is not None else None
-        self._order, self._is_other = own if own is not None and own[0] == unit else None, False
+        recorded = self._orders.get(self.kind) if self._is_other and self.kind is not None else None
+        self._order, self._is_other = recorded if recorded is not None and recorded[0] == unit else None, False
         if expected == END:
             self._announce(unit)
             self._check_announced(others=None if self._reads_notes else instead_of)
             return
-        first, *others = self._start(expected, unit, instead_of)
-        for gather in (first, *others):
+        first, *remaining = self._start(expected, unit, instead_of)
+        for gather in (first, *remaining):
             gather.wait()
         if self._group.size > 1:
             self._compare(self._notes(first), expected)
@@ -233,7 +234,7 @@ class GatherOrder:
         self._units[unit].finish(self._checked(unit, gathers) if reads_note else gathers)
 
     def _checked(self, unit: int, gathers: Iterator[Gather]) -> Iterator[Gather]:
-        """Yield ``gathers`` after a check of the notes of the first."""
+        """Yield ``gathers`` after checking the notes of the first one."""
         first = next(gathers)
         first.wait()
         self._compare(self._notes(first), unit)
@@ -268,7 +269,7 @@ class GatherOrder:
         assert self.kind is not None
         local = torch.empty(3, dtype=torch.int64, device=self._device)
         for idx, value in enumerate((self._hash, self.kind, unit)):
-            local[idx].fill_(value)  # a copy from the host could block the host
+            local[idx].fill_(value)  # a copy from the host could block
         gathered = local.new_empty(self._group.size * len(local))
         all_gather_single(gathered, local, group=self._group.handle)
         self._announced = *self._copied(gathered), [*self._done, unit]
@@ -277,19 +278,19 @@ class GatherOrder:
         """Compare the last announcements of all replicas.
 
         Args:
-            others: the unit that replicas with another hash have gathered here. None: all replicas compare now and
-                exchange their orders for the error message.
+            others: unit that replicas with another hash have gathered at this position. None: all replicas compare now
+                and exchange their orders for the error message.
         """
         if self._announced is None:
             return
-        (values, event, own), self._announced = self._announced, None
+        (values, event, local_order), self._announced = self._announced, None
         if event is not None:
             event.synchronize()
         rows = values.view(self._group.size, -1).tolist()
         if len({hashed for hashed, *_ in rows}) > 1:
             kinds = [kind for _, kind, _ in rows]
             if others is None:
-                self._raise(self._first_difference(self._group.gather_objects(own), kinds))
+                self._raise(self._first_difference(self._group.gather_objects(local_order), kinds))
             self._raise(self._texts([unit if hashed == self._hash else others for hashed, _, unit in rows], kinds))
         self._compare([Note(kind, unit) for _, kind, unit in rows], END)
 
@@ -300,7 +301,7 @@ class GatherOrder:
             self._raise(self._texts(units, [note.kind for note in notes]))
 
     def _first_difference(self, orders: Sequence[Sequence[int]], kinds: Sequence[int]) -> list[str]:
-        """Return the text of each replica at the first position at which their orders differ."""
+        """Return a text for each replica about the first position at which their orders differ."""
         positions = (idx for idx, units in enumerate(zip(*orders, strict=False)) if len(set(units)) > 1)
         position = next(positions, -1)
         return self._texts([order[position] for order in orders], kinds)

@@ -1,8 +1,9 @@
 """The layers of a model, whose weights ZeRO 3 gathers together.
 
-A layer is an element of a ``ModuleList``, ``ModuleDict`` or ``Sequential``. If more than half of such an element is in
-``ModuleList`` or ``ModuleDict`` of its own (an encoder within a ``Sequential``, for example), it is split further: the
-elements of those lists are layers, and so is the remainder. Smaller lists, such as the norms of a layer, split nothing.
+A layer is an element of a ``ModuleList``, ``ModuleDict`` or ``Sequential``. If an element has more than half of its
+weights in a ``ModuleList`` or ``ModuleDict`` (an encoder within a ``Sequential``, for example), it is split further:
+the elements of those lists are layers, and so is the remainder. An element with smaller lists, such as the norms of a
+layer, is not split.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from torch import nn
 LISTS = (nn.ModuleList, nn.ModuleDict)
 CONTAINERS = (*LISTS, nn.Sequential)
 MOST = 0.5
-"""A layer is split if its lists have more than this fraction of its weights."""
+"""A layer is split if its lists contain more than this fraction of its weights."""
 
 
 def layers_of(module: nn.Module, weights: Iterable[nn.Parameter]) -> dict[nn.Module, list[nn.Parameter]]:
-    """Return the layers of ``module``, each with those of ``weights`` that belong to no other layer.
+    """Return the layers of ``module``, each with the ``weights`` that belong to no other layer.
 
-    A weight of nested layers belongs to the innermost.
+    A weight of nested layers belongs to the innermost layer.
     """
     owners: dict[nn.Parameter, set[nn.Module | None]] = {weight: set() for weight in weights}
     order: dict[nn.Module | None, None] = {}
@@ -31,8 +32,8 @@ def layers_of(module: nn.Module, weights: Iterable[nn.Parameter]) -> dict[nn.Mod
                 owners[parameter].add(layer)
     weights_of: dict[nn.Module, list[nn.Parameter]] = {layer: [] for layer in order if layer is not None}
     for parameter, layers in owners.items():
-        (layer, *others) = layers
-        if layer is not None and not others:
+        (layer, *other_layers) = layers
+        if layer is not None and not other_layers:
             weights_of[layer].append(parameter)
     return {layer: layer_weights for layer, layer_weights in weights_of.items() if layer_weights}
 
@@ -55,5 +56,5 @@ def _modules_with_layers(
 
 def _is_split(layer: nn.Module) -> bool:
     """Return True if most of ``layer`` is in lists of modules."""
-    inside = {p for part in layer.modules() if isinstance(part, LISTS) for p in part.parameters()}
+    inside = {p for inner in layer.modules() if isinstance(inner, LISTS) for p in inner.parameters()}
     return sum(p.numel() for p in inside) > MOST * sum(p.numel() for p in layer.parameters())

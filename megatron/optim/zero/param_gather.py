@@ -1,19 +1,19 @@
-"""ParamGather: with ZeRO 1 and 2 on NCCL, updated weights are gathered while the next forward runs.
+"""ParamGather: gathers updated weights during the next forward, with ZeRO 1 and 2 on NCCL.
 
-After an update each replica has its shards of the new weights. The all-gathers of all buckets start at the end of the
+After an update each replica holds its shards of the new weights. The all-gathers of all buckets start at the end of the
 step, in the order in which the next forward needs the weights, and the forward waits for each bucket when it needs it.
 Only the device waits, not the host.
 
 | reader of weights | waits for |
 |---|---|
 | a layer's forward (layers as in ZeRO 3; on a pipeline stage, the layers that the stage calls in turn) | its weights |
-| the model's forward, before its layers | weights of no layer or of several, and of compiled layers |
-| ``state_dict`` of any module, readers that call ``ParamStore.finish_gathers``, the next update | all weights |
+| the model's forward, before its layers | weights of compiled layers, of no layer or of several layers |
+| ``state_dict`` of any module, code that calls ``ParamStore.finish_gathers``, the next update | all weights |
 
-All buckets start together, after the gradients of the step are freed and before the activations of the next exist. So
-the replicas run the collectives of their group in one order, whatever they call first.
+All buckets start together, after the gradients of the step are freed and before the activations of the next step are
+allocated. The replicas therefore start the collectives of their group in the same order, whatever they call first.
 
-Source: Megatron-LM's ``overlap_param_gather`` for waiting in a hook before the forward.
+Source: Megatron-LM's ``overlap_param_gather``, for the hook that waits before a forward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron.optim.zero.gather import Gather, ShardedWeight, buckets_of_weights
 from megatron.optim.zero.layers import layers_of
 
 GATHERS_LATER: bool | None = None
-"""True if forwards wait for their weights; None: on NCCL. The results are the same to the bit."""
+"""True if forwards wait for their weights; None: on NCCL only. The results are bitwise equal."""
 
 
 def gathers_later(group: Group) -> bool:
@@ -54,9 +54,9 @@ class ParamGather:
             if getattr(layer, "_compiled_call_impl", None) is None
         }
         in_layers = {weight for layer_weights in layers.values() for weight in layer_weights}
-        others = [weight for weight in sharded if weight not in in_layers]
-        self._order = [*others, *(weight for layer_weights in layers.values() for weight in layer_weights)]
-        module.register_forward_pre_hook(lambda *_: self.wait(others), prepend=True)
+        outside_layers = [weight for weight in sharded if weight not in in_layers]
+        self._order = [*outside_layers, *(weight for layer_weights in layers.values() for weight in layer_weights)]
+        module.register_forward_pre_hook(lambda *_: self.wait(outside_layers), prepend=True)
         for layer, layer_weights in layers.items():
             layer.register_forward_pre_hook(lambda *_, weights=layer_weights: self.wait(weights), prepend=True)
         for inner in module.modules():
@@ -66,7 +66,7 @@ class ParamGather:
         """Start the all-gathers of all weights. Collective.
 
         Args:
-            bucket_numel: elements of a bucket; None limits it by ``BUCKET_BYTES``.
+            bucket_numel: number of elements of a bucket; None: limited by ``BUCKET_BYTES``.
         """
         self.wait()
         parameter_of = {id(weights[parameter]): parameter for parameter in self._order}
@@ -75,7 +75,7 @@ class ParamGather:
             self._due.update({parameter_of[id(weight)]: gather for weight in bucket})
 
     def wait(self, weights: Iterable[nn.Parameter] | None = None) -> None:
-        """Wait for ``weights`` and those in the same buckets; None for all."""
+        """Wait for ``weights`` and the other weights in their buckets; None: for all weights."""
         for weight in list(self._due) if weights is None else weights:
             gather = self._due.get(weight)
             if gather is None:
@@ -85,7 +85,7 @@ class ParamGather:
 
 
 def _called_layers(module: nn.Module, weights: Mapping[nn.Parameter, Any]) -> dict[nn.Module, list[nn.Parameter]]:
-    """Return the layers that forward calls, each with those of ``weights`` that only it has."""
+    """Return the layers that forward calls, each with the ``weights`` that no other layer has."""
     functions = getattr(module, "forward_funcs", None)
     if functions is None:
         return layers_of(module, weights)

@@ -21,10 +21,10 @@ from megatron import device
 
 @dataclass(frozen=True)
 class ParamInit:
-    """How weights get their values, and where they are trained.
+    """Initialization of weights, one by one.
 
     Args:
-        device: the device of the model.
+        device: device of the model.
         fill: sets the values of a weight on the host, the same on all replicas. Collective over them.
     """
 

@@ -1,12 +1,13 @@
 """ParamPartition: the shard of a parameter that each replica updates with ZeRO.
 
 A shard is a range of indices along one dimension of the tensor rank's parameter: the dimension that the tensor group
-shards, or the first one. So it is a ``Shard`` like any other, and checkpoints do not depend on the ZeRO stage.
+shards, or the first one. It is represented by a ``Shard`` as with tensor parallelism, and checkpoints do not depend on
+the ZeRO stage.
 
-Shards consist of whole vectors of 16 elements, except at the end of the tensor. torch's fused AdamW on a CPU processes
-such vectors from the start of a tensor and rounds the remaining elements differently, by a unit in the last place;
-shards that started elsewhere would not have the bits of ZeRO 0. Matrices of usual sizes can be sharded at any row. A
-bias of h elements is shared by h / 16 replicas, and the others have none of it.
+Shards consist of full vectors of 16 elements, except at the end of the tensor. On a CPU, torch's fused AdamW processes
+such vectors from the start of a tensor and rounds the remaining elements differently, by a unit in the last place.
+Shards with other boundaries would therefore not be bitwise equal to ZeRO 0. Matrices of usual sizes can be sharded at
+any row. A bias of h elements is sharded over h / 16 replicas; the other replicas hold none of it.
 
 Source: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models", section 5.1.
 """
@@ -24,7 +25,7 @@ import torch
 from megatron.mpu.shard import Shard, shard_of
 
 VECTOR = 16
-"""Elements: 64 bytes of fp32, the widest register of CPUs and the unit in which fused AdamW distributes work."""
+"""Elements of a vector: 64 bytes of fp32, the widest register of CPUs and the unit in which fused AdamW splits work."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class ParamPartition:
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
-        """(first replica, number of replicas, indices of each) for replicas with equal shards; at most three runs."""
+        """Runs of replicas with shards of equal length, at most three: (first replica, number of replicas, length)."""
         runs, first = [], 0
         for length, same in groupby(stop - start for start, stop in pairwise(self.bounds)):
             count = len(list(same))
@@ -63,7 +64,7 @@ class ParamPartition:
             yield slices, slots[first : first + count, : slices[0].numel()].view(slices.shape)
 
     def slices(self, full: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield a view for each run of replicas: their shards of ``full``, stacked along a new first dimension."""
+        """Yield a view for each run of replicas, with their shards of ``full`` stacked along a new first dimension."""
         for first, count, length in self.runs:
             run = full.narrow(self.dim, self.bounds[first], count * length)
             yield run.unflatten(self.dim, (count, length)).movedim(self.dim, 0)  # [count, ..., length, ...]
@@ -72,7 +73,7 @@ class ParamPartition:
         """Return the position of one replica's shard in the global tensor.
 
         Args:
-            full: the position of the tensor rank's parameter.
+            full: position of the tensor rank's parameter in the global tensor.
         """
         first, length = 0, full.global_shape[self.dim]
         if full.partition_dim == self.dim:
@@ -82,7 +83,7 @@ class ParamPartition:
 
 
 def partition_of(parameter: torch.Tensor, replicas: int) -> ParamPartition | None:
-    """Return the partition of ``parameter`` over ``replicas``; None for a scalar, which all of them update."""
+    """Return the partition of ``parameter`` over ``replicas``; None for an empty one and a scalar, which all update."""
     if parameter.dim() == 0 or parameter.numel() == 0:
         return None
     position = shard_of(parameter)
@@ -90,12 +91,12 @@ def partition_of(parameter: torch.Tensor, replicas: int) -> ParamPartition | Non
     dim = 0 if is_unsharded or position.partition_dim is None else position.partition_dim
     size = parameter.shape[dim]
     step = VECTOR // math.gcd(VECTOR, parameter.numel() // size)
-    if dim > 0 and size % step:  # the remainder would be spread over the rows of the tensor: one replica takes all
+    if dim > 0 and size % step:  # the remainder would be spread over the rows: one replica takes all
         step = size
     return ParamPartition(dim, tuple(min(step * steps, size) for steps in _even_bounds(-(-size // step), replicas)))
 
 
 def _even_bounds(count: int, parts: int) -> list[int]:
-    """Return the bounds of ``parts`` ranges of ``count`` items; the first ranges have one more if needed."""
-    each, more = divmod(count, parts)
-    return [0, *accumulate(each + (part < more) for part in range(parts))]
+    """Return the bounds of ``parts`` ranges of ``count`` items; if needed, the first ranges have one item more."""
+    size, num_larger = divmod(count, parts)
+    return [0, *accumulate(size + (idx < num_larger) for idx in range(parts))]

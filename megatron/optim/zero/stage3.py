@@ -1,26 +1,27 @@
-"""ParamUnits: full weights under ZeRO 3, gathered for a layer's forward and backward and freed afterwards.
+"""ParamUnits: gathers full weights under ZeRO 3 for a layer's forward and backward and frees them afterwards.
 
-A unit is gathered at once: the weights of a layer (``layers``), or all weights that belong to no layer or to several
-(embeddings, final norms, heads, shared weights). The full weight is always the same tensor object, which autograd's
-graph keeps; only its memory is allocated and freed. Replicas gather the same units in the same order, or the step ends
-in an error. The next unit of that order is gathered while one is used (``GatherOrder``).
+A unit is gathered at once. It consists of the weights of a layer (``layers``), or of all weights that belong to no
+layer or to several (embeddings, final norms, heads, shared weights). The full weight is always the same tensor object,
+to which autograd's graph refers; only its memory is allocated and freed. Replicas must gather the same units in the
+same order; otherwise the step raises an error. The next unit of that order is gathered while the current one is used
+(``GatherOrder``).
 
 | event | a layer | the other unit |
 |---|---|---|
 | forward of a module with its weights starts | gathered | gathered |
 | that forward returns, outside backward | freed | freed, unless backward follows |
 | backward needs a weight that forward has saved | gathered | gathered |
-| backward has left the gradients of all weights that it reaches | freed | freed |
+| backward has computed the gradients of all weights that it reaches | freed | freed |
 | the micro-batch ends, or the weights are updated | freed | freed |
 
-So a layer is gathered twice per micro-batch, also with recompute, which happens within backward. In addition to the
-units in use, one prefetched unit is held in the form of its all-gather's output. Outputs of modules are not inspected
-and no module is replaced: ``torch.autograd.graph.saved_tensors_hooks`` reports the weights that backward needs,
-whatever a layer returns or stores in attributes. DeepSpeed and FSDP hook the outputs of modules, which misses some.
+A layer is gathered twice per micro-batch, also with recompute, which runs within backward. In addition to the units in
+use, one prefetched unit is held as the output of its all-gather. Outputs of modules are not inspected and no module is
+replaced: ``torch.autograd.graph.saved_tensors_hooks`` reports the weights that backward needs, whatever a layer returns
+or stores in attributes. DeepSpeed and FSDP hook the outputs of modules, which misses some cases.
 
-A weight that is not gathered keeps its shape and consists of a single NaN, so that reading it outside a forward gives
-NaN and not an outdated value. Layers that the first forward has not called are named in a warning. Frozen weights and
-scalars stay in full on every replica.
+A weight that is not gathered keeps its shape and consists of a single expanded NaN, so that reading it outside a
+forward yields NaN rather than an outdated value. A warning names the layers that the first forward has not called.
+Every replica holds frozen weights and scalars in full.
 
 Source: Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP", section 4.3, for keeping the tensor.
 """
@@ -45,14 +46,14 @@ from tds import backward_state
 
 REST = "what is in no layer"
 MUCH = 0.5
-"""Fraction of all weights: a larger unit causes a warning, because ZeRO 3 saves little memory then."""
+"""Units with more than this fraction of all weights cause a warning, because ZeRO 3 then saves little memory."""
 
 
 class Unit:
     """Weights that are gathered and freed together.
 
     Args:
-        name: the module, for messages.
+        name: name of the module, for messages.
         weights: the weights, whose memory belongs to this unit from now on, and this replica's shard of each.
         spans_forward: keep the weights from a forward to its backward.
     """
@@ -76,12 +77,12 @@ class Unit:
         return self._full
 
     def gather(self) -> None:
-        """Gather the full weights, unless they are. Collective over the replicas."""
+        """Gather the full weights if they are not gathered. Collective over the replicas."""
         if not self.is_gathered:
             self.finish(self.start())
 
     def start(self, note: Sequence[int] = ()) -> Iterator[Gather]:
-        """Yield the gathers of the unit's buckets, each started on request. Collective over the replicas.
+        """Yield the gathers of the unit's buckets, each started when it is requested. Collective over the replicas.
 
         Args:
             note: integers to send with the first gather.
@@ -112,7 +113,7 @@ class Unit:
             full.untyped_storage().resize_(0)
 
     def count_grad(self) -> None:
-        """Count a gradient that backward has left for one of the weights, and free the weights after the last."""
+        """Count a gradient that backward has computed for one of the weights; free the weights after the last one."""
         if not self._num_grads:
             self._num_expected_grads = sum(map(backward_state.will_reach, self._full))
         self._num_grads += 1
@@ -133,7 +134,7 @@ class ParamUnits:
 
     Args:
         module: the model. The graph of its outermost forward is watched.
-        weights: the sharded weights; others stay as they are.
+        weights: the sharded weights. Other weights are not changed.
         prefetches: gather the next unit early if the order is known and there are several replicas.
     """
 
@@ -168,7 +169,7 @@ class ParamUnits:
         self._order.drop()
         self._keeps_all = True
         for unit in self.units:
-            unit.calls += 1  # so that no call within the block frees it
+            unit.calls += 1  # no call within the block frees it
             unit.gather()
         try:
             yield
@@ -179,7 +180,7 @@ class ParamUnits:
             self.free()
 
     def free(self) -> None:
-        """Free all gathered and prefetched weights. On all replicas."""
+        """Free all gathered and prefetched weights. Must be called on all replicas."""
         self._order.drop()
         for unit in self.units:
             self._free(unit)
@@ -193,7 +194,7 @@ class ParamUnits:
         """Check that the replicas have gathered the same units, before gradients are used. Collective.
 
         Raises:
-            ConfigError: they have not; the same on every replica.
+            ConfigError: they have not; raised on every replica.
         """
         self._order.check()
 
@@ -210,11 +211,11 @@ class ParamUnits:
             parameter.register_post_accumulate_grad_hook(lambda _: self._count_grad(unit))
 
     def _hook(self, module: nn.Module) -> None:
-        """Hook every module with a weight of a unit among its own parameters, and the modules of the units."""
+        """Hook the modules of the units, and every module that directly contains a weight of a unit."""
         unit_of = {parameter: unit for unit in self.units for parameter in unit.parameters}
         for inner in module.modules():
-            own = [unit_of[p] for p in inner.parameters(recurse=False) if p in unit_of]
-            units = list(dict.fromkeys([*self._units_of.get(inner, []), *own]))
+            direct_units = [unit_of[p] for p in inner.parameters(recurse=False) if p in unit_of]
+            units = list(dict.fromkeys([*self._units_of.get(inner, []), *direct_units]))
             if units or inner is module:
                 inner.register_forward_pre_hook(partial(self._enter, units), prepend=True)  # other hooks read weights
                 inner.register_forward_hook(partial(self._leave, units), always_call=True)
@@ -273,8 +274,11 @@ class ParamUnits:
         self._has_warned = self._has_warned or output is not None
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Return the entry of a saved tensor in the graph: for a weight also its unit, which may be freed meanwhile."""
-        if tensor.layout is not torch.strided:  # it has no such storage, and is no weight
+        """Return the graph's entry for a saved tensor.
+
+        For a weight the entry includes its unit, because the weight may be freed before backward.
+        """
+        if tensor.layout is not torch.strided:  # has no such storage and is not a weight
             return tensor.detach()
         unit = self._unit_at.get(tensor.untyped_storage().data_ptr())
         return tensor.detach() if unit is None else (unit, tensor)
