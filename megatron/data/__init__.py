@@ -1,4 +1,4 @@
-"""Token files, samples in a computed order, and the micro-batches of a replica.
+"""Token files, datasets with a computed sample order, and the data loader of a replica.
 
 Names are resolved on first use, so that preprocessing does not import torch.
 """
