@@ -23,7 +23,7 @@ class GPTDataset:
     | packing | sample | use of an epoch's T tokens |
     |---|---|---|
     | concat | int64[L + 1] | floor((T - 1) / L) samples; neighbours share one token, the tail is dropped |
-    | best-fit | {"text": int64[L + 1], "segments": int32[L + 1]} | all tokens; only documents that are too long are split |
+    | best-fit | {"text": int64[L + 1], "segments": int32[L + 1]} | all tokens; only overlong documents are split |
 
     ``segments`` numbers the pieces of documents within the sample from 0. Padding has segment -1 and token 0; no token
     attends to it, and it has no loss.
