@@ -191,8 +191,8 @@ def _joined(
     try:
         return join(values)
     except (RuntimeError, TypeError, ValueError) as error:
-        shapes = [tuple(value.shape) if hasattr(value, "shape") else type(value).__name__ for value in values]
+        got = [tuple(value.shape) if hasattr(value, "shape") else type(value).__name__ for value in values]
         raise SampleError(
-            f"{key!r} must be an array of one shape in all samples of a micro-batch, got {shapes} in samples {indices}. "
+            f"{key!r} must be an array of one shape in all samples of a micro-batch, got {got} in samples {indices}. "
             "Pad them in the data set."
         ) from error
