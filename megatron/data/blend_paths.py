@@ -108,13 +108,13 @@ def weighted_prefixes(text: str, flag: str = data_paths.DATA_FLAG) -> tuple[Weig
     corpora = tuple((weight, _without_suffix(path)) for weight, path in parsed)
     seen: dict[str, str] = {}
     for _, path in corpora:
-        real_path = os.path.realpath(path)
-        if real_path in seen:
+        real = os.path.realpath(path)
+        if real in seen:
             raise DataError(
-                f"{flag} must name each corpus once, got {seen[real_path]} and {path}, which are one. Give it once, with "
+                f"{flag} must name each corpus once, got {seen[real]} and {path}, which are one. Give it once, with "
                 "the sum of its weights."
             )
-        seen[real_path] = path
+        seen[real] = path
     return corpora
 
 

@@ -66,10 +66,10 @@ def resumed_order(
     by_fingerprint = {text: corpus for corpus in order.corpora for text in corpus.other_fingerprints}
     by_fingerprint |= {corpus.fingerprint: corpus for corpus in order.corpora}
     matches = {name: by_fingerprint[text].name for name, text in saved.fingerprints.items() if text in by_fingerprint}
-    changes = _differences(order, saved, matches, settings)
-    if changes and not allow_change:
+    lost = _differences(order, saved, matches, settings)
+    if lost and not allow_change:
         raise CheckpointError(
-            f"the data must be those of the checkpoint, but {'; '.join(changes)}. Samples would be repeated or lost. Give "
+            f"the data must be those of the checkpoint, but {'; '.join(lost)}. Samples would be repeated or lost. Give "
             "the former settings and files (to stop reading a corpus, set its weight to 0), or --allow-data-change: "
             "unchanged corpora continue at their position, the others start at their first sample."
         )
@@ -77,7 +77,7 @@ def resumed_order(
     samples_here, cursors, lines = (
         math.ceil(samples_consumed * ratio),
         saved.cursors,
-        [f"data changed: {text}" for text in changes],
+        [f"data changed: {text}" for text in lost],
     )
     if ratio != SAME_LENGTH:
         matches |= _cut_otherwise(order, saved, matches)
@@ -89,7 +89,7 @@ def resumed_order(
         current = {matches[name]: value for name, value in values.items() if name in matches}
         return [current.get(corpus.name, 0) for corpus in order.corpora]
 
-    is_changed = bool(changes) or ratio != SAME_LENGTH
+    is_changed = bool(lost) or ratio != SAME_LENGTH
     history = [] if is_changed else [(start, by_number(w), by_number(c)) for start, w, c in saved.phases]
     result = BlendSchedule(
         order.corpora,

@@ -64,7 +64,7 @@ Build = Callable[[int], Iterable[np.ndarray]]
 
 
 class IndexCache:
-    """A folder of cached arrays, with a subfolder per host so that no process deletes files that another host has mapped.
+    """A folder of cached arrays with one subfolder per host, so that no process deletes files mapped by another host.
 
     Args:
         path: the folder, created on demand. None: a per-user subfolder of the system's temporary folder.
@@ -254,14 +254,14 @@ def _write(path: Path, chunks: Iterable[np.ndarray], flushes: bool) -> None:
     files.before_operation("create", path)
     with open(path, "wb") as file:
         file.write(bytes(_HEADER_BYTES))
-        kind, num_bytes, crc = np.dtype(np.uint8), 0, 0
+        dtype, num_bytes, crc = np.dtype(np.uint8), 0, 0
         for chunk in chunks:
             files.before_operation("write", path)
-            kind = chunk.dtype
+            dtype = chunk.dtype
             content = np.ascontiguousarray(chunk).view(np.uint8).data
             num_bytes += file.write(content)
             crc = zlib.crc32(content, crc)
-        checked = _MAGIC + kind.str.encode().ljust(4) + num_bytes.to_bytes(8, "little")
+        checked = _MAGIC + dtype.str.encode().ljust(4) + num_bytes.to_bytes(8, "little")
         file.seek(0)
         file.write(checked + zlib.crc32(checked, crc).to_bytes(8, "little"))
         if flushes:
