@@ -143,9 +143,8 @@ class Collate:
         except SampleError:
             raise
         except Exception as error:
-            is_data_error = isinstance(
-                error, DataError
-            )  # its message is complete without the class and the line of code
+            # The message of a DataError is complete; other errors need their class and line of code.
+            is_data_error = isinstance(error, DataError)
             text = str(error) if is_data_error else f"{type(error).__name__}: {error}{_place_in_code(error)}"
             raise SampleError(f"sample {index}{self._origin(index, item)} cannot be read: {text}") from error
 

@@ -90,17 +90,15 @@ def parse_record(data: bytes) -> Conversation:
         raise ValueError(f"a line must be a JSON object in UTF-8, got {_shown(data)}: {error}. Correct it") from None
     except RecursionError:
         raise ValueError(f"a line must not be nested so deeply, got {_shown(data)}. Remove it") from None
-    format_key = next((name for name in _TOP_KEYS if name in content), None) if isinstance(content, dict) else None
-    if format_key is None:
+    key = next((name for name in _TOP_KEYS if name in content), None) if isinstance(content, dict) else None
+    if key is None:
         got = f"one with {', '.join(map(repr, content)) or 'nothing'}" if isinstance(content, dict) else _shown(data)
         raise ValueError(
             'a line must be an object with "messages" (or "conversations", or "instruction" and "output"), '
             f"got {got}. Rename the field"
         )
-    messages, passed, unread = (
-        _alpaca(content) if format_key == "instruction" else _listed(content[format_key], format_key)
-    )
-    system, is_system_new = _system(content, format_key, messages)
+    messages, passed, unread = _alpaca(content) if key == "instruction" else _listed(content[key], key)
+    system, is_system_new = _system(content, key, messages)
     messages = [*system, *messages]
     if not any(message["role"] == ASSISTANT for message in messages):
         roles = ", ".join(message["role"] for message in messages)
@@ -109,7 +107,7 @@ def parse_record(data: bytes) -> Conversation:
         idx for idx, message in enumerate(messages) if not _has_loss(message, idx + 1 - len(system), unread)
     )
     more = _template_variables(content)
-    known = _TOP_KEYS[format_key] | _COMMON_KEYS
+    known = _TOP_KEYS[key] | _COMMON_KEYS
     unread |= {name for name, value in content.items() if name not in known and value is not None}
     return Conversation(
         [{name: value for name, value in message.items() if name not in _LOSS_KEYS} for message in messages],
