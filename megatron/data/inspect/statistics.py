@@ -40,7 +40,7 @@ class Lengths:
 
     @classmethod
     def of(cls, sizes: np.ndarray) -> Lengths:
-        """Count the lengths in ``sizes``, any array that supports slicing, including unaligned views of mapped files."""
+        """Count the lengths in ``sizes``, any sliceable array, such as an unaligned view of a mapped file."""
         values, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
         for start in range(0, len(sizes), _BLOCK):
             unique = np.unique(np.array(sizes[start : start + _BLOCK]), return_counts=True)
