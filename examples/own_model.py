@@ -81,7 +81,7 @@ def get_batch(data_iterator: Any) -> list[torch.Tensor]:
 
 
 def fields_of(data: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
-    """Broadcast a micro-batch, read by the first rank of the tensor group, and return the result of ``get_batch``."""
+    """Broadcast a micro-batch from the first rank of the tensor group, and return its tensors as in ``get_batch``."""
     fields = mpu.broadcast_data(KEYS, data, torch.int64)
     return [fields["tokens"], fields["labels"], fields["is_masked"], fields["is_text"].bool()[:, None, None, :]]
 

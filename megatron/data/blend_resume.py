@@ -37,7 +37,7 @@ class _Saved:
 
 
 def fingerprint_of(tokens: str, tokenizer: str | None, samples: str) -> str:
-    """Return the fingerprint of a corpus from those of its token file, its tokenizer and its samples."""
+    """Combine the digests of the token file, the tokenizer and the samples to the fingerprint of a corpus."""
     return f"{tokens}.{(tokenizer or 'unknown')[:16]}.{samples}"
 
 
@@ -59,8 +59,7 @@ def resumed_order(
             they affect: ``CONTENT``, ``TOKENIZER`` or ``SAMPLES``.
 
     Raises:
-        CheckpointError: no corpus of this run has the fingerprint of a corpus in the checkpoint, or ``state`` is
-            damaged.
+        CheckpointError: a corpus in the checkpoint has no match by fingerprint in this run, or ``state`` is damaged.
     """
     saved = _of_one(order, state, samples_consumed) if isinstance(state, str) else _read(state, samples_consumed)
     by_fingerprint = {text: corpus for corpus in order.corpora for text in corpus.other_fingerprints}

@@ -46,7 +46,7 @@ class Corpus:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The known ones of the numbers of documents and tokens, by unit."""
+        """Unit ("documents", "tokens") -> count, without unknown counts."""
         counts = {"documents": self.num_documents, "tokens": self.num_tokens}
         return {name: number for name, number in counts.items() if number is not None}
 
@@ -71,7 +71,7 @@ class Phase:
         return BlendIndex(self.weights, self.ranks)
 
     def cursors_at(self, samples_consumed: int) -> tuple[int, ...]:
-        """Return the samples read of each corpus; ``samples_consumed`` must be within this phase or at its end."""
+        """Return the number of samples read per corpus; ``samples_consumed`` must be in this phase or at its end."""
         counts = self.interleaving.counts(samples_consumed - self.start)
         return tuple(cursor + count for cursor, count in zip(self.cursors, counts, strict=True))
 
@@ -118,11 +118,11 @@ class BlendSchedule:
         return corpus_idx, phase.cursors[corpus_idx] + sample_idx
 
     def cursors(self, samples_consumed: int) -> dict[str, int]:
-        """Return the number of samples read of each corpus."""
+        """Return the number of samples read per corpus."""
         return self._by_name(self._before(samples_consumed).cursors_at(samples_consumed))
 
     def epochs(self, samples_consumed: int) -> dict[str, float]:
-        """Return the number of epochs (fractional) read of each corpus."""
+        """Return the fractional number of epochs read per corpus."""
         cursors = self.cursors(samples_consumed)
         return {corpus.name: cursors[corpus.name] / corpus.samples_per_epoch for corpus in self.corpora}
 

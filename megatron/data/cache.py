@@ -56,11 +56,11 @@ def _process_start_ns() -> int:
 
 
 _STARTED_NS = _process_start_ns()
-"""Start time of this process or of the process that it was forked from. The import time of this module would be too
-late: other ranks may have opened data before it, but every rank of a job starts before the first one opens data."""
+"""Start time of this process or of the process that it was forked from. All ranks of a job start before the first one
+opens data; the import of this module may be later."""
 
 Build = Callable[[int], Iterable[np.ndarray]]
-"""Builds the content of a file from its index, as a sequence of arrays of one type."""
+"""A function that builds the content of the file with a given index, as a sequence of arrays of one type."""
 
 
 class IndexCache:

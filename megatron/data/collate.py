@@ -17,7 +17,10 @@ from megatron.errors import DataError, SampleError
 
 
 class Samples(Protocol):
-    """A dataset with a sample (an array or a dictionary of arrays) for every index >= 0, or below its length if any."""
+    """A dataset whose items are arrays or dictionaries of arrays.
+
+    Every index >= 0 is valid; if the dataset has a length, only indices below it are.
+    """
 
     def __getitem__(self, index: int) -> Any: ...
 
@@ -58,7 +61,7 @@ def prefetch_of(dataset: Any) -> Callable[[int], None] | None:
 
 
 def looking_ahead(asked: Iterable[MicroBatch], depth: int, num_readers: int) -> Iterator[MicroBatch]:
-    """Set ``coming`` of each micro-batch to the samples of the micro-batch that follows ``depth`` later.
+    """Set ``coming`` of each micro-batch to the samples of the micro-batch ``depth`` positions later.
 
     The first micro-batch of each reader receives the samples of all of the reader's micro-batches up to that one.
 

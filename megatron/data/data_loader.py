@@ -86,7 +86,7 @@ class DataLoader:
         self.lengths = lengths
 
     def share_at(self, samples_consumed: int) -> Share:
-        """Return this replica's share of the micro-batches of the step that begins after ``samples_consumed``."""
+        """Return this replica's share of the micro-batches in the step after ``samples_consumed`` samples."""
         return share_of(self.sizes.at(samples_consumed) // self.micro_batch_size, self.data_size, self.data_rank)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
@@ -102,7 +102,7 @@ class DataLoader:
             start += self.sizes.at(start)
 
     def length_at(self, samples_consumed: int) -> int | None:
-        """Return the sequence length of the step that begins after ``samples_consumed``; None if it is the full one."""
+        """Return the sequence length of the step after ``samples_consumed`` samples; None if it is the full length."""
         if self.lengths is None:
             return None
         length = self.lengths.of_step(samples_consumed)

@@ -57,7 +57,7 @@ class DocumentTable:
         return starts
 
     def find(self, token: int) -> int:
-        """Return the document that contains ``token``, an index into the whole file."""
+        """Return the document that contains ``token``, counted from the beginning of the file."""
         first = (int(np.searchsorted(self.starts, token, "right")) - 1) * self.stride
         starts = self.starts_of(first, min(first + self.stride, len(self.sizes)))
         return first + int(np.searchsorted(starts, token, "right")) - 1

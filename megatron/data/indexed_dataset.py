@@ -143,7 +143,7 @@ class IndexedDataset:
         """A short digest of the tokens.
 
         It covers the ``.idx`` (for a large file only the lengths) and the ``.bin`` (for a large file only evenly spaced
-        samples of it).
+        blocks).
         """
         digest = hashlib.sha256(f"{self.dtype.name}:{self.num_tokens}:{self._table.key}".encode())
         num_bytes = self.num_tokens * self.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Write a pair of token files; memory use depends neither on the number of tokens nor on that of documents."""
+"""Write a pair of token files; memory use is independent of the numbers of tokens and documents."""
 
 from __future__ import annotations
 

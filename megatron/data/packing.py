@@ -97,7 +97,7 @@ def best_fit(counts: np.ndarray, capacity: int) -> list[Group]:
 def _place(samples: _Open, group: Group, room: int, length: int, first: int, stop: int) -> int:
     """Add as many of the pieces ``first`` ... ``stop`` - 1 to ``group`` as fit; return the first remaining piece.
 
-    Best fit fills a sample completely before the next, because a sample with a new piece has the smallest room.
+    A sample is filled before the next one is opened, because best fit prefers the sample with the smallest room.
     """
     most, num = room // length, group.num_samples
     whole = min(num, (stop - first) // most)
@@ -124,7 +124,7 @@ def _place(samples: _Open, group: Group, room: int, length: int, first: int, sto
 # 4 bytes per document if the document indices fit. It is the same for all epochs.
 
 Keep = Callable[[str, Callable[[], np.ndarray]], np.ndarray]
-"""Returns the cached array of this name, or builds it with the function."""
+"""A function (name, build) that returns the cached array ``name``, or builds it."""
 
 _BLOCK = 1 << 20
 
@@ -155,7 +155,7 @@ class Pieces:
         self.last_counts[:2] = 0
 
     def full(self, place: int) -> tuple[int, int]:
-        """Return (document, offset) of full piece ``place``, one that is not the last of its document."""
+        """Return (document, offset) of the full piece (not the last of its document) with index ``place``."""
         row = int(np.searchsorted(self._full_ends, place, "right"))
         before = int(self._full_ends[row - 1]) if row else 0
         return int(self._long[row]), (place - before) * self.step
@@ -173,7 +173,7 @@ class _Cut:
         self.sizes, self.documents, self.capacity = sizes, documents, capacity
 
     def counts(self) -> np.ndarray:
-        """Return the counts of last pieces with 0 ... capacity tokens, then those of all tokens and long documents."""
+        """Return [last pieces with 0, ..., capacity tokens, total number of tokens, number of long documents]."""
         counts, num_tokens, num_long = np.zeros(self.capacity + 1, np.int64), 0, 0
         for _, sizes in self._blocks():
             counts += np.bincount(self._last(sizes), minlength=len(counts))

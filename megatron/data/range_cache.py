@@ -32,7 +32,7 @@ from megatron.errors import DataError
 from megatron.file_lock import FileLock
 
 BLOCK_BYTES = 1 << 18
-"""Bytes of a block. Documents are read in random order, so most of a larger block would be fetched in vain."""
+"""Bytes of a block. Documents are read in random order, so most of a larger block would not be used."""
 
 DEFAULT_BYTES = 16 * 10**9
 NUM_THREADS = 16

@@ -30,7 +30,7 @@ from megatron.errors import DataError, SampleError
 #
 # The order is a permutation computed from (seed, epoch). It is stored in segments of 4 million positions. A segment
 # contains the document at each position (int32 if the document indices fit) and, for every 64th position, the number of
-# tokens that precede it in the segment. The last part of a search reads the sizes of 64 documents. A single segment is
+# tokens that precede it in the segment. The final step of a search reads the sizes of 64 documents. A single segment is
 # stored in memory; several segments are shared by the processes of a host through an ``IndexCache``. No other data of
 # an epoch grows with the corpus.
 
@@ -70,7 +70,7 @@ class DocumentIndex:
         self._ends = list(accumulate(int(segment.starts[-1]) for segment in self._segments))
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
-        """Return the nonempty document pieces that tokens ``start`` ... ``stop - 1`` of the epoch consist of."""
+        """Return the nonempty document pieces that make up tokens ``start`` ... ``stop - 1`` of the epoch."""
         pieces: list[Piece] = []
         for numbers, bounds in self._blocks(start):
             first = int(bounds.searchsorted(start, "right")) - 1
@@ -192,7 +192,7 @@ class SampleIndex:
         return self.read(index, self.pieces(index))
 
     def pieces(self, index: int) -> list[Piece]:
-        """Return the nonempty document pieces that window ``index`` consists of."""
+        """Return the nonempty document pieces of window ``index``."""
         if index < 0:
             raise IndexError(f"samples count from 0, got {index}")
         epoch_idx, index_in_epoch = divmod(int(index), self.per_epoch)

@@ -29,7 +29,7 @@ from megatron.tokenizer.chat import ChatTemplate
 #
 # | number of values | content |
 # |---|---|
-# | 4 | numbers of truncated, dropped (no token with a loss) and differently read (by v1) conversations, and k |
+# | 4 | numbers of conversations that are truncated, are dropped (no loss) or were read differently by v1; k |
 # | k | UTF-8 bytes of a JSON list: the record keys that have no effect |
 # | n | number of tokens of each conversation; 0 if it is dropped |
 # | n | the line of each conversation, counted from 1 |

@@ -79,7 +79,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return values
 
 
-# The splits.
+# Division of a corpus by ``--split``, by position or by hash.
 
 NAMES = ("train", "valid", "test")
 _FORMAT = 1

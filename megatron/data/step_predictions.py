@@ -19,7 +19,7 @@ KEY = "step_predictions"
 
 
 class StepPredictions:
-    """The numbers of predicted tokens and of samples of a step, by the index of one of its samples.
+    """Computes the numbers of predicted tokens and samples of the step that contains a given sample.
 
     Args:
         num_predicted: number of predicted tokens of a sample, by its index.

@@ -19,7 +19,7 @@ ORDER = (".bin", ".meta.json", ".idx")
 
 
 def local_prefix(target: str, work_dir: Path) -> str:
-    """Return the local prefix, unique per target, in ``work_dir`` under which the files of ``target`` are built."""
+    """Return a prefix in ``work_dir``, unique to ``target``, under which the token files are built."""
     name = target.rstrip("/").rpartition("/")[2]
     return str(work_dir / f"{name}-{hashlib.sha256(target.encode()).hexdigest()[:8]}")
 

@@ -227,9 +227,9 @@ class ChatTemplate:
         """Return the tokens of a complete conversation, and mark the tokens of the assistant.
 
         If the template has ``{% generation %}`` blocks, the tokens of the assistant are those that overlap the blocks.
-        Otherwise, they are determined for each turn of the assistant from two renderings: the text of the messages up
-        to and including the turn, without the text of the earlier messages with the generation prompt. White space
-        after the last control token of a turn does not belong to the assistant.
+        Otherwise, each turn of the assistant is located by two renderings: the messages before the turn with the
+        generation prompt, and the messages up to and including the turn. The text that the second rendering appends to
+        the first belongs to the assistant, except white space after the last control token of the turn.
 
         Args:
             without_loss: indices of messages whose tokens have no loss.
@@ -377,7 +377,7 @@ def _with_reasoning(message: Message) -> dict[str, Any]:
 
 
 def _overlap(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Return True for each token that overlaps one of ``spans``; both sequences are in ascending order."""
+    """Return a list with True for each token that overlaps a span; both arguments must be in ascending order."""
     result, span_idx = [], 0
     for start, end in offsets:
         while span_idx < len(spans) and start >= spans[span_idx][1]:

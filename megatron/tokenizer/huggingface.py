@@ -159,7 +159,7 @@ class LibraryTokenizer(Tokenizer):
         return self._without_hidden(library, texts, ids_of(library, texts))
 
     def _without_hidden(self, library: tokenizers.Tokenizer, texts: list[str], arrays: Arrays) -> Arrays:
-        """Encode again the ``texts`` in whose tokens ``arrays`` the normalizer has produced control tokens."""
+        """Re-encode the texts whose tokens in ``arrays`` include control tokens produced by the normalizer."""
         indices = self._hidden.texts_with(*arrays)
         if not indices:
             return arrays

@@ -1,7 +1,7 @@
 """Byte-level BPE with a cache of encoded words.
 
 GPT-2's pattern never merges a space with the text before it. A text can therefore be split before each space that
-precedes a word, and a word with its space has the same tokens at any position. They are looked up in a cache, and the
+precedes a word, and a word with its space has the same tokens at any position. The tokens of words are cached, and the
 library only encodes new words. Text with few spaces, such as Chinese, has too many distinct words for a cache and is
 encoded by the library as a whole.
 """

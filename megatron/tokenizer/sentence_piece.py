@@ -20,8 +20,8 @@ from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays
 class SentencePieceTokenizer(Tokenizer):
     """The tokenizer of a SentencePiece ``.model`` file, unigram or BPE.
 
-    A control token that the model declares as a user-defined symbol is converted to a control piece, so that no text is
-    encoded as this token.
+    A control token that the model declares as a user-defined symbol is converted to a control piece, which is never
+    produced from a text.
     """
 
     def __init__(self, path: Path, paths: Sequence[Path] = (), settings: str = "") -> None:
@@ -104,7 +104,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _former_control_names(self) -> list[str]:
         names = super()._former_control_names()
-        # the plain names were control pieces, which no text is encoded as
+        # the plain names were control pieces, which are never produced from a text
         return [name for name in names if name not in self.plain_names]
 
     def _declared_control_names(self) -> Iterable[str]:

@@ -317,7 +317,7 @@ class Tokenizer(ABC):
         """Return the JSON values that determine the ids of a text, and no others."""
 
     def _former_control_names(self) -> list[str]:
-        """Return the candidate names of control tokens of versions up to 8c23b9e6."""
+        """Return the names that versions up to 8c23b9e6 looked up as control tokens, in the vocabulary or not."""
         return [*(name for name in all_names() if name not in NEW_NAMES), *self._declared_control_names()]
 
     def _files_digest(self) -> str:

@@ -1,4 +1,4 @@
-"""Patches of torch, DeepSpeed and this project that the device needs, one of each."""
+"""The patches that the device needs: one each for torch, DeepSpeed and this project."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _libraries: list[torch.library.Library] = []
 
 
 def install(name: str) -> None:
-    """Register a torch device ``name``, before the first backward of the process. A second call does nothing.
+    """Register a torch device ``name``; must be called before the first backward. A second call does nothing.
 
     torch starts an autograd thread for each known device at the first backward, but not for devices added later.
     """

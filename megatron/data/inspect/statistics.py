@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # The distribution of document lengths: each occurring length with its number of documents.
 #
-# Documents are counted in blocks, so that memory use depends on the number of distinct lengths instead of documents.
+# Documents are counted in blocks, so that memory use depends on the number of distinct lengths, not of documents.
 
 _BLOCK = 1 << 22
 

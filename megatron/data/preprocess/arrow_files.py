@@ -22,7 +22,7 @@ STREAM_MAGIC = b"\xff\xff\xff\xff"
 
 
 def batch_sizes(path: str) -> list[int] | None:
-    """Return the size in bytes of each record batch; None for a stream in an object store, which it would have to read.
+    """Return the size in bytes of each record batch; None for a stream in an object store, to avoid reading it.
 
     Raises:
         DataError: pyarrow is missing, or the file is not a complete Arrow file.

@@ -25,7 +25,7 @@ from megatron.errors import DataError
 
 AUTO = "auto"
 MOST_LOSSES = 3
-"""Number of lost workers of a unit after which the unit is considered to be the cause."""
+"""A unit whose worker is lost this many times is considered to be the cause."""
 
 _SECONDS_BETWEEN_REPORTS = 1.0
 _SECONDS_BETWEEN_LOOKS = 5.0

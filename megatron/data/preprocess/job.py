@@ -85,7 +85,7 @@ def _texts(unit: Unit, keys: Sequence[str]) -> Iterator[str]:
 # The lock that limits an output prefix to one job at a time.
 
 PATIENCE_S = 2.0
-"""Wait for the lock, because the workers of a killed job end shortly after the job."""
+"""Time to wait for the lock, because the workers of a killed job end shortly after it."""
 
 
 @contextmanager
@@ -305,7 +305,7 @@ def _finish(job: Job, parts: ShardFolder, tally: JobProgress, begun: JobPlan) ->
 
 
 def _write_output(prefix: str, of: JobPlan, parts: ShardFolder, finished: Sequence[Part], counts: Counts) -> str | None:
-    """Write the output files from the parts ``finished``; return the path of the bad records, None without any."""
+    """Merge the parts ``finished`` into the output files; return the path of the list of bad records, if any."""
     examples = shards.gather(prefix, parts, [part.unit for part in finished])
     plan.check_for_output(Path(prefix).absolute().parent, counts, parts.dtype.itemsize)
     writer = IndexedDatasetBuilder(

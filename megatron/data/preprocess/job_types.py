@@ -47,9 +47,9 @@ class Unit:
     Args:
         number: index among all units; the output has the documents in the order of units, then of records within them.
         path: the file, ``-`` for standard input.
-        start, stop: range of the bytes at which the documents of the unit begin; for parquet, of row groups; for Arrow,
-            of record batches. Files that can only be read from the beginning (compressed files, one document per file,
-            standard input) are a single unit.
+        start, stop: the unit contains the documents that begin in this range of bytes, or a range of row groups
+            (parquet) or record batches (Arrow). Files that can only be read from the beginning (compressed files, one
+            document per file, standard input) are not divided.
         size: bytes on the disk, for the progress display; 0 for standard input.
         more: additional small files that are read after ``path``, so that a million files are not a million units.
     """

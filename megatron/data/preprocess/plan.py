@@ -41,7 +41,7 @@ class JobPlan:
 
     Args:
         inputs: (absolute path, bytes, modification time in ns) of each file in order, one entry per time it is read.
-        units: digest of the byte ranges of all units.
+        units: digest of the paths, formats and ranges of all units.
         options: values of the tool's options that affect the tokens or the units.
         tokenizer: properties that identify the tokenizer, by name.
         committed: summary of the job if its output files are in place and only the parts remain to be deleted; else
@@ -277,7 +277,7 @@ def open_parts(job: Job, paths: Sequence[Path | str], tokenizer: Tokenizer) -> t
 
 
 def folder_for(folder: Path, plan: JobPlan, *, is_shared: bool) -> ShardFolder:
-    """Return ``folder`` as the folder of the parts of ``plan``."""
+    """Return the ``ShardFolder`` of ``plan`` at ``folder``."""
     dtype = index_format.token_type(plan.tokenizer["size"])
     return ShardFolder(folder, dtype, plan.digest(), is_shared=is_shared)
 
@@ -375,7 +375,7 @@ def _remove_earlier(job: Job, parts: ShardFolder, earlier: JobPlan | None) -> No
 # Disk space: checks before a job, and the message for a full disk.
 
 _BYTES_PER_TOKEN_AT_MOST = 8
-"""Upper bound of the bytes of text per token. Few tokenizers reach it, so it gives a lower bound of the space."""
+"""Upper bound of the bytes of text per token, which few tokenizers reach; yields a lower bound of the disk space."""
 
 _IDX_BYTES_PER_DOCUMENT, _LEN_BYTES_PER_DOCUMENT = 20, 4
 

@@ -119,7 +119,7 @@ class JobProgress:
         return [self._finished[number] for number in sorted(self._finished)]
 
     def done(self, running: Mapping[int, Counts]) -> int:
-        """Return the number of the ``total_bytes`` that are encoded.
+        """Return the number of encoded bytes, out of ``total_bytes``.
 
         A compressed unit has more text than bytes on the disk; it counts at most for its bytes on the disk.
         """

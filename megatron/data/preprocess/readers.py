@@ -84,7 +84,7 @@ def rows_as_json(batch: Any, keys: Sequence[str]) -> Iterator[bytes]:
 
 
 def _slices(batch: Any) -> Iterator[Any]:
-    """Split a batch by its size in memory, which can exceed that in the file if many rows share a text."""
+    """Split a batch by its size in memory, which may be much larger than in the file, where rows can share a text."""
     step = max(1, batch.num_rows * _BYTES_AT_ONCE // max(batch.nbytes, 1))
     for start in range(0, batch.num_rows, step):
         yield batch.slice(start, step)
@@ -207,7 +207,7 @@ def check_is_lines(path: str | Path, head: bytes) -> None:
     """Reject JSON with objects that span several lines, judging by ``head``, the first bytes of the file.
 
     Raises:
-        DataError: the message has the command that writes each object on one line.
+        DataError: the message names the command that writes each object on one line.
     """
     line = head.removeprefix(BOM).lstrip().partition(b"\n")[0].strip()
     if line in (b"[", b"[{") or (line.startswith(b"[") and line.endswith(b",")):
