@@ -53,11 +53,11 @@ class BlendIndex:
         """Return (corpus, index within the corpus) of sample ``index``."""
         node = self._root
         while isinstance(node, _Branch):
-            before = node.given_left(index)
-            if node.given_left(index + 1) > before:
-                node, index = node.left, before
+            num_left = node.given_left(index)
+            if node.given_left(index + 1) > num_left:
+                node, index = node.left, num_left
             else:
-                node, index = node.right, index - before
+                node, index = node.right, index - num_left
         return node, index
 
     def counts(self, num_samples: int) -> tuple[int, ...]:
@@ -67,8 +67,8 @@ class BlendIndex:
         while stack:
             node, count = stack.pop()
             if isinstance(node, _Branch):
-                left = node.given_left(count)
-                stack += [(node.left, left), (node.right, count - left)]
+                num_left = node.given_left(count)
+                stack += [(node.left, num_left), (node.right, count - num_left)]
             else:
                 counts[node] = count
         return tuple(counts)

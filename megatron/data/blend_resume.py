@@ -149,19 +149,23 @@ def _differences(
     files: list[str] = []
     corpora: list[str] = []
     for name in lost:
-        was, now = saved.fingerprints[name], _successor(order, name, matches)
-        candidates = ", ".join(f"{corpus.name} {_like(was, corpus)}" for corpus in ([now] if now else order.corpora))
+        was, successor = saved.fingerprints[name], _successor(order, name, matches)
+        candidates = ", ".join(
+            f"{corpus.name} {_like(was, corpus)}" for corpus in ([successor] if successor else order.corpora)
+        )
         log.debug(f"data: fingerprint {was} of {name} in the checkpoint, now: {candidates}")
         described = f"{name if name == _ONE else f'corpus {name}'} ({saved.cursors.get(name, 0):,} samples of it read)"
         corpora.append(described)
-        if now is None:
+        if successor is None:
             parts.add(CONTENT)
             files.append(f"{described} is missing; now given: {', '.join(corpus.name for corpus in order.corpora)}")
             continue
-        changed = _changed_parts(was, now.fingerprint)
+        changed = _changed_parts(was, successor.fingerprint)
         parts.update(changed or _PARTS)
         if CONTENT in changed:
-            files.append(_content_text(described, saved.sizes.get(name, {}), now, is_renamed=now.name != name))
+            files.append(
+                _content_text(described, saved.sizes.get(name, {}), successor, is_renamed=successor.name != name)
+            )
         if TOKENIZER in changed and not settings.get(TOKENIZER):
             files.append(f"{described} was built with another tokenizer")
     if not lost:
@@ -184,7 +188,7 @@ def _successor(order: BlendSchedule, name: str, matches: Mapping[str, str]) -> C
 
 def _content_text(who: str, saved: Mapping[str, int], now: Corpus, *, is_renamed: bool) -> str:
     """Describe the change of a corpus's files, with the numbers of documents and tokens if they differ."""
-    sizes = {unit: (saved[unit], number) for unit, number in now.sizes.items() if unit in saved}
+    sizes = {unit: (saved[unit], count) for unit, count in now.sizes.items() if unit in saved}
     changes = [f"{old:,} {unit}, now {new:,}" for unit, (old, new) in sizes.items() if old != new]
     difference = f"had {' and '.join(changes)}" if changes else "has other documents now"
     return f"{who} {difference}{f' (in {now.name})' if is_renamed else ''}"
@@ -192,11 +196,11 @@ def _content_text(who: str, saved: Mapping[str, int], now: Corpus, *, is_renamed
 
 def _changed_parts(was: str, now: str) -> tuple[str, ...]:
     """Return the parts in which two fingerprints differ; () if an old checkpoint only has the samples' fingerprint."""
-    before, after = was.split("."), now.split(".")
-    if len(before) != len(_PARTS) or len(after) != len(_PARTS):
+    saved_parts, current_parts = was.split("."), now.split(".")
+    if len(saved_parts) != len(_PARTS) or len(current_parts) != len(_PARTS):
         return ()
-    changed = [part for part, old, new in zip(_PARTS, before, after, strict=True) if old != new]
-    if before[0] != after[0]:
+    changed = [part for part, old, new in zip(_PARTS, saved_parts, current_parts, strict=True) if old != new]
+    if saved_parts[0] != current_parts[0]:
         changed.remove(SAMPLES)  # the fingerprint of samples contains that of the tokens
     return tuple(changed)
 

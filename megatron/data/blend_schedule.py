@@ -48,7 +48,7 @@ class Corpus:
     def sizes(self) -> dict[str, int]:
         """Unit ("documents", "tokens") -> count, without unknown counts."""
         counts = {"documents": self.num_documents, "tokens": self.num_tokens}
-        return {name: number for name, number in counts.items() if number is not None}
+        return {name: count for name, count in counts.items() if count is not None}
 
 
 @dataclass(frozen=True)
@@ -207,6 +207,6 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     exact = [Fraction(repr(weight)) for weight in weights]
     total = sum(exact, Fraction(0))
     scale = min(Fraction(math.lcm(*(weight.denominator for weight in exact))), _LARGEST_TOTAL / total)
-    whole = [max(round(weight * scale), 1) if weight else 0 for weight in exact]
-    divisor = math.gcd(*whole)
-    return tuple(weight // divisor for weight in whole)
+    integers = [max(round(weight * scale), 1) if weight else 0 for weight in exact]
+    divisor = math.gcd(*integers)
+    return tuple(weight // divisor for weight in integers)

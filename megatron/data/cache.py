@@ -106,11 +106,11 @@ class IndexCache:
         """
         boot = "" if outlives_boot else _boot_id()
         stem = f"{name}-{boot}" if boot else name
-        found: dict[int, np.ndarray] = {}
-        for number in self._to_build(stem, count, found):
-            with self._claimed(self._path(stem, number)):
-                self._add(found, stem, number, build, flushes=not boot)
-        return [found[number] for number in range(count)]
+        arrays: dict[int, np.ndarray] = {}
+        for idx in self._to_build(stem, count, arrays):
+            with self._claimed(self._path(stem, idx)):
+                self._add(arrays, stem, idx, build, flushes=not boot)
+        return [arrays[idx] for idx in range(count)]
 
     def keep_newest(self, opening: str, kept: int) -> None:
         """Delete the sets of files whose names start with ``opening``, except the ``kept`` last built or verified."""
@@ -130,16 +130,16 @@ class IndexCache:
     def _to_build(self, stem: str, count: int, found: dict[int, np.ndarray]) -> Iterator[int]:
         """Yield the indices of the files to build; add files that other processes have built to ``found``."""
         first = (os.getpid() * 0x9E3779B1 >> 8) % max(count, 1)
-        waiting = deque((number, False) for number in [*range(first, count), *range(first)])
+        waiting = deque((idx, False) for idx in [*range(first, count), *range(first)])
         while waiting:
-            number, is_deferred = waiting.popleft()
-            path = self._path(stem, number)
+            idx, is_deferred = waiting.popleft()
+            path = self._path(stem, idx)
             if not is_deferred and _claim(path).exists():  # another process is building or verifying it
-                waiting.append((number, True))
+                waiting.append((idx, True))
             elif (array := self._opened(path)) is not None:
-                found[number] = array
+                found[idx] = array
             else:
-                yield number
+                yield idx
 
     def _add(self, found: dict[int, np.ndarray], stem: str, number: int, build: Build, flushes: bool) -> None:
         """Build one file and add it to ``found``, memory-mapped, or in memory if it cannot be written."""

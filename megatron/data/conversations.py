@@ -106,15 +106,15 @@ def parse_record(data: bytes) -> Conversation:
     without_loss = frozenset(
         idx for idx, message in enumerate(messages) if not _has_loss(message, idx + 1 - len(system), unread)
     )
-    more = _template_variables(content)
-    known = _TOP_KEYS[key] | _COMMON_KEYS
-    unread |= {name for name, value in content.items() if name not in known and value is not None}
+    variables = _template_variables(content)
+    known_keys = _TOP_KEYS[key] | _COMMON_KEYS
+    unread |= {name for name, value in content.items() if name not in known_keys and value is not None}
     return Conversation(
         [{name: value for name, value in message.items() if name not in _LOSS_KEYS} for message in messages],
-        more,
+        variables,
         without_loss,
         frozenset(unread),
-        passed | {name: name for name in more},
+        passed | {name: name for name in variables},
         bool(without_loss) or is_system_new or isinstance(content.get("tools"), str),
     )
 
@@ -124,9 +124,9 @@ def _listed(listed: Any, name: str) -> tuple[list[dict[str, Any]], dict[str, str
     if not isinstance(listed, list) or not listed:
         raise ValueError(f'"{name}" must be a list of messages, one at least, got {_shown(listed)}. Correct it')
     messages, passed, unread = list[dict[str, Any]](), dict[str, str](), set[str]()
-    for number, message in enumerate(listed, 1):
+    for message_number, message in enumerate(listed, 1):
         is_sharegpt = isinstance(message, dict) and "from" in message and "role" not in message
-        messages.append(_from_sharegpt(message, number) if is_sharegpt else _checked(message, number))
+        messages.append(_from_sharegpt(message, message_number) if is_sharegpt else _checked(message, message_number))
         for key in (key for key, value in message.items() if value is not None and key not in _LOSS_KEYS):
             if is_sharegpt and key not in ("from", "value"):
                 unread.add(f"{name}[].{key}")
@@ -167,8 +167,8 @@ def _alpaca(content: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str,
     Source: Taori et al. 2023, "Stanford Alpaca", alpaca_data.json; "history" as in LLaMA-Factory.
     """
     texts = [content.get(name) for name in ("instruction", "input", "output")]
-    instruction, given, output = texts
-    if not isinstance(instruction, str) or not isinstance(output, str) or not isinstance(given, str | None):
+    instruction, input_text, output = texts
+    if not isinstance(instruction, str) or not isinstance(output, str) or not isinstance(input_text, str | None):
         raise ValueError(
             'a line with "instruction" must have texts as "instruction" and "output", and a text as "input" if there '
             f"is one, got {_shown(texts)}. Correct it"
@@ -179,7 +179,7 @@ def _alpaca(content: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str,
     )
     if not is_paired:
         raise ValueError(f'"history" must be a list of [question, answer], got {_shown(history)}. Correct it')
-    question = f"{instruction}\n{given}" if given else instruction
+    question = f"{instruction}\n{input_text}" if input_text else instruction
     pairs = [*history, [question, output]]
     roles = ("user", ASSISTANT)
     messages = [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
@@ -225,10 +225,10 @@ def _has_loss(message: Mapping[str, Any], number: int, unread: set[str]) -> bool
 
 
 def _template_variables(content: Mapping[str, Any]) -> dict[str, Any]:
-    more = content.get("chat_template_kwargs") or {}
-    if not isinstance(more, dict):
-        raise ValueError(f'"chat_template_kwargs" must be an object, got {_shown(more)}. Correct it')
-    if reserved := sorted(_RESERVED & more.keys()):
+    variables = content.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise ValueError(f'"chat_template_kwargs" must be an object, got {_shown(variables)}. Correct it')
+    if reserved := sorted(_RESERVED & variables.keys()):
         raise ValueError(
             f'"chat_template_kwargs" must not have {", ".join(map(repr, reserved))}, which the program sets. '
             "Leave it out"
@@ -243,12 +243,12 @@ def _template_variables(content: Mapping[str, Any]) -> dict[str, Any]:
                 "Correct it"
             ) from None
     if not tools or isinstance(tools, str):
-        return more
+        return variables
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(
             f'"tools" must be a list of objects, or that list as JSON text, got {_shown(tools)}. Correct it'
         )
-    return {**more, "tools": tools}
+    return {**variables, "tools": tools}
 
 
 def _shown(value: Any) -> str:
@@ -318,11 +318,11 @@ class RecordFile:
 
     def _scan(self) -> tuple[np.ndarray, str, int]:
         digest, spans, position, is_array = hashlib.sha256(), list[tuple[int, int, int]](), 0, False
-        for number, line in enumerate(self._file, 1):
+        for line_number, line in enumerate(self._file, 1):
             digest.update(line)
             if line.strip():
                 is_array = is_array or (not spans and line.removeprefix(_BOM).lstrip().startswith(b"["))
-                spans.append((number, position, position + len(line)))
+                spans.append((line_number, position, position + len(line)))
             position += len(line)
         if is_array:
             self._file.seek(0)
@@ -339,42 +339,42 @@ class RecordFile:
             line = data.count(b"\n", 0, error.start) + 1
             raise DataError(f"{self.path}:{line}: a JSON array must be in UTF-8, got {error}. Convert it") from None
         decoder, line, byte, counted = json.JSONDecoder(), 1, 0, 0
-        at = text.index("[") + 1
+        position = text.index("[") + 1
         is_first = True
         while True:
-            at = _after_blanks(text, at)
-            line += text.count("\n", counted, at)
-            byte += len(text[counted:at].encode())
-            counted = at
+            position = _after_blanks(text, position)
+            line += text.count("\n", counted, position)
+            byte += len(text[counted:position].encode())
+            counted = position
             try:
-                if text[at : at + 1] == "]" and is_first:
+                if text[position : position + 1] == "]" and is_first:
                     break
-                _, end = decoder.raw_decode(text, at)
+                _, end = decoder.raw_decode(text, position)
             except (ValueError, RecursionError) as error:
                 problem = "deeper nesting" if isinstance(error, RecursionError) else str(error)
                 raise DataError(
                     f"{self.path}:{line}: an element of the JSON array must be an object, got "
-                    f"{_shown(text[at : at + _MAX_SHOWN].encode())} ({problem}). Correct it"
+                    f"{_shown(text[position : position + _MAX_SHOWN].encode())} ({problem}). Correct it"
                 ) from None
-            yield line, byte, byte + len(text[at:end].encode())
+            yield line, byte, byte + len(text[position:end].encode())
             is_first = False
-            at = _after_blanks(text, end)
-            separator = text[at : at + 1]
+            position = _after_blanks(text, end)
+            separator = text[position : position + 1]
             if separator == "]":
                 break
             if separator != ",":
-                line += text.count("\n", counted, at)
+                line += text.count("\n", counted, position)
                 raise DataError(
                     f"{self.path}:{line}: a comma or ] must follow each element of the JSON array, got "
                     f"{_shown(separator.encode()) or 'the end of the file'}. Correct it, or fetch the file again"
                 )
-            at += 1
-        rest = _after_blanks(text, at + 1)
-        if rest < len(text):
-            line += text.count("\n", counted, rest)
+            position += 1
+        tail = _after_blanks(text, position + 1)
+        if tail < len(text):
+            line += text.count("\n", counted, tail)
             raise DataError(
                 f"{self.path}:{line}: nothing must follow the JSON array, got "
-                f"{_shown(text[rest : rest + _MAX_SHOWN].encode())}. Write one array, or one object on each line"
+                f"{_shown(text[tail : tail + _MAX_SHOWN].encode())}. Write one array, or one object on each line"
             )
 
 
@@ -431,7 +431,7 @@ def _rows(path: Path, head: bytes) -> Iterator[bytes]:
             batches: Any = parquet.ParquetFile(file).iter_batches(_ROWS_AT_ONCE, use_threads=False)
         elif head.startswith(arrow_files.FILE_MAGIC):
             reader = ipc.open_file(file)
-            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+            batches = (reader.get_batch(batch_idx) for batch_idx in range(reader.num_record_batches))
         else:
             batches = ipc.open_stream(file)
         for batch in batches:
@@ -442,5 +442,5 @@ def _rows(path: Path, head: bytes) -> Iterator[bytes]:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -84,11 +84,14 @@ class Fim:
         is_moved = (shares[:, 0] < self.rate) & (lengths >= _SHORTEST)
         if not is_moved.any():
             return text
-        kept = np.where(is_moved, lengths - _NUM_CONTROL_TOKENS, lengths)
-        cuts = _below(kept + 1, words[:, 2:])
-        low, high = np.where(is_moved, cuts.min(axis=1), kept), np.where(is_moved, cuts.max(axis=1), kept)
+        ends = np.where(is_moved, lengths - _NUM_CONTROL_TOKENS, lengths)
+        splits = _below(ends + 1, words[:, 2:])
+        low, high = (
+            np.where(is_moved, splits.min(axis=1), ends),
+            np.where(is_moved, splits.max(axis=1), ends),
+        )
         low[is_moved & (shares[:, 1] < self.spm_rate)] = 0  # SPM is PSM whose middle includes the prefix
-        return self._gather(text, starts, (low, high, kept), is_moved.astype(np.int64), ended)
+        return self._gather(text, starts, (low, high, ends), is_moved.astype(np.int64), ended)
 
     def _documents(self, text: np.ndarray, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return (start, tokens before the end-of-document token, 1 if there is such a token else 0) per document."""
@@ -111,11 +114,11 @@ class Fim:
             moved: 1 for rearranged documents, else 0.
             ended: 1 for documents with an end-of-document token, else 0.
         """
-        low, high, kept = bounds
+        low, high, ends = bounds
         control = len(text) + np.zeros_like(starts)
-        lengths = kept + moved * _NUM_CONTROL_TOKENS
+        lengths = ends + moved * _NUM_CONTROL_TOKENS
         begins = (control, starts, control + 1, starts + high, control + 2, starts + low, starts + lengths)
-        counts = (moved, low, moved, kept - high, moved, high - low, ended)
+        counts = (moved, low, moved, ends - high, moved, high - low, ended)
         source = np.concatenate([text, (self.prefix_id, self.suffix_id, self.middle_id)])
         return source[runs(np.array(begins).T.ravel(), np.array(counts).T.ravel())]
 

@@ -97,26 +97,28 @@ class LargeIndex:
 
     def _is_document_each(self, has_metadata: bool) -> bool:
         """Return True if each sequence is a document."""
-        count, at = self._header.num_starts, self._header.starts_at
-        if has_no_documents(self._numbers(at, "<i8", 0, min(count, 2))):
+        count, starts_at = self._header.num_starts, self._header.starts_at
+        if has_no_documents(self._numbers(starts_at, "<i8", 0, min(count, 2))):
             return True
         if count != self._header.num_sequences + 1:
             return False
         if not has_metadata:
-            blocks = ((first, self._numbers(at, "<i8", first, min(_BLOCK, count - first))) for first in _firsts(count))
+            blocks = (
+                (first, self._numbers(starts_at, "<i8", first, min(_BLOCK, count - first))) for first in _firsts(count)
+            )
             return all(np.array_equal(block, np.arange(first, first + len(block))) for first, block in blocks)
-        if any(int(self._numbers(at, "<i8", place, 1)[0]) != place for place in _spread(count)):
+        if any(int(self._numbers(starts_at, "<i8", idx, 1)[0]) != idx for idx in _spread(count)):
             raise starts_error(self._header.num_sequences, self._path)
         return True
 
     def _joined(self) -> Iterator[np.ndarray]:
         """Yield blocks of the sizes of documents that consist of several sequences (sentences)."""
         num_documents, num_sequences = self._header.num_starts - 1, self._header.num_sequences
-        at, error = self._header.starts_at, starts_error(self._header.num_sequences, self._path)
-        if num_documents < 1 or int(self._numbers(at, "<i8", 0, 1)[0]) != 0:
+        starts_at, error = self._header.starts_at, starts_error(self._header.num_sequences, self._path)
+        if num_documents < 1 or int(self._numbers(starts_at, "<i8", 0, 1)[0]) != 0:
             raise error
         for first in range(0, num_documents, _DOCUMENTS_JOINED):
-            starts = self._numbers(at, "<i8", first, min(_DOCUMENTS_JOINED, num_documents - first) + 1)
+            starts = self._numbers(starts_at, "<i8", first, min(_DOCUMENTS_JOINED, num_documents - first) + 1)
             if (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > num_sequences:
                 raise error
             lengths = self._numbers(HEADER.size, "<i4", int(starts[0]), int(starts[-1] - starts[0]))

@@ -99,16 +99,16 @@ def _place(samples: _Open, group: Group, room: int, length: int, first: int, sto
 
     A sample is filled before the next one is opened, because best fit prefers the sample with the smallest room.
     """
-    most, num = room // length, group.num_samples
-    whole = min(num, (stop - first) // most)
-    samples.add(room - most * length, group.part(0, whole).taking(Share(length, most, first)))
-    first += whole * most
-    left = stop - first
-    if left and whole < num:
-        samples.add(room - left * length, group.part(whole, whole + 1).taking(Share(length, left, first)))
-        first, whole = stop, whole + 1
+    per_sample, num_samples = room // length, group.num_samples
+    filled = min(num_samples, (stop - first) // per_sample)
+    samples.add(room - per_sample * length, group.part(0, filled).taking(Share(length, per_sample, first)))
+    first += filled * per_sample
+    num_left = stop - first
+    if num_left and filled < num_samples:
+        samples.add(room - num_left * length, group.part(filled, filled + 1).taking(Share(length, num_left, first)))
+        first, filled = stop, filled + 1
     if group.shares:  # unused new samples were never opened
-        samples.add(room, group.part(whole, num))
+        samples.add(room, group.part(filled, num_samples))
     return first
 
 
@@ -143,13 +143,13 @@ class Pieces:
         self, sizes: np.ndarray, documents: Documents, capacity: int, keep: Keep = lambda name, make: make()
     ) -> None:
         """Build the index in three passes over ``sizes``, the sizes of all documents of the file."""
-        cut = _Cut(sizes, documents, capacity)
+        cutter = _Cut(sizes, documents, capacity)
         self.step = capacity - 1
-        *counts, self.num_tokens, num_long = keep("counts", cut.counts).tolist()
+        *counts, self.num_tokens, num_long = keep("counts", cutter.counts).tolist()
         self.last_counts = np.array(counts, np.int64)
         self.starts: list[int] = (self.last_counts.cumsum() - self.last_counts).tolist()
-        self.by_length = keep("by-length", lambda: cut.sorted_by_length(np.array(counts)))
-        long = keep("long", lambda: cut.long(num_long))
+        self.by_length = keep("by-length", lambda: cutter.sorted_by_length(np.array(counts)))
+        long = keep("long", lambda: cutter.long(num_long))
         self._long, self._full_ends = long[:num_long], long[num_long:]
         self.num_full = int(self._full_ends[-1]) if num_long else 0
         self.last_counts[:2] = 0
@@ -157,8 +157,8 @@ class Pieces:
     def full(self, place: int) -> tuple[int, int]:
         """Return (document, offset) of the full piece (not the last of its document) with index ``place``."""
         row = int(np.searchsorted(self._full_ends, place, "right"))
-        before = int(self._full_ends[row - 1]) if row else 0
-        return int(self._long[row]), (place - before) * self.step
+        num_before = int(self._full_ends[row - 1]) if row else 0
+        return int(self._long[row]), (place - num_before) * self.step
 
     @property
     def num_bytes(self) -> int:
@@ -186,22 +186,22 @@ class _Cut:
         result = np.empty(int(counts.sum()), number_type(self.documents))
         key_type = np.uint16 if self.capacity < 1 << 16 else np.uint32  # numpy sorts 16 bits by counting
         filled = np.cumsum(counts) - counts
-        for numbers, sizes in self._blocks():
+        for documents, sizes in self._blocks():
             lengths = self._last(sizes)
             order = np.argsort(lengths.astype(key_type), kind="stable")
             block_counts = np.bincount(lengths, minlength=len(counts))
             shift = filled - (np.cumsum(block_counts) - block_counts)
-            result[np.arange(len(order)) + np.repeat(shift, block_counts)] = numbers[order]
+            result[np.arange(len(order)) + np.repeat(shift, block_counts)] = documents[order]
             filled += block_counts
         return result
 
     def long(self, num_long: int) -> np.ndarray:
         """Return int64[2 x num_long]: the documents of several pieces, then the cumulative counts of full pieces."""
         result, filled = np.empty((2, num_long), np.int64), 0
-        for numbers, sizes in self._blocks():
+        for documents, sizes in self._blocks():
             is_long = sizes > self.capacity
             stop = filled + int(is_long.sum())
-            result[0, filled:stop], result[1, filled:stop] = numbers[is_long], self._num_full(sizes[is_long])
+            result[0, filled:stop], result[1, filled:stop] = documents[is_long], self._num_full(sizes[is_long])
             filled = stop
         np.cumsum(result[1], out=result[1])
         return result.ravel()
@@ -307,7 +307,7 @@ class PackedSampleIndex:
             first += in_group * count
             order = Permutation(self._counts[length], "pieces", self.seed, epoch, length)
             if count < _ARRAY_FROM:
-                slots = [order(number) for number in range(first, first + count)]
+                slots = [order(idx) for idx in range(first, first + count)]
             else:
                 slots = order.array(np.arange(first, first + count)).tolist()
             start = self._pieces.starts[length]

@@ -100,7 +100,7 @@ class PrefetchWorkers:
         """Return an error that names the workers that died after a broken pipe, or ``error`` if all are alive."""
         workers = getattr(self._batches, "_workers", ())
         wait([worker.sentinel for worker in workers], timeout=_DEATH_SEEN_AFTER_S)
-        dead = [f"reader {number} (pid {w.pid})" for number, w in enumerate(workers) if not w.is_alive()]
+        dead = [f"reader {idx} (pid {w.pid})" for idx, w in enumerate(workers) if not w.is_alive()]
         codes = [str(worker.exitcode) for worker in workers if not worker.is_alive()]
         return _death(", ".join(dead), f"ended with exit code {', '.join(codes)}") if dead else error
 

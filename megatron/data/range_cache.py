@@ -286,16 +286,16 @@ class RangeReader:
         return {span: bytearray().join(map(self._part, _parts(*span))) for span in ranges}
 
     def _part(self, part: tuple[int, int, int]) -> bytes:
-        number, start, stop = part
-        data = self._cache.read(self._key, number, start, stop)
+        block_idx, start, stop = part
+        data = self._cache.read(self._key, block_idx, start, stop)
         if data is not None:
             return data
-        with self._own().locks[number % _NUM_LOCKS]:  # only one of the threads that need the block fetches it
-            data = self._cache.read(self._key, number, start, stop)
+        with self._own().locks[block_idx % _NUM_LOCKS]:  # only one of the threads that need the block fetches it
+            data = self._cache.read(self._key, block_idx, start, stop)
             if data is None:
-                first = number * BLOCK_BYTES
+                first = block_idx * BLOCK_BYTES
                 block = object_store.read_range(self.path, first, min(first + BLOCK_BYTES, self.size))
-                self._cache.add(self._key, number, block)
+                self._cache.add(self._key, block_idx, block)
                 data = block[start:stop]
         return data
 
@@ -303,6 +303,6 @@ class RangeReader:
 def _parts(offset: int, count: int) -> Iterator[tuple[int, int, int]]:
     """Yield (block number, start, stop) for each block that contains these bytes."""
     end = offset + count
-    for number in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-        first = number * BLOCK_BYTES
-        yield number, max(offset - first, 0), min(end - first, BLOCK_BYTES)
+    for block_idx in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+        first = block_idx * BLOCK_BYTES
+        yield block_idx, max(offset - first, 0), min(end - first, BLOCK_BYTES)

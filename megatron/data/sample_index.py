@@ -72,11 +72,13 @@ class DocumentIndex:
     def pieces(self, start: int, stop: int) -> list[Piece]:
         """Return the nonempty document pieces that make up tokens ``start`` ... ``stop - 1`` of the epoch."""
         pieces: list[Piece] = []
-        for numbers, bounds in self._blocks(start):
+        for documents, bounds in self._blocks(start):
             first = int(bounds.searchsorted(start, "right")) - 1
             last = int(bounds.searchsorted(stop, "left"))
             piece_bounds = bounds[first : last + 1].tolist()
-            for document, begin, end in zip(numbers[first:last].tolist(), piece_bounds, piece_bounds[1:], strict=False):
+            for document, begin, end in zip(
+                documents[first:last].tolist(), piece_bounds, piece_bounds[1:], strict=False
+            ):
                 piece_end = min(end, stop)
                 if piece_end > start:
                     pieces.append(Piece(document, start - begin, piece_end - start))

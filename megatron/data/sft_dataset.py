@@ -100,7 +100,7 @@ class ConversationFile:
         with RecordFile(path) as self._records:
             self._digest = self._records.digest
             arrays = self._parts(cache)
-        parts = [_Part.of(array, self._count_in(number)) for number, array in enumerate(arrays)]
+        parts = [_Part.of(array, self._count_in(part_idx)) for part_idx, array in enumerate(arrays)]
         self.sizes = np.concatenate([part.sizes for part in parts])
         self._lines, self._tokens = [part.lines for part in parts], [part.tokens for part in parts]
         self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes, dtype=np.int64)])
@@ -154,7 +154,7 @@ class ConversationFile:
     def _parts(self, cache: IndexCache | None) -> list[np.ndarray]:
         count = -(-len(self._records.spans) // _LINES_AT_ONCE)
         if cache is None or self._records.size < _IN_MEMORY_BELOW_BYTES:
-            return [np.concatenate(list(self._encoded(number))) for number in range(count)]
+            return [np.concatenate(list(self._encoded(part_idx))) for part_idx in range(count)]
         key = (
             _FORMAT,
             _LINES_AT_ONCE,
@@ -225,9 +225,9 @@ class ConversationFile:
                 "loss and are left out. --sft-overlong refuse names the first instead"
             )
         if self.unread:
-            shown = ", ".join(self.unread[:_KEYS_SHOWN]) + (", ..." if len(self.unread) > _KEYS_SHOWN else "")
-            shown = shown.encode("utf-8", "backslashreplace").decode()  # a log cannot show a lone surrogate
-            log.warn_once_per_job(f"{self.prefix}: keys that have no effect, neither here nor in the template: {shown}")
+            names = ", ".join(self.unread[:_KEYS_SHOWN]) + (", ..." if len(self.unread) > _KEYS_SHOWN else "")
+            names = names.encode("utf-8", "backslashreplace").decode()  # a log cannot show a lone surrogate
+            log.warn_once_per_job(f"{self.prefix}: keys that have no effect, neither here nor in the template: {names}")
 
 
 class SFTDataset(GPTDataset):
@@ -241,8 +241,8 @@ class SFTDataset(GPTDataset):
         sample = super().__getitem__(index)
         assert isinstance(sample, dict)
         signed = sample["text"]
-        is_said = signed < 0
-        return {**sample, "text": np.where(is_said, ~signed, signed), "loss_mask": is_said.astype(np.int32)}
+        has_loss = signed < 0
+        return {**sample, "text": np.where(has_loss, ~signed, signed), "loss_mask": has_loss.astype(np.int32)}
 
 
 def build_sft_train_valid_test(

@@ -193,15 +193,15 @@ def _spellings(tokenizer: Tokenizer) -> list[str]:
 
 
 def _first_difference(slow: Tokenizer, fast: Tokenizer, texts: Sequence[str]) -> str:
-    expected, got = slow.encode_arrays(texts), fast.encode_arrays(texts)
-    if all(map(np.array_equal, expected, got)):
+    expected, actual = slow.encode_arrays(texts), fast.encode_arrays(texts)
+    if all(map(np.array_equal, expected, actual)):
         return ""
-    starts = [np.cumsum(sizes) - sizes for _, sizes in (expected, got)]
-    for text, *spans in zip(texts, *starts, expected[1], got[1], strict=True):
-        right = expected[0][spans[0] : spans[0] + spans[2]]
-        wrong = got[0][spans[1] : spans[1] + spans[3]]
-        if not np.array_equal(right, wrong):
-            return _format_difference(slow, text, right.tolist(), wrong.tolist())
+    starts = [np.cumsum(sizes) - sizes for _, sizes in (expected, actual)]
+    for text, *spans in zip(texts, *starts, expected[1], actual[1], strict=True):
+        expected_ids = expected[0][spans[0] : spans[0] + spans[2]]
+        actual_ids = actual[0][spans[1] : spans[1] + spans[3]]
+        if not np.array_equal(expected_ids, actual_ids):
+            return _format_difference(slow, text, expected_ids.tolist(), actual_ids.tolist())
     return ""
 
 
@@ -209,10 +209,10 @@ def _format_difference(tokenizer: Tokenizer, text: str, right: list[int], wrong:
     first = next(
         (idx for idx, (a, b) in enumerate(zip(right, wrong, strict=False)) if a != b), min(len(right), len(wrong))
     )
-    before = tokenizer.decode(right[:first])
+    text_before = tokenizer.decode(right[:first])
     return (
         f"token {first} of the text that begins {text[:40]!r} is {wrong[first : first + 3]} rather than "
-        f"{right[first : first + 3]}, behind {before[-20:]!r}"
+        f"{right[first : first + 3]}, behind {text_before[-20:]!r}"
     )
 
 
@@ -231,7 +231,9 @@ def read_vocabulary(path: Path, needed: str) -> dict[str, int]:
     try:
         with open(path, encoding="utf-8") as file:
             vocabulary = (
-                json.load(file) if path.suffix == ".json" else {line.strip(): at for at, line in enumerate(file)}
+                json.load(file)
+                if path.suffix == ".json"
+                else {line.strip(): line_idx for line_idx, line in enumerate(file)}
             )
     except (OSError, ValueError) as error:
         raise DataError(f"{path} must be a list of tokens in UTF-8, one a line; reading it failed: {error}") from error

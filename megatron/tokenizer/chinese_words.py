@@ -77,7 +77,8 @@ def _step(
 ) -> np.ndarray:
     emitted = _EMITTED[state][codes]
     first, second = (
-        score[before][: len(codes)] + trans_P[before].get(state, MIN_FLOAT) + emitted for before in _BEFORE[state]
+        score[predecessor][: len(codes)] + trans_P[predecessor].get(state, MIN_FLOAT) + emitted
+        for predecessor in _BEFORE[state]
     )
     took_second[places] = second >= first
     return np.maximum(first, second)
@@ -88,7 +89,7 @@ def _follow_back(
 ) -> np.ndarray:
     """Follow each best path from its last character to its first one; the states 0 ... 3 are B, M, E, S."""
     second = np.stack([took_second[state] for state in _STATES])
-    before = np.array([[_STATES.index(name) for name in _BEFORE[state]] for state in _STATES])
+    predecessors = np.array([[_STATES.index(name) for name in _BEFORE[state]] for state in _STATES])
     ends = np.zeros(second.shape[1], np.int64)
     state = np.where(final_is_single, 3, 2)
     for back in range(int(lengths[0]) if len(lengths) else 0):
@@ -96,7 +97,7 @@ def _follow_back(
         positions = starts[:active] + lengths[:active] - 1 - back
         current = state[:active]
         ends[positions] = current >= 2
-        state = before[current, second[current, positions].astype(np.int64)]
+        state = predecessors[current, second[current, positions].astype(np.int64)]
     return ends
 
 

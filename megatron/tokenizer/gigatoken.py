@@ -50,11 +50,11 @@ class GigatokenTokenizer(LibraryTokenizer):
         tokens, sizes = self._encode_arrays(["" if idx in spelled else text for idx, text in enumerate(texts)])
         if not spelled:
             return tokens, sizes
-        indices, more = list(spelled), [self._encode_spelled(text, True) for text in spelled.values()]
-        added = np.array(list(map(len, more)))
+        indices, spelled_tokens = list(spelled), [self._encode_spelled(text, True) for text in spelled.values()]
+        added = np.array(list(map(len, spelled_tokens)))
         insert_at = np.cumsum(sizes)[indices]
         sizes[indices] += added
-        return np.insert(tokens, np.repeat(insert_at, added), np.concatenate(more)), sizes
+        return np.insert(tokens, np.repeat(insert_at, added), np.concatenate(spelled_tokens)), sizes
 
     def _encode_spelled(self, text: str, is_first: bool) -> np.ndarray:
         first, *others = self._escaped.cut(text)

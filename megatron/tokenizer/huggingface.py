@@ -211,10 +211,10 @@ def _with_model_of(library: tokenizers.Tokenizer, description: str) -> tokenizer
     """Return a tokenizer with the settings of the outline ``description`` and the model of ``library``, shared."""
     fields = json.loads(description)
     stub = {"type": "BPE", "vocab": {}, "merges": []}
-    other = load(json.dumps({**fields, "model": stub, "added_tokens": [], "post_processor": None}, ensure_ascii=False))
-    other.model = library.model
-    other.add_tokens([token for _, token in sorted(library.get_added_tokens_decoder().items())])
-    return other
+    result = load(json.dumps({**fields, "model": stub, "added_tokens": [], "post_processor": None}, ensure_ascii=False))
+    result.model = library.model
+    result.add_tokens([token for _, token in sorted(library.get_added_tokens_decoder().items())])
+    return result
 
 
 def ids_of(library: tokenizers.Tokenizer, texts: list[str]) -> Arrays:

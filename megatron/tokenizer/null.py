@@ -65,6 +65,8 @@ def null_tokenizer(vocab_size: int | None, files: Sequence[str | Path | None]) -
     """
     if vocab_size is None:
         raise DataError("--tokenizer-type NullTokenizer needs --vocab-size, got none. Give it")
-    if named := [str(file) for file in files if file is not None]:
-        raise DataError(f"--tokenizer-type NullTokenizer reads no file, got {', '.join(named)}. Leave one of them out")
+    if given_files := [str(file) for file in files if file is not None]:
+        raise DataError(
+            f"--tokenizer-type NullTokenizer reads no file, got {', '.join(given_files)}. Leave one of them out"
+        )
     return NullTokenizer(vocab_size)

@@ -43,11 +43,11 @@ def read_siblings(paths: Sequence[Path]) -> SiblingFiles:
     settings, special = read_object(folder / SETTINGS), read_object(folder / SPECIAL)
     parts = (special, settings) if "added_tokens_decoder" in settings else (settings, special)  # later files override
     roles = [(role, _content(token)) for part in parts for role, token in part.items()]
-    named = {role: token for role, token in roles if role.endswith("_token") and token is not None}
-    names = {*named.values(), *_listed(special), *_listed(settings)}
+    token_by_role = {role: token for role, token in roles if role.endswith("_token") and token is not None}
+    names = {*token_by_role.values(), *_listed(special), *_listed(settings)}
     has_template = bool(settings.get("chat_template")) or any((folder / name).exists() for name in _TEMPLATES)
     add_bos = settings.get("add_bos_token")
-    return SiblingFiles(named, frozenset(names), has_template, add_bos if isinstance(add_bos, bool) else None)
+    return SiblingFiles(token_by_role, frozenset(names), has_template, add_bos if isinstance(add_bos, bool) else None)
 
 
 def _content(token: Any) -> str | None:

@@ -137,12 +137,12 @@ class Tokenizer(ABC):
         for idx, parts in zip(spelled, split_texts, strict=True):
             texts[idx] = parts[0]
         tokens, sizes = self._encode_arrays(texts)
-        more, more_sizes = self._encode_continued([part for parts in split_texts for part in parts[1:]])
+        added_tokens, added_sizes = self._encode_continued([part for parts in split_texts for part in parts[1:]])
         first_parts = np.cumsum([0, *(len(parts) - 1 for parts in split_texts[:-1])])
-        added = np.add.reduceat(more_sizes, first_parts)
+        added = np.add.reduceat(added_sizes, first_parts)
         insert_at = np.cumsum(sizes)[spelled]
         sizes[spelled] += added
-        return np.insert(tokens, np.repeat(insert_at, added), more), sizes
+        return np.insert(tokens, np.repeat(insert_at, added), added_tokens), sizes
 
     def encode_pieces(self, pieces: Iterable[str]) -> np.ndarray:
         """Return the tokens (int32) of one text that is given in consecutive pieces.

@@ -82,9 +82,9 @@ class Lengths:
 def _joined(
     values: np.ndarray, counts: np.ndarray, more_values: np.ndarray, more_counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    joined, places = np.unique(np.concatenate([values, more_values]), return_inverse=True)
+    joined, positions = np.unique(np.concatenate([values, more_values]), return_inverse=True)
     totals = np.zeros(len(joined), np.int64)
-    np.add.at(totals, places, np.concatenate([counts, more_counts]))
+    np.add.at(totals, positions, np.concatenate([counts, more_counts]))
     return joined, totals
 
 
@@ -297,11 +297,11 @@ def commonest(token_file: IndexedDataset, count: int, tokenizer: Tokenizer | Non
     """Return a table of the ``count`` most frequent ids with their shares; reads all tokens."""
     totals = counts(token_file)
     words = None if tokenizer is None else Words(tokenizer)
-    shown = Table(title="commonest tokens", title_justify="left")
+    rows = Table(title="commonest tokens", title_justify="left")
     for name in ("id", "tokens", "share", "text"):
-        shown.add_column(name, justify="left" if name == "text" else "right", overflow="fold")
+        rows.add_column(name, justify="left" if name == "text" else "right", overflow="fold")
     for token in np.argsort(-totals, kind="stable")[:count]:
         if totals[token]:
             share = f"{totals[token] / token_file.num_tokens:.2%}"
-            shown.add_row(str(token), f"{totals[token]:,}", share, Text(words.short(int(token)) if words else ""))
-    return shown
+            rows.add_row(str(token), f"{totals[token]:,}", share, Text(words.short(int(token)) if words else ""))
+    return rows

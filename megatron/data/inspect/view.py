@@ -88,8 +88,8 @@ def sections(stream: Stream) -> Iterator[Section]:
     """Yield the documents of a stream, separated by document indices; without indices, by position resets and ends."""
     count = len(stream.tokens)
     starts = np.flatnonzero(_is_start(stream))
-    for number, (start, stop) in enumerate(zip(starts, [*starts[1:], count], strict=True)):
-        yield Section(int(start), int(stop), number if stream.documents is None else int(stream.documents[start]))
+    for idx, (start, stop) in enumerate(zip(starts, [*starts[1:], count], strict=True)):
+        yield Section(int(start), int(stop), idx if stream.documents is None else int(stream.documents[start]))
 
 
 def _is_start(stream: Stream) -> np.ndarray:
@@ -186,12 +186,12 @@ def show(stream: Stream, words: Words, console: Console, num_rows: int) -> None:
 
 def heading(stream: Stream, section: Section) -> str:
     """Return the heading of a document: its token range, its positions, and "kept apart" if documents are separated."""
-    start, stop, number = section
-    name = "padding" if number == PADDING else f"document {number}"
+    start, stop, document = section
+    name = "padding" if document == PADDING else f"document {document}"
     lines = [f"---- {name}: tokens {start}-{stop - 1}"]
-    if stream.positions is not None and number != PADDING:
+    if stream.positions is not None and document != PADDING:
         lines.append(f"positions {stream.positions[start]}-{stream.positions[stop - 1]}")
-    if number != PADDING and (number or stop < len(stream.tokens)):
+    if document != PADDING and (document or stop < len(stream.tokens)):
         lines.append("kept apart" if stream.documents is not None else "not kept apart from the others")
     return ", ".join(lines)
 
@@ -212,8 +212,8 @@ def _by_loss(stream: Stream, section: Section) -> Iterator[tuple[int, int, bool]
     """Yield (start, stop, has_loss) of runs of consecutive tokens with the same ``has_loss``."""
     has_loss = np.ones(len(stream.tokens), np.bool_) if stream.has_loss is None else stream.has_loss
     flags = has_loss[section.start : section.stop]
-    cuts = [0, *(np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist(), len(flags)]
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    bounds = [0, *(np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist(), len(flags)]
+    for start, stop in zip(bounds, bounds[1:], strict=False):
         yield section.start + start, section.start + stop, bool(flags[start])
 
 

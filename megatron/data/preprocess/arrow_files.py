@@ -74,9 +74,9 @@ def _columns(batch: Any, keys: Sequence[str]) -> Any:
 
     columns = []
     for key in keys:
-        first, *inner = [key] if key in batch.schema.names else key.split(".")
+        first, *fields = [key] if key in batch.schema.names else key.split(".")
         column = batch.column(first)
-        for name in inner:
+        for name in fields:
             column = compute.struct_field(column, name)
         columns.append(column)
     return pyarrow.RecordBatch.from_arrays(columns, names=list(keys))

@@ -138,8 +138,8 @@ def guess_format(path: Path | str) -> str:
     """
     if str(path) == STDIN:
         return "jsonl"
-    inner = Path(path).with_suffix("") if compression_of(path) else Path(path)
-    suffix = inner.suffix.lower()
+    uncompressed = Path(path).with_suffix("") if compression_of(path) else Path(path)
+    suffix = uncompressed.suffix.lower()
     if suffix in _PARQUET:
         return "parquet"
     if suffix == ".arrow":
@@ -178,7 +178,7 @@ def plan_units(paths: Sequence[Path | str], format: str | None, unit_bytes: int 
     planned = (
         unit for path in find_inputs(paths) for unit in _units_of(str(path), format or guess_format(path), unit_bytes)
     )
-    return [replace(unit, number=number) for number, unit in enumerate(_joined(planned, unit_bytes))]
+    return [replace(unit, number=idx) for idx, unit in enumerate(_joined(planned, unit_bytes))]
 
 
 def read_unit(unit: Unit, keys: Sequence[str] | None = ("text",)) -> Iterator[Record]:
@@ -248,10 +248,10 @@ def _row_groups(path: str, format: str, sizes: Sequence[int], unit_bytes: int) -
         sizes: bytes of each row group, or of each record batch of an Arrow file.
     """
     start = size = 0
-    for number, group_size in enumerate(sizes):
-        if number > start and size + group_size > unit_bytes:
-            yield Unit(0, path, format, start, number, size)
-            start, size = number, 0
+    for idx, group_size in enumerate(sizes):
+        if idx > start and size + group_size > unit_bytes:
+            yield Unit(0, path, format, start, idx, size)
+            start, size = idx, 0
         size += group_size
     if sizes:
         yield Unit(0, path, format, start, len(sizes), size)

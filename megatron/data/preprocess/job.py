@@ -213,8 +213,8 @@ def _run_share(
     with _explained(job, parts, tally):
         _encode(job, tokenizer, parts, tally, corpus=units)
         if changed := plan.changes(begun, units):
-            for number in tally.units:
-                parts.path(number, "json").unlink(missing_ok=True)
+            for unit_number in tally.units:
+                parts.path(unit_number, "json").unlink(missing_ok=True)
             raise DataError(f"the input must stay as it is until all parts are made; {changed}. Run all parts again.")
     with suppress(FileNotFoundError):  # from an earlier rejected run; ``join`` reports the accepted bad records
         files.remove_file(shards.path_of(_bad_prefix(job)))
@@ -243,8 +243,8 @@ def _encode(
     """
     units = list(tally.units.values())
     unfinished_units = [unit for unit in units if not parts.path(unit.number, "json").exists()]
-    for number, paths in parts.unfinished().items():
-        if number in tally.units:
+    for unit_number, paths in parts.unfinished().items():
+        if unit_number in tally.units:
             for path in paths:
                 path.unlink(missing_ok=True)
     plan.check_for_units(parts.folder, unfinished_units, parts.dtype.itemsize)
@@ -359,7 +359,7 @@ def _explained(job: Job, parts: ShardFolder, tally: JobProgress) -> Iterator[Non
 
 
 def _kept(job: Job, parts: ShardFolder, tally: JobProgress) -> str:
-    num_kept = sum(parts.path(number, "json").exists() for number in tally.units)
+    num_kept = sum(parts.path(unit_number, "json").exists() for unit_number in tally.units)
     if job.share:
         return f"{num_kept} of its {len(tally.units)} units are finished and kept: the same command goes on with them."
     if num_kept and all(unit.path != STDIN for unit in tally.units.values()):

@@ -69,11 +69,11 @@ class _Lines:
             return
         self._last = now
         share = f"{100 * done / self._total:.0f}%, " if self._total else ""
-        left = ""
+        remaining = ""
         if self._total and done > self._already:
             seconds = (now - self._start) * (self._total - done) / (done - self._already)
-            left = f", {in_words(seconds)} left"
-        log.info(f"{self._title}: {share}{text}{left}")
+            remaining = f", {in_words(seconds)} left"
+        log.info(f"{self._title}: {share}{text}{remaining}")
 
 
 def in_words(seconds: float) -> str:
@@ -116,7 +116,7 @@ class JobProgress:
 
     def parts(self) -> list[Part]:
         """Return the parts of the finished units in order."""
-        return [self._finished[number] for number in sorted(self._finished)]
+        return [self._finished[unit_number] for unit_number in sorted(self._finished)]
 
     def done(self, running: Mapping[int, Counts]) -> int:
         """Return the number of encoded bytes, out of ``total_bytes``.

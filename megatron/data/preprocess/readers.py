@@ -28,14 +28,14 @@ def row_groups(path: str) -> list[int]:
         DataError: pyarrow is missing, or the file is not a complete parquet file.
     """
     with _opened(path) as file:
-        return [file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups)]
+        return [file.metadata.row_group(idx).total_byte_size for idx in range(file.num_row_groups)]
 
 
 def column_bytes(unit: Unit, keys: Sequence[str]) -> int:
     """Return the uncompressed bytes of the columns ``keys`` in the unit's row groups."""
     with _opened(unit.path) as file:
-        groups = [file.metadata.row_group(number) for number in range(unit.start, unit.stop)]
-        columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+        groups = [file.metadata.row_group(idx) for idx in range(unit.start, unit.stop)]
+        columns = [group.column(idx) for group in groups for idx in range(group.num_columns)]
         return sum(column.total_uncompressed_size for column in columns if column.path_in_schema in keys)
 
 
@@ -99,9 +99,9 @@ def _row_as_json(row: Any, keys: Sequence[str]) -> bytes:
 
 def _raw_text(row: Any, key: str) -> bytes:
     """Return the text at ``key`` as JSON; if it is not UTF-8, its bytes are unchanged."""
-    first, *inner = [key] if key in row.schema.names else key.split(".")
+    first, *fields = [key] if key in row.schema.names else key.split(".")
     column = row.column(first)
-    for name in inner:
+    for name in fields:
         column = column.field(name)
     try:
         return orjson.dumps(column.to_pylist()[0])
@@ -437,9 +437,9 @@ def _batches(unit: Unit) -> Iterator[tuple[list[Record], bool]]:
     make = tuple.__new__  # three times as fast as Record(...), which matters for short lines
     offset, stream = _first_line(unit)
     line, step = (0, 0) if unit.start else (1, 1)
-    for cut, are_ended in _cut(path, stream):
+    for complete_lines, are_ended in _cut(path, stream):
         batch = []
-        for data in cut:
+        for data in complete_lines:
             batch.append(make(Record, (path, line, offset, data)))
             offset += len(data) + 1
             line += step
@@ -468,15 +468,15 @@ def _first_line(unit: Unit) -> tuple[int, Iterator[bytes]]:
 
 def _cut(path: str, stream: Iterator[bytes]) -> Iterator[tuple[list[bytes], bool]]:
     """Yield batches of complete lines, then the text after the last line feed, if any."""
-    rest: list[bytes] = []
+    pieces: list[bytes] = []
     size = 0
     for block in stream:
         *ended, last = block.split(b"\n")
         if ended:
-            ended[0] = b"".join([*rest, ended[0]])
-            rest, size = [], 0  # before the yield, to free the pieces of a long line while the line is in use
+            ended[0] = b"".join([*pieces, ended[0]])
+            pieces, size = [], 0  # before the yield, to free the pieces of a long line while the line is in use
             yield ended, True
-        rest.append(last)
+        pieces.append(last)
         size += len(last)
         if size > _LONGEST_LINE:
             raise DataError(
@@ -484,4 +484,4 @@ def _cut(path: str, stream: Iterator[bytes]) -> Iterator[tuple[list[bytes], bool
                 "if it is one large JSON array, write each element on a line of its own: jq -c '.[]'"
             )
     if size:
-        yield [b"".join(rest)], False
+        yield [b"".join(pieces)], False

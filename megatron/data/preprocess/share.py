@@ -52,13 +52,13 @@ def check_complete(folder: Path) -> tuple[JobPlan, ShardFolder, list[Part]]:
 
 def _in_words(folder: Path, found: JobPlan, wrong: Mapping[str, Sequence[int]], beyond: Sequence[int]) -> str:
     num_shares = found.num_shares
-    texts = [f"{what}: {_by_share(wrong[what], num_shares)}" for what in _WRONG if what in wrong]
+    texts = [f"{problem}: {_by_share(wrong[problem], num_shares)}" for problem in _WRONG if problem in wrong]
     if beyond:
         texts.append(
             f"of another job: {_few([f'unit {unit}' for unit in beyond], _NAMED_UNITS)}, of which there is none"
         )
-    again = sorted({unit % num_shares + 1 for units in wrong.values() for unit in units})
-    fix = f"Run again: {_few([f'--part {number}/{num_shares}' for number in again], _NAMED_SHARES)}." if again else ""
+    reruns = sorted({unit % num_shares + 1 for units in wrong.values() for unit in units})
+    fix = f"Run again: {_few([f'--part {share}/{num_shares}' for share in reruns], _NAMED_SHARES)}." if reruns else ""
     if beyond:
         fix += f" Take out of {folder} what is not of it."
     return f"{folder} must hold all {found.num_units} units of {num_shares} parts; {'; '.join(texts)}. {fix.strip()}"
@@ -69,8 +69,8 @@ def _by_share(units: Sequence[int], num_shares: int) -> str:
     for unit in units:
         shares[unit % num_shares + 1].append(unit)
     descriptions = [
-        f"part {number}/{num_shares} (units {_few([str(unit) for unit in share_units], _NAMED_UNITS)})"
-        for number, share_units in sorted(shares.items())
+        f"part {share}/{num_shares} (units {_few([str(unit) for unit in share_units], _NAMED_UNITS)})"
+        for share, share_units in sorted(shares.items())
     ]
     return _few(descriptions, _NAMED_SHARES)
 

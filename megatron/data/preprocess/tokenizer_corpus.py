@@ -54,20 +54,20 @@ def sample(
 
 def _evenly(units: Sequence[Unit], keys: Sequence[str], share: float) -> Iterator[Drawn]:
     """Yield documents while their bytes are less than ``share`` of the bytes passed so far; yield all bad records."""
-    taken, due = 0, 0.0
+    taken_bytes, due_bytes = 0, 0.0
     for unit in units:
         is_read_through = compression_of(unit.path) is not None or unit.format in TABLES
         if not is_read_through:  # the first documents represent the whole unit
-            due += share * unit.size
-        for drawn in _documents(unit, keys) if is_read_through or taken < due else ():
+            due_bytes += share * unit.size
+        for drawn in _documents(unit, keys) if is_read_through or taken_bytes < due_bytes else ():
             if is_read_through:
-                due += share * drawn.passed_bytes
+                due_bytes += share * drawn.passed_bytes
             if isinstance(drawn.text, BadRecord):
                 yield drawn
-            elif taken < due:
-                taken += len(drawn.text.encode())
+            elif taken_bytes < due_bytes:
+                taken_bytes += len(drawn.text.encode())
                 yield drawn
-            if not is_read_through and taken >= due:
+            if not is_read_through and taken_bytes >= due_bytes:
                 break
 
 
@@ -169,11 +169,11 @@ class TrainingText:
         if not exceeded:
             return
         examples = "".join(f"\n  {record}" for record in self.bad[:_BAD_SHOWN])
-        more = f"\n  and {self.num_bad - _BAD_SHOWN} more" if self.num_bad > _BAD_SHOWN else ""
+        remaining = f"\n  and {self.num_bad - _BAD_SHOWN} more" if self.num_bad > _BAD_SHOWN else ""
         fix = f"leave them out with --max-bad-lines {self.num_bad}"
         if end:
             fix = "check --input, --format and --json-key"
         raise DataError(
             f"{self.num_bad} of {num_records} records are bad{end}; at most {' and '.join(exceeded)} may be. "
-            f"Correct them, or {fix}:{examples}{more}"
+            f"Correct them, or {fix}:{examples}{remaining}"
         )

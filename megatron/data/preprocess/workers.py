@@ -70,8 +70,8 @@ def run(connection: Connection, work: Work, parent: int) -> None:
     """Encode the units whose numbers arrive on ``connection`` until None arrives; send reports on ``connection``."""
     _become_worker(parent)
     try:
-        while (number := connection.recv()) is not None:
-            for report in reports(work.encoder, work.parts, work.units[number], _SECONDS_BETWEEN_REPORTS):
+        while (unit_number := connection.recv()) is not None:
+            for report in reports(work.encoder, work.parts, work.units[unit_number], _SECONDS_BETWEEN_REPORTS):
                 connection.send(report)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent process has ended
