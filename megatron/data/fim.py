@@ -86,10 +86,7 @@ class Fim:
             return text
         ends = np.where(is_moved, lengths - _NUM_CONTROL_TOKENS, lengths)
         splits = _below(ends + 1, words[:, 2:])
-        low, high = (
-            np.where(is_moved, splits.min(axis=1), ends),
-            np.where(is_moved, splits.max(axis=1), ends),
-        )
+        low, high = np.where(is_moved, splits.min(axis=1), ends), np.where(is_moved, splits.max(axis=1), ends)
         low[is_moved & (shares[:, 1] < self.spm_rate)] = 0  # SPM is PSM whose middle includes the prefix
         return self._gather(text, starts, (low, high, ends), is_moved.astype(np.int64), ended)
 

@@ -231,9 +231,7 @@ def read_vocabulary(path: Path, needed: str) -> dict[str, int]:
     try:
         with open(path, encoding="utf-8") as file:
             vocabulary = (
-                json.load(file)
-                if path.suffix == ".json"
-                else {line.strip(): line_idx for line_idx, line in enumerate(file)}
+                json.load(file) if path.suffix == ".json" else {line.strip(): idx for idx, line in enumerate(file)}
             )
     except (OSError, ValueError) as error:
         raise DataError(f"{path} must be a list of tokens in UTF-8, one a line; reading it failed: {error}") from error
