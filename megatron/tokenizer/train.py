@@ -125,9 +125,8 @@ class WordCounts:
         counts, draw = self._counts, self._random.random
         self._seen_bytes += len(text.encode())
         bound = self.bound
-        for word in map(
-            re.Match.group, self._pattern.finditer(text)
-        ):  # a list of all words would be larger than the text
+        # findall() would create a list that is larger than the text.
+        for word in map(re.Match.group, self._pattern.finditer(text)):
             count = counts.get(word)
             if count is not None:
                 counts[word] = count + 1
@@ -364,9 +363,8 @@ def _alphabet(counts: WordCounts, room: int) -> tuple[list[str], set[str], int]:
             if is_within_word and not is_mark:
                 within.add(character)
             is_within_word = not is_mark
-    ordered = [
-        pair for pair in totals.most_common() if unicodedata.category(pair[0])[0] != "C"
-    ]  # BERT drops control characters
+    # BERT drops control characters.
+    ordered = [pair for pair in totals.most_common() if unicodedata.category(pair[0])[0] != "C"]
     characters, remaining_room = [], room
     for character, _ in ordered:
         size = 1 + (character in within)

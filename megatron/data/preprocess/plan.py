@@ -84,9 +84,8 @@ class JobPlan:
         except OSError as error:
             if error.errno not in _NO_LINKS or (folder / PLAN).exists():
                 raise
-            files.rename(
-                temporary, folder / PLAN
-            )  # without hard links, the last plan counts, and all jobs compare theirs
+            # Without hard links, the last plan counts, and all jobs compare theirs with it.
+            files.rename(temporary, folder / PLAN)
         finally:
             temporary.unlink(missing_ok=True)
         return read(folder)
