@@ -50,7 +50,7 @@ class BlendIndex:
         self._root = _tree(self.weights, range(len(self.weights)) if ranks is None else ranks)
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return (corpus, index within the corpus) of sample ``index``."""
+        """Map sample ``index`` to (corpus, sample index within the corpus)."""
         node = self._root
         while isinstance(node, _Branch):
             num_left = node.given_left(index)

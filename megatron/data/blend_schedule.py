@@ -112,7 +112,7 @@ class BlendSchedule:
         self._starts = [phase.start for phase in self.phases]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return (index of the corpus, index within the corpus) of sample ``index`` of the run."""
+        """Map sample ``index`` of the run to (corpus index, sample index within the corpus)."""
         phase = self._phase(index)
         corpus_idx, sample_idx = phase.interleaving.locate(index - phase.start)
         return corpus_idx, phase.cursors[corpus_idx] + sample_idx

@@ -63,7 +63,7 @@ def prefetch_of(dataset: Any) -> Callable[[int], None] | None:
 def looking_ahead(asked: Iterable[MicroBatch], depth: int, num_readers: int) -> Iterator[MicroBatch]:
     """Set ``coming`` of each micro-batch to the samples of the micro-batch ``depth`` positions later.
 
-    The first micro-batch of each reader receives the samples of all of the reader's micro-batches up to that one.
+    A reader's first micro-batch receives the samples of all its micro-batches up to that position.
 
     Args:
         depth: a multiple of ``num_readers``, so that the process that prefetches samples also reads them.

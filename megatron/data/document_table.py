@@ -1,4 +1,4 @@
-"""DocumentTable: the number of tokens and the start of each document of a token file.
+"""DocumentTable: the sizes and starts of the documents in a token file.
 
 An ``.idx`` of up to 4 million sequences is loaded and checked completely. In a larger one, only the lengths are scanned
 completely, because they determine the starts of the documents; afterwards they are accessed in the mapped file. The

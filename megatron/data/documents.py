@@ -43,14 +43,14 @@ def sizes_of(sizes: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def num_tokens_of(sizes: np.ndarray, documents: Documents) -> int:
-    """Return the total number of tokens of ``documents``; ``sizes`` has the sizes of all documents of the file."""
+    """Return the total number of tokens in ``documents``; ``sizes`` has the sizes of all documents in the file."""
     if not isinstance(documents, np.ndarray):
         return int(sizes[documents[0] : documents[1]].sum(dtype=np.int64))
     return sum(int(sizes_of(sizes, block).sum(dtype=np.int64)) for block in _blocks(documents))
 
 
 def longest_of(sizes: np.ndarray, documents: Documents) -> int:
-    """Return the number of tokens of the longest of ``documents``."""
+    """Return the number of tokens in the longest document."""
     if not isinstance(documents, np.ndarray):
         return int(sizes[documents[0] : documents[1]].max())
     return max(int(sizes_of(sizes, block).max()) for block in _blocks(documents))

@@ -17,8 +17,7 @@ def index_chunks(
     """Yield the bytes of an ``.idx`` with one sequence per document, holding only one block in memory.
 
     Args:
-        blocks: iterates over the number of tokens of each document in order, in arrays of any length; called once per
-            pass.
+        blocks: iterates over the document sizes in order, in arrays of any length; called once per pass.
         num_documents: the number of documents in all blocks.
         dtype: type of the tokens in the ``.bin``.
     """

@@ -107,7 +107,7 @@ class RangeCache:
             )
 
     def whole(self, path: str) -> Path:
-        """Return the path of a local copy of a complete object, fetched once for all processes of this host.
+        """Return the path to a local copy of a complete object, fetched once per host.
 
         Raises:
             DataError: the object cannot be fetched or stored.

@@ -133,7 +133,7 @@ def _num_blocks(length: int) -> int:
 
 
 def _name_of_epochs(source: TokenSource, documents: Documents, seed: int) -> str:
-    """Return the common prefix of the cache names of all epochs, a digest of everything that the order depends on."""
+    """Return the cache name prefix shared by all epochs; it contains a digest of everything that affects the order."""
     key = repr((FORMAT, SEGMENT, _STRIDE, source.fingerprint, documents_key(documents), seed))
     return f"order-{hashlib.sha256(key.encode()).hexdigest()[:16]}-epoch-"
 

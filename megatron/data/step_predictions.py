@@ -1,8 +1,8 @@
-"""Number of predicted tokens of a step, for losses averaged over a varying number of tokens.
+"""Predicted tokens per step, for losses averaged over a varying number of tokens.
 
 If a dataset can compute the predicted tokens of a sample from its index (``num_predicted``), each micro-batch contains
-"step_predictions", int64[2]: the number of predicted tokens and the number of samples of its step. The values are the
-same in every layout, need no communication between replicas, and are known before the first backward of the step.
+"step_predictions", int64[2]: the numbers of predicted tokens and samples in its step. The values are the same in every
+layout, need no communication between replicas, and are known before the first backward of the step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StepPredictions:
         self._known = np.zeros(2, np.int64)
 
     def of(self, index: int) -> np.ndarray:
-        """Return int64[2], the numbers of predicted tokens and of samples of the step that contains ``index``."""
+        """Return int64[2], the numbers of predicted tokens and samples in the step that contains ``index``."""
         if not self._start <= index < self._stop:
             self._find(index)
         return self._known.copy()

@@ -236,8 +236,8 @@ class ChatTemplate:
             more: additional template variables, such as ``tools``.
 
         Raises:
-            TemplateError: the template rejects the conversation, or the texts of the first messages are not prefixes of
-                the text of the conversation.
+            TemplateError: the template rejects the conversation, or it renders the first messages to a text that is not
+                a prefix of the complete text.
         """
         text, spans = self._rendered(messages, False, False, more, without_loss)
         if not self._marks_generation[self._name_for(more)]:

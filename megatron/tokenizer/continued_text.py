@@ -39,7 +39,7 @@ def strips_end(description: str) -> bool:
 
 
 def with_blanks_in_front(pieces: Iterable[str], blanks: Collection[str] | None = None) -> Iterator[str]:
-    """Yield the pieces of a text, with the blanks at the end of each piece moved to the beginning of the next.
+    """Yield the pieces of a text, moving blanks at the end of a piece to the beginning of the next piece.
 
     Blanks at the end of the text are dropped.
 

@@ -22,7 +22,7 @@ _WORD = re.compile(f" ?[^{SPACE}]+|[{SPACE}]+(?![^{SPACE}])|[{SPACE}]+")
 _LONGEST_MEAN = 12
 _CACHE_CHARACTERS = 1 << 22
 ENTRY_CHARACTERS = 16
-"""Size of a cache entry in addition to the characters of its word, as an entry needs about 200 bytes of overhead."""
+"""Size of a cache entry in addition to its word, in characters; accounts for about 200 bytes of overhead."""
 
 
 def are_independent(description: str) -> bool:
@@ -53,7 +53,7 @@ class KnownWords:
         self._num_characters = 0
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
-        """Return the concatenated tokens (int32) of ``texts``, and the number of tokens of each text."""
+        """Return the concatenated tokens (int32) of ``texts``, and the number of tokens per text (int64)."""
         split_texts = [_WORD.findall(text) if _has_words(text) else [text] for text in texts]
         self._learn(set(chain.from_iterable(split_texts)).difference(self._tokens))
         encoded = [b"".join(map(self._tokens.__getitem__, words)) for words in split_texts]

@@ -65,7 +65,7 @@ def model_facts(model: bytes) -> Iterator[Any]:
 
 
 def _fields(data: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (field number, start of the value, stop of the value) for each field of a message."""
+    """Yield (field number, value start, value stop) for each field of a message."""
     while start < stop:
         key, start = _varint(data, start)
         end = _value_end(data, key & 7, start)

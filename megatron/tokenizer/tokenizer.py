@@ -29,7 +29,7 @@ from megatron.tokenizer.control_tokens import (
 from megatron.tokenizer.sibling_files import SiblingFiles, read_siblings
 
 Arrays = tuple[np.ndarray, np.ndarray]
-"""(concatenated tokens of several texts as int32, number of tokens of each text as int64)."""
+"""(concatenated tokens of several texts, int32; number of tokens per text, int64)."""
 
 
 class Tokenizer(ABC):
@@ -128,7 +128,7 @@ class Tokenizer(ABC):
         return as_lists(self.encode_arrays(texts))
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
-        """Return the concatenated tokens (int32) of ``texts``, and the number of tokens (int64) of each text."""
+        """Return the concatenated tokens (int32) of ``texts``, and the number of tokens per text (int64)."""
         texts = list(texts)
         spelled = [idx for idx, text in enumerate(texts) if self._spellings.is_in(text)] if self._spellings else []
         if not spelled:
@@ -161,7 +161,7 @@ class Tokenizer(ABC):
         return np.concatenate(encoded)
 
     def _encode_spelled(self, text: str, is_first: bool) -> np.ndarray:
-        """Return the tokens of a text, or of a continuing piece of a text, that spells control tokens."""
+        """Encode a text, or a piece that continues a text, in which control tokens are spelled."""
         first, *others = self._spellings.cut(text)
         tokens = (self._encode_arrays if is_first else self._encode_continued)([first])[0]
         return np.concatenate([tokens, self._encode_continued(others)[0]])
@@ -236,7 +236,7 @@ class Tokenizer(ABC):
 
     @property
     def former_eod_name(self) -> str | None:
-        """The name of the end-of-document token of versions up to 8c23b9e6; None if there is none."""
+        """The end-of-document token that versions up to 8c23b9e6 used, by name; None if there is none."""
         return next((name for name in FORMER_EOD_NAMES if self.token_to_id(name) is not None), None)
 
     @property

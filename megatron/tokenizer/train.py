@@ -169,9 +169,8 @@ def train_bpe(
     The control tokens have the first ids, followed by the bytes.
 
     Args:
-        memory_bytes: approximate memory for the words; if it is insufficient, the words are sampled. Default: half of
-            the free memory, but at most the maximum of 2.7 times the text, 10 kB per token of the vocabulary, and
-            80 MB.
+        memory_bytes: approximate memory for the words; if it is insufficient, the words are sampled. Default: half the
+            free memory, but at most 2.7 times the text, 10 kB per vocabulary token or 80 MB, whichever is largest.
         max_token_length: maximum length of a token in bytes, at least 2; control tokens are exempt. None: no limit. A
             Chinese character has 3 bytes, and the space before a word 1.
 
@@ -210,8 +209,8 @@ def train_wordpiece(
     """Train BERT's WordPiece, cased, and return its ``tokenizers`` JSON file.
 
     BERT's five control tokens have the first ids, followed by ``special``. White space is not encoded, so decoding does
-    not restore the text. The vocabulary contains the most frequent characters: enough to cover all but 1 of 4,000
-    characters of the text, or half of the vocabulary if that is more, and additional ones if the words leave room.
+    not restore the text. The vocabulary contains the most frequent characters: enough to cover all but 1 in 4,000
+    characters of the text, or half the vocabulary if that is more, and additional ones if the words leave room.
 
     Args:
         memory_bytes: see ``train_bpe``.

@@ -51,7 +51,7 @@ class Section(NamedTuple):
 
 
 def gpt2_streams(fields: Mapping[str, Tensor | None], eod_id: int | None) -> list[Stream]:
-    """Return the stream of a GPT-2 sample from the first row of the result of ``gpt2_fields``."""
+    """Return the stream of a GPT-2 sample, from the first row of the ``gpt2_fields``."""
     tokens = _row(fields, "tokens")
     assert tokens is not None
     return [
@@ -68,7 +68,7 @@ def gpt2_streams(fields: Mapping[str, Tensor | None], eod_id: int | None) -> lis
 
 
 def t5_streams(fields: Mapping[str, Tensor | None], eod_id: int | None) -> list[Stream]:
-    """Return the streams inputs, decoder inputs and targets of a T5 sample from the first row of ``t5_fields``."""
+    """Return the streams inputs, decoder inputs and targets of a T5 sample, from the first row of the ``t5_fields``."""
     inputs, decoder_inputs, labels = (_row(fields, name) for name in ("enc_tokens", "dec_tokens", "labels"))
     assert inputs is not None and decoder_inputs is not None and labels is not None
     documents, loss = _row(fields, "dec_segments"), _has_loss(fields)

@@ -245,7 +245,7 @@ def _row_groups(path: str, format: str, sizes: Sequence[int], unit_bytes: int) -
     row groups.
 
     Args:
-        sizes: bytes of each row group, or of each record batch of an Arrow file.
+        sizes: bytes per row group, or per record batch for an Arrow file.
     """
     start = size = 0
     for idx, group_size in enumerate(sizes):

@@ -126,7 +126,7 @@ class JobProgress:
         return self._done + sum(min(counts.num_bytes, self.units[unit].size) for unit, counts in running.items())
 
     def most_records(self, running: Mapping[int, Counts], counts: Counts) -> float:
-        """Return an upper bound of the number of records, assuming one byte for each of the remaining records.
+        """Return an upper bound of the number of records, assuming one byte per remaining record.
 
         The bound is infinite for formats in which the bytes on the disk do not limit the number of records.
 

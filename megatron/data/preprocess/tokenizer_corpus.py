@@ -25,7 +25,7 @@ PIECE_BYTES = 1 << 16
 
 
 class Drawn(NamedTuple):
-    """A document of the sample or a bad record, with its file and the number of bytes of the file that it occupies."""
+    """A sampled document or a bad record, with its file and the number of bytes that it occupies in the file."""
 
     path: str
     text: str | BadRecord
@@ -99,9 +99,8 @@ _GIVE_UP_AT = 1000
 class TrainingText:
     """The documents of ``drawn`` except the held-out ones; can be iterated once.
 
-    A document is held out when the held-out documents of its group are 16 kB behind their share of the bytes read so
-    far, up to a total of 16 MB. Held-out documents are therefore evenly distributed and have typical lengths. A small
-    text has none.
+    A document is held out when its group has held out 16 kB less than its share of the bytes read so far, up to a total
+    of 16 MB. Held-out documents are therefore evenly distributed and have typical lengths. A small text has none.
 
     Args:
         group_of: returns the group of a document from the path of its file.
