@@ -1,13 +1,13 @@
-"""A model of one's own: a bidirectional language model that fills in masked bytes, in every layout of (t, p, d).
+"""A custom model: a bidirectional language model that predicts masked bytes, in every layout of (t, p, d).
 
     python -m megatron.launch --nproc-per-node 4 --preload torch,deepspeed examples/own_model.py \\
         --pipe-parallel-size 2 --model-parallel-size 2 --num-layers 4 --hidden-size 128 --seq-length 128 --gas 4
     python examples/own_model.py --num-layers 4 --hidden-size 128 --seq-length 128 --gas 4
 
-It learns from the texts in examples/corpus, byte by byte, so it needs no tokenizer and no --data-path.
-docs/own_model.md explains this file. Of the flags that describe a model it reads --num-layers, --hidden-size,
---num-attention-heads, --hidden-dropout and --seq-length, and one of its own, --loss-as-layer; those that describe the
-run, the pipeline's among them, act as they do for GPT-2.
+The model is trained on the bytes of the texts in examples/corpus, so it needs no tokenizer and no --data-path.
+docs/own_model.md explains this file. The model reads the flags --num-layers, --hidden-size, --num-attention-heads,
+--hidden-dropout and --seq-length, and its own flag --loss-as-layer. The flags of the run, including those of the
+pipeline, have the same effect as for GPT-2.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from megatron.models import pipe_topology  # noqa: E402
 from megatron.training import get_args, get_streams, pretrain  # noqa: E402
 from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # noqa: E402
 
-PAD, MASK, VOCAB = 256, 257, 258  # beyond the 256 bytes
+PAD, MASK, VOCAB = 256, 257, 258  # after the 256 bytes
 MASKED_SHARE = 0.15
 KEYS = ("tokens", "labels", "is_masked", "is_text")
 
 
 class MaskedBytes(torch.utils.data.Dataset):
-    """Paragraphs of examples/corpus as bytes, padded to ``seq_length``; some bytes are hidden and to be found.
+    """Paragraphs of examples/corpus as bytes, padded to ``seq_length``, with some bytes masked.
 
     Args:
-        part: which paragraphs, as remainders of their number by 20.
+        part: paragraphs to use; paragraph i is used if i % 20 is in ``part``.
     """
 
     def __init__(self, seq_length: int, part: range) -> None:
         texts = sorted((Path(__file__).parent / "corpus").glob("*/*.txt"))
         lines = [line for text in texts for line in text.read_bytes().splitlines() if line]
-        order = np.random.default_rng(0).permutation(len(lines))  # languages and subjects mixed
-        self.lines = [lines[place] for number, place in enumerate(order) if number % 20 in part]
+        order = np.random.default_rng(0).permutation(len(lines))  # mix languages and subjects
+        self.lines = [lines[idx] for position, idx in enumerate(order) if position % 20 in part]
         self.seq_length = seq_length
 
     def __len__(self) -> int:
@@ -63,13 +63,13 @@ class MaskedBytes(torch.utils.data.Dataset):
         labels[: len(line)] = line
         is_text = np.arange(self.seq_length) < len(line)
         is_masked = is_text & (generator.random(self.seq_length) < MASKED_SHARE)
-        is_masked[generator.integers(len(line))] = True  # at least one, or there would be no loss
+        is_masked[generator.integers(len(line))] = True  # without a masked byte there would be no loss
         tokens = np.where(is_masked, MASK, labels)
         return dict(zip(KEYS, (tokens, labels, is_masked.astype(np.int64), is_text.astype(np.int64)), strict=True))
 
 
 def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) -> tuple[Any, Any, Any]:
-    """Return the data sets; each starts anew at its end, so the numbers that will be asked for are of no concern."""
+    """Return the three datasets. They restart at their ends, so the requested numbers of samples do not matter."""
     length = get_args().seq_length
     return tuple(MaskedBytes(length, part) for part in (range(18), range(18, 19), range(19, 20)))
 
@@ -81,13 +81,13 @@ def get_batch(data_iterator: Any) -> list[torch.Tensor]:
 
 
 def fields_of(data: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
-    """Return what ``get_batch`` does of a micro-batch that only the first rank of the tensor group has read."""
-    held = mpu.broadcast_data(KEYS, data, torch.int64)
-    return [held["tokens"], held["labels"], held["is_masked"], held["is_text"].bool()[:, None, None, :]]
+    """Broadcast a micro-batch from the first rank of the tensor group, and return its tensors as in ``get_batch``."""
+    fields = mpu.broadcast_data(KEYS, data, torch.int64)
+    return [fields["tokens"], fields["labels"], fields["is_masked"], fields["is_text"].bool()[:, None, None, :]]
 
 
 def get_batch_pipe(data: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...] | None]:
-    """Return (what the first layer takes, what the loss function takes beside the output)."""
+    """Return (inputs of the first layer, inputs of the loss function in addition to the output)."""
     tokens, labels, is_masked, is_text = fields_of(data)
     if get_args().loss_as_layer:
         return (tokens, is_text, labels, is_masked), None
@@ -98,7 +98,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Embedding(nn.Module):
-    """(tokens [b, s], others) to (hidden states [s, b, h], others): bytes and sinusoids of positions."""
+    """The embedding of bytes and sinusoidal positions: (tokens [b, s], others) to (hidden states [s, b, h], others)."""
 
     def __init__(self, hidden_size: int, group: mpu.Group) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Embedding(nn.Module):
 
 
 def positions(length: int, hidden_size: int) -> torch.Tensor:
-    """Return sines and cosines of the positions, of the size of an initial weight.
+    """Return sines and cosines of the positions, scaled to the magnitude of initial weights.
 
     Shapes:
         output [s, h]
@@ -125,9 +125,9 @@ def positions(length: int, hidden_size: int) -> torch.Tensor:
 
 
 class GatedAttention(nn.Module):
-    """``x + dropout(down(attention(q, k, v) * silu(gate)))``, with q, k, v and gate from the normed x.
+    """``x + dropout(down(attention(q, k, v) * silu(gate)))``, with q, k, v and gate computed from the normalized x.
 
-    Each head has the rows of its q, k, v and gate together, so that any cut of ``up`` by whole heads is a cut of rows.
+    The rows of ``up`` are ordered by head, so that each shard of rows contains q, k, v and gate of complete heads.
     """
 
     def __init__(self, number: int, hidden_size: int, num_heads: int, dropout: float, group: mpu.Group) -> None:
@@ -150,7 +150,7 @@ class GatedAttention(nn.Module):
 
 
 class FinalNorm(nn.LayerNorm):
-    """The last norm; it passes on all tensors, for a stage may end after it."""
+    """The final layer norm. It returns all tensors, because a stage may end after it."""
 
     def forward(self, inputs: Tensors) -> Tensors:  # type: ignore[override]
         x, *others = inputs
@@ -158,39 +158,39 @@ class FinalNorm(nn.LayerNorm):
 
 
 def logits_of(embedding: Embedding, inputs: Tensors) -> torch.Tensor:
-    """Return logits [s, b, v/t] by the table of the embedding."""
+    """Return the logits [s, b, v/t], computed with the embedding's weight."""
     group = embedding.bytes.group
     return F.linear(mpu.copy_to_tensor_region(inputs[0], group), embedding.bytes.weight)
 
 
 def loss_of(logits: torch.Tensor, targets: Tensors) -> torch.Tensor:
-    """Return the mean loss over the masked bytes of this micro-batch: a scalar, averaged over micro-batches."""
+    """Return the mean loss over the masked bytes of a micro-batch, a scalar that is averaged over micro-batches."""
     labels, is_masked = (target.transpose(0, 1) for target in targets)  # 2 x [s, b]
     losses = mpu.vocab_parallel_cross_entropy(logits, labels, vocab_size=VOCAB, group=mpu.get_grid().tensor)
     return (losses * is_masked).sum() / is_masked.sum()
 
 
 def loss_layer(embedding: Embedding, inputs: Tensors) -> torch.Tensor:
-    """Return the loss, as the last layer: labels and is_masked have come through all stages."""
+    """Return the loss, as the last layer of the pipeline; labels and is_masked were passed through all stages."""
     x, is_text, *targets = inputs
     return loss_of(logits_of(embedding, (x, is_text)), tuple(targets))
 
 
 def sizes() -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
-    """Return the arguments of the embedding, and those of each layer."""
+    """Return the constructor arguments of the embedding and of each layer."""
     args, group = get_args(), mpu.get_grid().tensor
-    each = (args.hidden_size, args.num_attention_heads, args.hidden_dropout, group)
-    return (args.hidden_size, group), [(number, *each) for number in range(args.num_layers)]
+    common = (args.hidden_size, args.num_attention_heads, args.hidden_dropout, group)
+    return (args.hidden_size, group), [(idx, *common) for idx in range(args.num_layers)]
 
 
 class MyModel(nn.Module):
-    """The model on one rank, or on one tensor group."""
+    """The model without a pipeline, on one rank or one tensor group."""
 
     def __init__(self) -> None:
         super().__init__()
-        of_embedding, of_layers = sizes()
-        self.embedding = Embedding(*of_embedding)
-        self.layers = nn.Sequential(*(GatedAttention(*arguments) for arguments in of_layers))
+        embedding_args, layer_args = sizes()
+        self.embedding = Embedding(*embedding_args)
+        self.layers = nn.Sequential(*(GatedAttention(*arguments) for arguments in layer_args))
         self.norm = FinalNorm(get_args().hidden_size)
 
     def forward(self, tokens: torch.Tensor, is_text: torch.Tensor) -> torch.Tensor:
@@ -198,61 +198,61 @@ class MyModel(nn.Module):
 
 
 def forward_step(data_iterator: Any, model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss of one micro-batch, without a pipeline."""
+    """Return the loss of one micro-batch; not used in a pipeline."""
     tokens, labels, is_masked, is_text = get_batch(data_iterator)
     loss = loss_of(model(tokens, is_text), (labels, is_masked))
     return loss, {"lm loss": loss}
 
 
 class MyModelPipe(PipelineModule):
-    """The same layers as a list that is cut into stages; the first and the last share the table of bytes."""
+    """The same layers as a list that is split into stages; the first and the last layer share the embedding weight."""
 
     def __init__(self) -> None:
-        of_embedding, of_layers = sizes()
-        ends_in_loss = get_args().loss_as_layer
+        embedding_args, layer_args = sizes()
+        loss_as_layer = get_args().loss_as_layer
         tied = {"tied_weight_attr": "bytes.weight"}
-        last = loss_layer if ends_in_loss else logits_of
+        last = loss_layer if loss_as_layer else logits_of
         layers = [
-            TiedLayerSpec("embedding", Embedding, *of_embedding, **tied),
-            *[LayerSpec(GatedAttention, *arguments) for arguments in of_layers],
+            TiedLayerSpec("embedding", Embedding, *embedding_args, **tied),
+            *[LayerSpec(GatedAttention, *args) for args in layer_args],
             LayerSpec(FinalNorm, get_args().hidden_size),
-            TiedLayerSpec("embedding", Embedding, *of_embedding, forward_fn=last, **tied),
+            TiedLayerSpec("embedding", Embedding, *embedding_args, forward_fn=last, **tied),
         ]
         super().__init__(
             layers,
             topology=pipe_topology(mpu.get_grid().topology),
-            loss_fn=None if ends_in_loss else loss_of,
+            loss_fn=None if loss_as_layer else loss_of,
             chunks=get_args().pipeline_chunks,
         )
-        self.num_layers = len(of_layers)
+        self.num_layers = len(layer_args)
 
     def logical_name(self, local_name: str) -> str:
-        """Return the name that a parameter has in ``MyModel``: weights start from it, and checkpoints hold it."""
+        """Return the parameter's name in ``MyModel``, which determines its initial value and its checkpoint entry."""
         first, _, rest = local_name.partition(".")
         if first == "tied_modules":
             return rest  # "embedding.bytes.weight"
-        number = int(first) - 1
-        return f"layers.{number}.{rest}" if number < self.num_layers else f"norm.{rest}"
+        layer_idx = int(first) - 1
+        return f"layers.{layer_idx}.{rest}" if layer_idx < self.num_layers else f"norm.{rest}"
 
 
 def model_provider() -> nn.Module:
-    """Return the model whole, or this rank's stage of it."""
+    """Return the complete model, or this rank's pipeline stage."""
     args = get_args()
     if args.pipe_parallel_size == 0:
         if args.loss_as_layer:
             raise ValueError("--loss-as-layer acts on a pipeline only. Use --pipe-parallel-size 2, or leave it out")
         return MyModel()
     model = MyModelPipe()
-    labels = 2 if args.loss_as_layer else 0  # labels and is_masked travel too, whole and without a gradient
+    labels = 2 if args.loss_as_layer else 0  # labels and is_masked are sent too, unsplit and without a gradient
     model._megatron_batch_fn = get_batch_pipe
-    model._input_grad = [True, False, *[False] * labels]  # hidden states keep a gradient, the mask does not
+    model._input_grad = [True, False, *[False] * labels]  # hidden states have a gradient, the mask does not
     model._input_type = ["float", "bool", *["int"] * labels]
-    model._input_pipe_partitioned = [True, False, *[False] * labels]  # hidden states travel cut over the tensor group
+    model._input_pipe_partitioned = [True, False, *[False] * labels]  # split hidden states over the tensor group
     return model
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the one flag of this script."""
+    """Add the flag of this script."""
     parser.add_argument("--loss-as-layer", action="store_true", help="let the last layer of a pipeline be the loss")
     return parser
 

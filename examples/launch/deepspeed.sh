@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# GPT-2 by DeepSpeed's launcher. From the repository, on one host alone:
+# Train GPT-2 with DeepSpeed's launcher. Run it in the repository, on a single host:
 #   bash examples/launch/deepspeed.sh [flags of pretrain_gpt2.py]
-# With HOSTFILE=examples/launch/hostfile on the hosts of that file, each with this repository under the same path.
+# With HOSTFILE=examples/launch/hostfile, it runs on the hosts in this file, which need the repository at the same path.
 set -euo pipefail
 
 where=(--num_gpus "${GPUS_PER_NODE:-2}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GPT-2 by torchrun, on one host or on several. From the repository, on each host:
+# Train GPT-2 with torchrun on one or several hosts. Run it in the repository on each host:
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 bash examples/launch/torchrun.sh [flags of pretrain_gpt2.py]
 set -euo pipefail
 

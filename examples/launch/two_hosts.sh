@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Two hosts on one machine: two network namespaces, joined by one cable (a veth pair) and by nothing else. On each the
-# given command runs with NODE_RANK, NNODES=2 and MASTER_ADDR=10.77.0.1, as it would on two machines. From the
+# Simulate two hosts on one machine: two network namespaces that are only connected by a veth pair. The given command
+# runs in each of them with NODE_RANK, NNODES=2 and MASTER_ADDR=10.77.0.1, as it would on two machines. Run it in the
 # repository, on CPUs:
 #   DS_ACCELERATOR=cpu bash examples/launch/two_hosts.sh bash run_gpt2.sh --train-iters 10
-# Needs Linux, `ip` and unshared namespaces: root, or a kernel that lets users make their own. Ends with the code of the
-# first host, or else of the second; with 77 where namespaces cannot be made.
+# It needs Linux, `ip` and unshared namespaces (root, or a kernel that allows user namespaces). The exit code is that of
+# the first host if it is not 0, otherwise that of the second; it is 77 if namespaces cannot be created.
 set -uo pipefail
 
 if [ "${1:-}" != --inside ]; then
   [ $# -gt 0 ] || { echo "usage: bash examples/launch/two_hosts.sh COMMAND ..." >&2; exit 2; }
-  apart=(unshare --user --map-root-user --net --pid --mount-proc --kill-child --fork)   # what is left ends with it
+  apart=(unshare --user --map-root-user --net --pid --mount-proc --kill-child --fork)   # kills remaining processes
   "${apart[@]}" true 2> /dev/null && command -v ip nsenter > /dev/null || {
     echo "two_hosts.sh: this machine makes no network namespaces, or has no ip" >&2
     exit 77
@@ -18,7 +18,7 @@ if [ "${1:-}" != --inside ]; then
 fi
 shift
 
-unshare --net sleep infinity &                  # holds the second host's namespace
+unshare --net sleep infinity &                  # keeps the second host's namespace alive
 second=$!
 trap 'kill "$second" 2> /dev/null' EXIT
 own=$(readlink /proc/self/ns/net)

@@ -1,4 +1,4 @@
-"""Pretrain LLaMA: ``pretrain_gpt2.py --model llama`` under the name that earlier scripts call."""
+"""Pretrain LLaMA: an alias of ``pretrain_gpt2.py --model llama`` for existing scripts."""
 
 from __future__ import annotations
 

@@ -1,44 +1,44 @@
 #!/usr/bin/env bash
-# Pretrains a decoder with experts: set-up and sample data on the first start, then the training. Further flags go to
+# Pretrains a decoder with experts: setup and sample data on the first start, then training. Other flags are passed to
 # pretrain_gpt2.py:
 #   bash examples/moe/run_moe.sh --train-iters 50      KIND=mixtral mp_size=2 EP=1 bash examples/moe/run_moe.sh --resume
-# Set a variable here, behind its :-, or give it in the environment. What is left empty is what its comment says, and
-# gives way to a flag and to the JSON; what is set is passed as a flag.
+# Set variables below (after their :-) or in the environment; they are passed as flags. An empty variable has the
+# default in its comment, which flags and the JSON override.
 
 MODEL=llama                                       # a family or a Hugging Face model type; --model replaces it
 
-GPUS_PER_NODE=${GPUS_PER_NODE:-}                  # all GPUs that fit pp_size x mp_size; without a GPU 4 CPU processes
-NNODES=${NNODES:-}                                # 1; machines, start this script on each of them
-NODE_RANK=${NODE_RANK:-}                          # 0; 0 to NNODES-1, another on each machine
-MASTER_ADDR=${MASTER_ADDR:-}                      # 127.0.0.1; machine 0 as the others reach it
+GPUS_PER_NODE=${GPUS_PER_NODE:-}                  # all GPUs that fit pp_size x mp_size; 4 CPU processes without a GPU
+NNODES=${NNODES:-}                                # 1; number of machines; start this script on each of them
+NODE_RANK=${NODE_RANK:-}                          # 0; index of the machine, 0 to NNODES-1
+MASTER_ADDR=${MASTER_ADDR:-}                      # 127.0.0.1; address of machine 0 for the other machines
 MASTER_PORT=${MASTER_PORT:-}                      # 29500
 
 pp_size=${pp_size:-}                              # by machine; pipeline stages; 0 or 1: no pipeline
-mp_size=${mp_size:-1}                             # 1; tensor slices of each layer
-cp_size=${cp_size:-}                              # 1; processes that share each sequence
-EP=${EP:-}                                        # 2 where replicas x cp_size are even, else 1; ranks that share out
-                                                  #    the experts of a layer
+mp_size=${mp_size:-1}                             # 1; tensor-parallel size
+cp_size=${cp_size:-}                              # 1; context-parallel size: processes that share each sequence
+EP=${EP:-}                                        # 2 if replicas x cp_size is even, else 1; expert-parallel size: ranks
+                                                  #    that share the experts of a layer
 
-KIND=${KIND:-}                                    # glm4: sigmoid router balanced by a bias, a shared expert, the first
-                                                  #    layer dense; or qwen3, mixtral: softmax, balanced by a loss
+KIND=${KIND:-}                                    # glm4: sigmoid router balanced by a bias, a shared expert, a dense
+                                                  #    first layer; or qwen3, mixtral: softmax router balanced by a loss
 NLAYERS=${NLAYERS:-}                              # 4
 NHIDDEN=${NHIDDEN:-}                              # 128
 NHEADS=${NHEADS:-}                                # 4
-NGROUPS=${NGROUPS:-}                              # 2; heads of keys and values, each for NHEADS / NGROUPS of queries
-NFF=${NFF:-}                                      # 384; size of a dense feed-forward layer
-NEXPERTS=${NEXPERTS:-}                            # 8; experts of a layer
-TOPK=${TOPK:-}                                    # 2; experts that a token goes through
-NEXPERTFF=${NEXPERTFF:-}                          # 128; size of an expert
+NGROUPS=${NGROUPS:-}                              # 2; key-value heads, each shared by NHEADS / NGROUPS query heads
+NFF=${NFF:-}                                      # 384; size of the dense feed-forward layers
+NEXPERTS=${NEXPERTS:-}                            # 8; experts per layer
+TOPK=${TOPK:-}                                    # 2; experts per token
+NEXPERTFF=${NEXPERTFF:-}                          # 128; hidden size of an expert
 SEQLEN=${SEQLEN:-}                                # 128
-BATCHSIZE=${BATCHSIZE:-}                          # 4; samples of a micro-batch
-GAS=${GAS:-}                                      # 2; micro-batches of a step; with it the samples of a step are
+BATCHSIZE=${BATCHSIZE:-}                          # 4; samples per micro-batch
+GAS=${GAS:-}                                      # 2; micro-batches per step. The samples per step are
                                                   #    BATCHSIZE * GAS * GPUS_PER_NODE * NNODES / max(pp_size, 1) / mp_size / cp_size
 TRAIN_ITERS=${TRAIN_ITERS:-}                      # 300; steps
 
-DATA_PATH=${DATA_PATH:-}                          # the sample data, made on first use; token files without .bin/.idx,
+DATA_PATH=${DATA_PATH:-}                          # sample data, created on first use; token files without .bin/.idx,
                                                   #    or several with weights: "0.7 data/a 0.3 data/b"
-TOKENIZER=${TOKENIZER:-}                          # the sample data's; tokenizer file
-config_json=${config_json:-}                      # ds_config_moe.json beside this script; DeepSpeed's JSON
+TOKENIZER=${TOKENIZER:-}                          # the tokenizer of the sample data; tokenizer file
+config_json=${config_json:-}                      # ds_config_moe.json next to this script; DeepSpeed's JSON
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/llama-<time>; run folder
 
 # ----------------------------------------------------------------------------------------------------------------------

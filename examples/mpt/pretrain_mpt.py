@@ -1,4 +1,4 @@
-"""Pretrain MPT: ``pretrain_gpt2.py --model mpt`` under the name that earlier scripts call."""
+"""Pretrain MPT: an alias of ``pretrain_gpt2.py --model mpt`` for existing scripts."""
 
 from __future__ import annotations
 

@@ -1,37 +1,37 @@
 #!/usr/bin/env bash
-# Pretrains Qwen3: set-up and sample data on the first start, then the training. Further flags go to pretrain_gpt2.py:
+# Pretrains Qwen3: setup and sample data on the first start, then training. Other flags are passed to pretrain_gpt2.py:
 #   bash examples/qwen3/run_qwen3.sh --train-iters 50      SIZE=1.7b mp_size=2 bash examples/qwen3/run_qwen3.sh --resume
-# Set a variable here, behind its :-, or give it in the environment. What is left empty is what its comment says, and
-# gives way to a flag and to the JSON; what is set is passed as a flag.
+# Set variables below (after their :-) or in the environment; they are passed as flags. An empty variable has the
+# default in its comment, which flags and the JSON override.
 
 MODEL=qwen3                                       # a family or a Hugging Face model type; --model replaces it
 
-GPUS_PER_NODE=${GPUS_PER_NODE:-}                  # all GPUs that fit pp_size x mp_size; without a GPU 4 CPU processes
-NNODES=${NNODES:-}                                # 1; machines, start this script on each of them
-NODE_RANK=${NODE_RANK:-}                          # 0; 0 to NNODES-1, another on each machine
-MASTER_ADDR=${MASTER_ADDR:-}                      # 127.0.0.1; machine 0 as the others reach it
+GPUS_PER_NODE=${GPUS_PER_NODE:-}                  # all GPUs that fit pp_size x mp_size; 4 CPU processes without a GPU
+NNODES=${NNODES:-}                                # 1; number of machines; start this script on each of them
+NODE_RANK=${NODE_RANK:-}                          # 0; index of the machine, 0 to NNODES-1
+MASTER_ADDR=${MASTER_ADDR:-}                      # 127.0.0.1; address of machine 0 for the other machines
 MASTER_PORT=${MASTER_PORT:-}                      # 29500
 
 pp_size=${pp_size:-}                              # by machine; pipeline stages; 0 or 1: no pipeline
-mp_size=${mp_size:-}                              # by machine; tensor slices of each layer
-cp_size=${cp_size:-}                              # 1; processes that share each sequence
+mp_size=${mp_size:-}                              # by machine; tensor-parallel size
+cp_size=${cp_size:-}                              # 1; context-parallel size: processes that share each sequence
 
 SIZE=${SIZE:-}                                    # tiny; or 0.6b, 1.7b, 4b, 8b: the published sizes
 NLAYERS=${NLAYERS:-}                              # by SIZE; tiny 4
 NHIDDEN=${NHIDDEN:-}                              # by SIZE; tiny 128
 NHEADS=${NHEADS:-}                                # by SIZE; tiny 4
-NGROUPS=${NGROUPS:-}                              # by SIZE; tiny 2; heads of keys and values, each for NHEADS / NGROUPS
+NGROUPS=${NGROUPS:-}                              # by SIZE; tiny 2; key-value heads
 NFF=${NFF:-}                                      # by SIZE; tiny 384; size of the gated feed-forward layer
 SEQLEN=${SEQLEN:-}                                # tiny 128, else 4096
-BATCHSIZE=${BATCHSIZE:-}                          # tiny 8, else 1; samples of a micro-batch
-GAS=${GAS:-}                                      # tiny 2, else 16; micro-batches of a step, whose samples are then
+BATCHSIZE=${BATCHSIZE:-}                          # tiny 8, else 1; samples per micro-batch
+GAS=${GAS:-}                                      # tiny 2, else 16; micro-batches per step. The samples per step are
                                                   #    BATCHSIZE * GAS * GPUS_PER_NODE * NNODES / max(pp_size, 1) / mp_size / cp_size
 TRAIN_ITERS=${TRAIN_ITERS:-}                      # tiny 400, else 20000; steps
 
-DATA_PATH=${DATA_PATH:-}                          # the sample data, made on first use; token files without .bin/.idx,
+DATA_PATH=${DATA_PATH:-}                          # sample data, created on first use; token files without .bin/.idx,
                                                   #    or several with weights: "0.7 data/a 0.3 data/b"
-TOKENIZER=${TOKENIZER:-}                          # the sample data's; tokenizer file
-config_json=${config_json:-}                      # ds_config_qwen3.json beside this script; DeepSpeed's JSON
+TOKENIZER=${TOKENIZER:-}                          # the tokenizer of the sample data; tokenizer file
+config_json=${config_json:-}                      # ds_config_qwen3.json next to this script; DeepSpeed's JSON
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/llama-<time>; run folder
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ own=(--num-query-groups NGROUPS --ff-hidden-size NFF --seq-length SEQLEN)
 program=pretrain_gpt2.py
 recipe="--model $MODEL --rotary-base 1000000 --lr-decay-style cosine --adam-beta2 0.95"
 tied=--tie-embeddings-and-output-weights
-case ${SIZE:-tiny} in                             # layers, hidden size, heads, heads of keys, their size, feed-forward
+case ${SIZE:-tiny} in                             # layers, hidden size, heads, key-value heads, head size, feed-forward
   tiny) sizes="4 128 4 2 48 384 $tied" ;;
   0.6b) sizes="28 1024 16 8 128 3072 $tied" ;;
   1.7b) sizes="28 2048 16 8 128 6144 $tied" ;;

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A run of GPT-2 that goes on when hosts are lost and takes them in again (docs/launching.md): a job for each host.
+# An elastic run of GPT-2 with one job per host: it continues when hosts are lost and re-adds them (docs/launching.md).
 #   HOSTS=node[0-7] MIN_NODES=6 bash examples/slurm/elastic.sh [flags of run_gpt2.sh]
-# SLURM takes a lost host out of a job for good. Here it takes the one job of that host with it, queues that job again,
-# and starts it when the host is back. The jobs need not begin at once: the first start waits for all of them for
-# --init-timeout, then begins with MIN_NODES or more.
-# From the repository on the submit host. All jobs have one name: scancel --name=gpt2-elastic ends the run.
+# SLURM removes a lost host from a job permanently. With one job per host, it requeues only the job of the lost host and
+# starts it when the host is back. The jobs need not start simultaneously: the first start waits for all of them for
+# --init-timeout, then begins with at least MIN_NODES hosts.
+# Run it in the repository on the submit host. All jobs have the same name: scancel --name=gpt2-elastic ends the run.
 set -euo pipefail
 
 : "${HOSTS:?must name the hosts, as in HOSTS=node[0-7]}" "${MIN_NODES:?must be the fewest hosts that train}"
@@ -15,7 +15,7 @@ if ! [[ $MIN_NODES =~ ^[0-9]+$ ]] || [ "$MIN_NODES" -lt 1 ] || [ "$MIN_NODES" -g
 fi
 name=${JOB_NAME:-gpt2-elastic}
 
-# The same in all jobs. NODE_LIST says how the hosts reach each other, where that is another name, or HOST:PORT.
+# The same for all jobs. Set NODE_LIST if the hosts reach each other under other names, or as HOST:PORT.
 NODE_LIST=${NODE_LIST:-$(IFS=,; echo "${hosts[*]}")}
 NNODES=$MIN_NODES:${#hosts[@]}
 MASTER_PORT=${MASTER_PORT:-29500}

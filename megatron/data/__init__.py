@@ -1,4 +1,4 @@
-"""Token files, samples in a computed order, and the micro-batches of a replica.
+"""Token files, datasets with a computed sample order, and the loader of a replica's micro-batches.
 
 Names are resolved on first use, so that preprocessing does not import torch.
 """

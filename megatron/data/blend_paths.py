@@ -1,4 +1,4 @@
-"""BlendPaths: the corpora that the flags name, with short names for logs and errors."""
+"""BlendPaths: the corpora given on the command line, and short names for them in logs and errors."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ _SUFFIXES = (".bin", ".idx")
 
 @dataclass(frozen=True, kw_only=True)
 class BlendPaths:
-    """Where the three splits are read, how a corpus is cut into them, and how files are read.
+    """The corpora of the three splits, and the options for splitting and reading them.
 
-    Either ``data_path`` is given, whose corpora are each cut by ``split``, or some of the three others, whose corpora
-    are read whole. A path is one prefix, or weights and prefixes in turn: "0.7 a 0.3 b".
+    The corpora of ``data_path`` are each divided by ``split``. The corpora of ``train_data_path``, ``valid_data_path``
+    and ``test_data_path`` are not divided. Only one of the two forms may be used. A path is a single prefix, or
+    alternating weights and prefixes: "0.7 a 0.3 b".
 
     Args:
-        split_by: "range" of documents, or "hash" of their tokens.
+        split_by: "range" (of documents) or "hash" (of their tokens).
         data_impl: "mmap" or "pread".
-        cache_path: folder of this host for what can be computed again; None: one below the system's temporary folder.
-        objects_path: folder of this host for what is read from object stores; None: below ``cache_path``.
-        objects_bytes: how much of that is kept at most.
-        mixture_schedule: weights of training that change, "1e9: 0.5 0.5; 2e9: 0.2 0.8" (tokens: weights).
+        cache_path: host-local folder for indices that can be recomputed; None: a subfolder of the system's temporary
+            folder.
+        objects_path: host-local folder for data read from object stores; None: a subfolder of ``cache_path``.
+        objects_bytes: maximum size of the data in ``objects_path``.
+        mixture_schedule: changes of the training weights, "1e9: 0.5 0.5; 2e9: 0.2 0.8" (tokens: weights).
     """
 
     data_path: str | None = None
@@ -46,14 +48,14 @@ class BlendPaths:
 
     @property
     def are_apart(self) -> bool:
-        """Whether each split has corpora of its own, which are read whole."""
+        """True if the splits have separate corpora, which are not divided."""
         return any(getattr(self, f"{name}_data_path") for name in NAMES)
 
     def corpora(self, needed: Sequence[bool]) -> list[tuple[WeightedPath, ...] | None]:
         """Return (weight, prefix) of the corpora of train, valid and test; None for a split that is not needed.
 
         Raises:
-            DataError: none given where one is needed, --data-path beside the others, or a path that cannot be used.
+            DataError: a needed path is missing, --data-path is combined with other paths, or a path is invalid.
         """
         if self.data_path and self.are_apart:
             raise DataError(
@@ -66,37 +68,38 @@ class BlendPaths:
         return [self._own(name) if is_needed else None for name, is_needed in zip(NAMES, needed, strict=True)]
 
     def schedule(self, tokens_per_sample: int) -> list[tuple[int, tuple[float, ...]]]:
-        """Return (first sample, weights) of each step of training's mixture: those of the path, then the schedule's.
+        """Return (first sample, weights) of each phase of the training mixture.
 
-        A step starts with the first sample that begins after so many tokens.
+        The first phase has the weights of the path; the phases of ``mixture_schedule`` follow. A phase starts with the
+        first sample that begins at or after its number of tokens.
 
         Raises:
-            DataError: not such a text, or another number of weights than corpora.
+            DataError: the schedule is malformed, or its number of weights differs from the number of corpora.
         """
         corpora = self.corpora((True, False, False))[0] or ()
-        steps = [(0, tuple(weight for weight, _ in corpora))]
+        phases = [(0, tuple(weight for weight, _ in corpora))]
         if self.mixture_schedule:
             try:
                 parsed = data_paths.parse_schedule(self.mixture_schedule, len(corpora))
             except ValueError as error:
                 raise DataError(str(error)) from error
-            steps += [(-(-tokens // tokens_per_sample), weights) for tokens, weights in parsed]
-        return steps
+            phases += [(-(-tokens // tokens_per_sample), weights) for tokens, weights in parsed]
+        return phases
 
     def _own(self, name: str) -> tuple[WeightedPath, ...]:
         flag = f"--{name}-data-path"
         text = getattr(self, f"{name}_data_path")
         if not text:
-            off = "Give it too" if name == "train" else "Give it too, or turn off what uses it (--eval-iters 0)"
-            raise DataError(f"{flag} must name token files where others of its kind are given, got none. {off}.")
+            fix = "Give it too" if name == "train" else "Give it too, or turn off what uses it (--eval-iters 0)"
+            raise DataError(f"{flag} must name token files where others of its kind are given, got none. {fix}.")
         return weighted_prefixes(text, flag)
 
 
 def weighted_prefixes(text: str, flag: str = data_paths.DATA_FLAG) -> tuple[WeightedPath, ...]:
-    """Return (weight, prefix) of each corpus; prefixes without .bin and .idx.
+    """Return (weight, prefix) of each corpus; prefixes have no .bin or .idx suffix.
 
     Raises:
-        DataError: not one path nor weights and paths in turn, or a path that stands there twice.
+        DataError: ``text`` is neither a path nor alternating weights and paths, or it contains a path twice.
     """
     try:
         parsed = data_paths.parse_paths(text, flag)
@@ -105,20 +108,23 @@ def weighted_prefixes(text: str, flag: str = data_paths.DATA_FLAG) -> tuple[Weig
     corpora = tuple((weight, _without_suffix(path)) for weight, path in parsed)
     seen: dict[str, str] = {}
     for _, path in corpora:
-        place = os.path.realpath(path)
-        if place in seen:
+        real = os.path.realpath(path)
+        if real in seen:
             raise DataError(
-                f"{flag} must name each corpus once, got {seen[place]} and {path}, which are one. Give it once, with "
+                f"{flag} must name each corpus once, got {seen[real]} and {path}, which are one. Give it once, with "
                 "the sum of its weights."
             )
-        seen[place] = path
+        seen[real] = path
     return corpora
 
 
 def short_names(prefixes: Sequence[str]) -> list[str]:
-    """Return for each prefix the last parts of its path that no other one ends with: "a/x" and "b/x", but "y"."""
+    """Return the shortest unique path suffix of each prefix: "a/x" and "b/x", but "y"."""
     parts = [PurePath(prefix).parts for prefix in prefixes]
-    return [_shortest(own, [other for place, other in enumerate(parts) if place != at]) for at, own in enumerate(parts)]
+    return [
+        _shortest(path, [other for idx, other in enumerate(parts) if idx != path_idx])
+        for path_idx, path in enumerate(parts)
+    ]
 
 
 def _shortest(own: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> str:

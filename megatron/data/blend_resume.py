@@ -1,7 +1,8 @@
 """Resume a mixture from a checkpoint whose corpora or weights may have changed.
 
-Corpora are known by fingerprint, whatever they are called: the same data at another path go on where they stopped.
-A fingerprint is three texts with dots between them, so that one can say what differs.
+Corpora are identified by fingerprint, not by name: the same data at another path continue at their cursor. A
+fingerprint consists of three digests (content, tokenizer, samples) separated by dots, so that an error message can name
+the part that differs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron.data.blend_schedule import FORMAT, BlendSchedule, Corpus
 from megatron.errors import CheckpointError
 
 _ONE = "the one corpus of the checkpoint"
-"""Checkpoints of a single corpus held no name."""
+"""Name of the corpus of a single-corpus checkpoint, which does not store a name."""
 SAME_LENGTH = Fraction(1)
 CONTENT, TOKENIZER, SAMPLES = "content", "tokenizer", "samples"
 _PARTS = (CONTENT, TOKENIZER, SAMPLES)
@@ -27,7 +28,7 @@ _PARTS = (CONTENT, TOKENIZER, SAMPLES)
 
 @dataclass
 class _Saved:
-    """What a checkpoint says: each by the name that a corpus had then."""
+    """The state in a checkpoint; the keys are the names that the corpora had when it was saved."""
 
     fingerprints: dict[str, str]
     cursors: dict[str, int]
@@ -36,7 +37,7 @@ class _Saved:
 
 
 def fingerprint_of(tokens: str, tokenizer: str | None, samples: str) -> str:
-    """Return the fingerprint of a corpus: that of its token file, its tokenizer's identity, that of its samples."""
+    """Combine the digests of the token file, the tokenizer and the samples to the fingerprint of a corpus."""
     return f"{tokens}.{(tokenizer or 'unknown')[:16]}.{samples}"
 
 
@@ -44,26 +45,26 @@ def resumed_order(
     order: BlendSchedule, state: Mapping[str, Any] | str, samples_consumed: int, *, allow_change: bool = False,
     ratio: Fraction = SAME_LENGTH, settings: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> tuple[BlendSchedule, list[str]]:  # fmt: skip
-    """Return ``order`` as it goes on from a checkpoint, and lines for the log about what has changed.
+    """Return the schedule that continues ``order`` from a checkpoint, and log lines that describe the changes.
 
     Args:
-        state: what ``BlendSchedule.state`` gave, or the fingerprint alone, which checkpoints of a single corpus used to
-            hold.
-        samples_consumed: by the run that saved it.
-        ratio: tokens of a sample there to those of one here. Where they differ, the run goes on at the first sample
-            that begins at or after as many tokens, and so does each corpus of the same tokens with its own.
-        allow_change: go on although a corpus has gone or changed; those that agree keep their cursors, the others
-            start at their first sample.
-        settings: changed settings in words ("--split was 9,1,0, now 8,2,0") by the part of a fingerprint that they
-            change: ``CONTENT``, ``TOKENIZER`` or ``SAMPLES``.
+        state: result of ``BlendSchedule.state``, or only a fingerprint (old checkpoints of a single corpus).
+        samples_consumed: samples consumed by the run that saved the checkpoint.
+        ratio: tokens per sample of the checkpoint over tokens per sample of this run. If they differ, the run continues
+            at the first sample that begins at or after the consumed number of tokens. The cursor of each corpus with
+            the same tokens is converted in the same way.
+        allow_change: continue although a corpus is missing or has changed. Unchanged corpora keep their cursors, the
+            others start at their first sample.
+        settings: descriptions of changed settings ("--split was 9,1,0, now 8,2,0") by the part of the fingerprint that
+            they affect: ``CONTENT``, ``TOKENIZER`` or ``SAMPLES``.
 
     Raises:
-        CheckpointError: a corpus of the checkpoint is not here with its fingerprint, or ``state`` is damaged.
+        CheckpointError: a corpus in the checkpoint has no match by fingerprint in this run, or ``state`` is damaged.
     """
     saved = _of_one(order, state, samples_consumed) if isinstance(state, str) else _read(state, samples_consumed)
-    now = {text: corpus for corpus in order.corpora for text in corpus.other_fingerprints}
-    now |= {corpus.fingerprint: corpus for corpus in order.corpora}
-    matches = {name: now[text].name for name, text in saved.fingerprints.items() if text in now}
+    by_fingerprint = {text: corpus for corpus in order.corpora for text in corpus.other_fingerprints}
+    by_fingerprint |= {corpus.fingerprint: corpus for corpus in order.corpora}
+    matches = {name: by_fingerprint[text].name for name, text in saved.fingerprints.items() if text in by_fingerprint}
     lost = _differences(order, saved, matches, settings)
     if lost and not allow_change:
         raise CheckpointError(
@@ -72,7 +73,7 @@ def resumed_order(
             "unchanged corpora continue at their position, the others start at their first sample."
         )
 
-    here, cursors, lines = (
+    samples_here, cursors, lines = (
         math.ceil(samples_consumed * ratio),
         saved.cursors,
         [f"data changed: {text}" for text in lost],
@@ -80,12 +81,12 @@ def resumed_order(
     if ratio != SAME_LENGTH:
         matches |= _cut_otherwise(order, saved, matches)
         cursors = {name: math.ceil(cursor * ratio) for name, cursor in cursors.items()}
-        went_on = {matches[name]: cursor for name, cursor in cursors.items() if name in matches}
-        lines += [f"data: {name} goes on at its sample {cursor}" for name, cursor in went_on.items()]
+        continued = {matches[name]: cursor for name, cursor in cursors.items() if name in matches}
+        lines += [f"data: {name} goes on at its sample {cursor}" for name, cursor in continued.items()]
 
     def by_number(values: Mapping[str, int]) -> list[int]:
-        found = {matches[name]: value for name, value in values.items() if name in matches}
-        return [found.get(corpus.name, 0) for corpus in order.corpora]
+        current = {matches[name]: value for name, value in values.items() if name in matches}
+        return [current.get(corpus.name, 0) for corpus in order.corpora]
 
     is_changed = bool(lost) or ratio != SAME_LENGTH
     history = [] if is_changed else [(start, by_number(w), by_number(c)) for start, w, c in saved.phases]
@@ -93,7 +94,7 @@ def resumed_order(
         order.corpora,
         order.schedule,
         history=history,
-        samples_consumed=here,
+        samples_consumed=samples_here,
         cursors=by_number(cursors),
     )
     if not is_changed and by_number(saved.cursors) != list(result.cursors(samples_consumed).values()):
@@ -101,110 +102,122 @@ def resumed_order(
     added = [corpus for corpus in order.corpora if corpus.name not in matches.values()]
     lines += [f"data: {corpus.name} is new and starts at its first sample" for corpus in added]
     if (len(saved.fingerprints) == 1) != (len(order.corpora) == 1):
-        kept = (corpus for corpus in order.corpora if corpus.is_drawn and corpus not in added)
-        lines += [_company_line(corpus, len(order.corpora) == 1) for corpus in kept]
-    return result, [*lines, *_weight_lines(result, here)] if samples_consumed else []
+        redrawn = (corpus for corpus in order.corpora if corpus.is_drawn and corpus not in added)
+        lines += [_company_line(corpus, len(order.corpora) == 1) for corpus in redrawn]
+    return result, [*lines, *_weight_lines(result, samples_here)] if samples_consumed else []
 
 
 def _cut_otherwise(order: BlendSchedule, saved: _Saved, matches: Mapping[str, str]) -> dict[str, str]:
-    """Return name there -> name here of corpora whose samples alone differ: same content, same tokenizer."""
-    left = [corpus for corpus in order.corpora if corpus.name not in matches.values()]
-    here = {tuple(corpus.fingerprint.split(".")[:-1]): corpus.name for corpus in left}
-    there = {
+    """Return saved name -> current name of corpora with the same content and tokenizer but different samples."""
+    unmatched = [corpus for corpus in order.corpora if corpus.name not in matches.values()]
+    current_names = {tuple(corpus.fingerprint.split(".")[:-1]): corpus.name for corpus in unmatched}
+    saved_keys = {
         name: tuple(saved.fingerprints[name].split(".")[:-1]) for name in saved.fingerprints if name not in matches
     }
-    return {name: here[key] for name, key in there.items() if len(key) == len(_PARTS) - 1 and key in here}
+    return {
+        name: current_names[key]
+        for name, key in saved_keys.items()
+        if len(key) == len(_PARTS) - 1 and key in current_names
+    }
 
 
 def _company_line(corpus: Corpus, is_alone: bool) -> str:
-    """Return what becomes of a corpus when others come to it: it is drawn otherwise than alone, as they differ."""
-    company = "alone now" if is_alone else "one of several now"
-    return f"data: {corpus.name} is {company}, so the spans or middles of its samples are drawn otherwise from here on"
+    """Return the log line for a corpus whose random draws change because the run now has one or several corpora."""
+    situation = "alone now" if is_alone else "one of several now"
+    return (
+        f"data: {corpus.name} is {situation}, so the spans or middles of its samples are drawn otherwise from here on"
+    )
 
 
 def _weight_lines(order: BlendSchedule, samples_consumed: int) -> list[str]:
     if all(phase.start != samples_consumed for phase in order.phases):
         return []
     cursors, weights = order.cursors(samples_consumed), order.weights(samples_consumed)
-    places = ", ".join(f"{weights[name]:.4g} {name} from its sample {cursors[name]}" for name in cursors)
-    return [f"data: new weights from sample {samples_consumed} on: {places}"]
+    shares = ", ".join(f"{weights[name]:.4g} {name} from its sample {cursors[name]}" for name in cursors)
+    return [f"data: new weights from sample {samples_consumed} on: {shares}"]
 
 
 def _differences(
     order: BlendSchedule, saved: _Saved, matches: Mapping[str, str], settings: Mapping[str, Sequence[str]]
 ) -> list[str]:
-    """Return what differs from the checkpoint, changed settings first; empty if every corpus of it is here.
+    """Describe the differences from the checkpoint, changed settings first; empty if all of its corpora are present.
 
-    Fingerprints are logged for debugging only: a user can do nothing with them.
+    Fingerprints are only logged at debug level because they do not help the user.
     """
     lost = [name for name in saved.fingerprints if name not in matches]
     parts: set[str] = set()
     files: list[str] = []
-    whos: list[str] = []
+    corpora: list[str] = []
     for name in lost:
-        was, now = saved.fingerprints[name], _successor(order, name, matches)
-        here = ", ".join(f"{corpus.name} {_like(was, corpus)}" for corpus in ([now] if now else order.corpora))
-        log.debug(f"data: fingerprint {was} of {name} in the checkpoint, now: {here}")
-        who = f"{name if name == _ONE else f'corpus {name}'} ({saved.cursors.get(name, 0):,} samples of it read)"
-        whos.append(who)
-        if now is None:
+        was, successor = saved.fingerprints[name], _successor(order, name, matches)
+        candidates = ", ".join(
+            f"{corpus.name} {_like(was, corpus)}" for corpus in ([successor] if successor else order.corpora)
+        )
+        log.debug(f"data: fingerprint {was} of {name} in the checkpoint, now: {candidates}")
+        described = f"{name if name == _ONE else f'corpus {name}'} ({saved.cursors.get(name, 0):,} samples of it read)"
+        corpora.append(described)
+        if successor is None:
             parts.add(CONTENT)
-            files.append(f"{who} is missing; now given: {', '.join(corpus.name for corpus in order.corpora)}")
+            files.append(f"{described} is missing; now given: {', '.join(corpus.name for corpus in order.corpora)}")
             continue
-        changed = _changed_parts(was, now.fingerprint)
+        changed = _changed_parts(was, successor.fingerprint)
         parts.update(changed or _PARTS)
         if CONTENT in changed:
-            files.append(_content_text(who, saved.sizes.get(name, {}), now, is_renamed=now.name != name))
+            files.append(
+                _content_text(described, saved.sizes.get(name, {}), successor, is_renamed=successor.name != name)
+            )
         if TOKENIZER in changed and not settings.get(TOKENIZER):
-            files.append(f"{who} was built with another tokenizer")
+            files.append(f"{described} was built with another tokenizer")
     if not lost:
         return []
-    parts.add(SAMPLES)  # a change of content or tokenizer hides one of samples in the fingerprint
-    said = [text for part in (SAMPLES, TOKENIZER, CONTENT) if part in parts for text in settings.get(part, ())]
-    if not said and not files:
-        files = [f"the split, seed, length or another setting of samples has changed for {', '.join(whos)}"]
-    return [*said, *files]
+    parts.add(SAMPLES)  # in the fingerprint, a change of content or tokenizer hides a change of samples
+    setting_changes = [
+        text for part in (SAMPLES, TOKENIZER, CONTENT) if part in parts for text in settings.get(part, ())
+    ]
+    if not setting_changes and not files:
+        files = [f"the split, seed, length or another setting of samples has changed for {', '.join(corpora)}"]
+    return [*setting_changes, *files]
 
 
 def _successor(order: BlendSchedule, name: str, matches: Mapping[str, str]) -> Corpus | None:
-    """Return the corpus here that a corpus of the checkpoint has become: that of its name, or the only one left."""
-    left = [corpus for corpus in order.corpora if corpus.name not in matches.values()]
-    same = [corpus for corpus in left if corpus.name == name] or (left if len(left) == 1 else [])
-    return same[0] if same else None
+    """Return the unmatched corpus of the same name, or the only unmatched corpus; None if there is neither."""
+    unmatched = [corpus for corpus in order.corpora if corpus.name not in matches.values()]
+    candidates = [corpus for corpus in unmatched if corpus.name == name] or (unmatched if len(unmatched) == 1 else [])
+    return candidates[0] if candidates else None
 
 
 def _content_text(who: str, saved: Mapping[str, int], now: Corpus, *, is_renamed: bool) -> str:
-    """Return how the files of a corpus have changed: by numbers of documents and tokens where these differ."""
-    sizes = {unit: (saved[unit], number) for unit, number in now.sizes.items() if unit in saved}
+    """Describe the change of a corpus's files, with the numbers of documents and tokens if they differ."""
+    sizes = {unit: (saved[unit], count) for unit, count in now.sizes.items() if unit in saved}
     changes = [f"{old:,} {unit}, now {new:,}" for unit, (old, new) in sizes.items() if old != new]
-    had = f"had {' and '.join(changes)}" if changes else "has other documents now"
-    return f"{who} {had}{f' (in {now.name})' if is_renamed else ''}"
+    difference = f"had {' and '.join(changes)}" if changes else "has other documents now"
+    return f"{who} {difference}{f' (in {now.name})' if is_renamed else ''}"
 
 
 def _changed_parts(was: str, now: str) -> tuple[str, ...]:
-    """Return the parts in which two fingerprints differ; none if an old checkpoint has only that of the samples."""
-    before, after = was.split("."), now.split(".")
-    if len(before) != len(_PARTS) or len(after) != len(_PARTS):
+    """Return the parts in which two fingerprints differ; () if an old checkpoint only has the samples' fingerprint."""
+    saved_parts, current_parts = was.split("."), now.split(".")
+    if len(saved_parts) != len(_PARTS) or len(current_parts) != len(_PARTS):
         return ()
-    changed = [part for part, old, new in zip(_PARTS, before, after, strict=True) if old != new]
-    if before[0] != after[0]:
+    changed = [part for part, old, new in zip(_PARTS, saved_parts, current_parts, strict=True) if old != new]
+    if saved_parts[0] != current_parts[0]:
         changed.remove(SAMPLES)  # the fingerprint of samples contains that of the tokens
     return tuple(changed)
 
 
 def _of_one(order: BlendSchedule, fingerprint: str, samples_consumed: int) -> _Saved:
-    """Return what a checkpoint means that holds the fingerprint of a single corpus's samples and nothing else."""
-    found = [
+    """Return the state for a checkpoint that only contains the fingerprint of a single corpus's samples."""
+    matching = [
         corpus
         for corpus in order.corpora
         if fingerprint in (corpus.fingerprint, *corpus.other_fingerprints, _samples(corpus))
     ]
     phases = [(0, {_ONE: 1}, {_ONE: 0})] if samples_consumed else []
-    return _Saved({_ONE: found[0].fingerprint if found else fingerprint}, {_ONE: samples_consumed}, phases)
+    return _Saved({_ONE: matching[0].fingerprint if matching else fingerprint}, {_ONE: samples_consumed}, phases)
 
 
 def _like(was: str, corpus: Corpus) -> str:
-    """Return what compares with ``was``: the fingerprint of a corpus, or that of its samples alone."""
+    """Return the fingerprint of ``corpus`` in the format of ``was``: complete, or only the part of the samples."""
     return corpus.fingerprint if "." in was else _samples(corpus)
 
 

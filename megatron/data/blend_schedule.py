@@ -1,10 +1,10 @@
-"""BlendSchedule: the corpus and the sample within it of each sample of a run.
+"""BlendSchedule: map each sample of a run to a corpus and an index within the corpus.
 
-A run is cut into phases. In each, ``BlendIndex`` says by weights which corpus a sample comes from, and each corpus
-goes on at its cursor: how many of its samples all phases before have given. So however weights change and corpora
-come in addition, each corpus gives its samples 0, 1, 2, ... without a gap and without one twice.
+A run is divided into phases. Within a phase, ``BlendIndex`` selects the corpus of each sample by the weights. Each
+corpus continues at its cursor, the number of its samples that all earlier phases have read. Each corpus therefore
+yields its samples 0, 1, 2, ... without gaps or repetitions, even if weights change or corpora are added.
 
-A new phase starts where a schedule says so, and where a run is resumed with other weights than it was left with.
+A new phase starts where the mixture schedule changes the weights, and where a run is resumed with different weights.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ _LARGEST_TOTAL = 1 << 48
 
 @dataclass(frozen=True)
 class Corpus:
-    """What an order must know of a corpus: ``fingerprint`` changes with all that changes its samples.
+    """The properties of a corpus that a schedule needs.
 
-    ``is_drawn``: its samples are made by random draws (spans, fill-in-the-middle), which company changes.
-    ``num_documents``, ``num_tokens``: of its files, for messages; None where they are unknown.
-    ``other_fingerprints``: names of the same corpus in runs of other versions, or with a copy of the tokenizer.
+    Args:
+        fingerprint: digest of everything that determines the samples.
+        is_drawn: the samples depend on random draws (spans, fill-in-the-middle), which differ between a single corpus
+            and a mixture.
+        num_documents, num_tokens: counts of the token files, for messages; None if unknown.
+        other_fingerprints: fingerprints of the same corpus in other versions, or with a copy of the tokenizer.
     """
 
     name: str
@@ -43,17 +46,19 @@ class Corpus:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The numbers of documents and tokens, as far as they are known."""
-        known = {"documents": self.num_documents, "tokens": self.num_tokens}
-        return {name: number for name, number in known.items() if number is not None}
+        """Unit ("documents", "tokens") -> count, without unknown counts."""
+        counts = {"documents": self.num_documents, "tokens": self.num_tokens}
+        return {name: count for name, count in counts.items() if count is not None}
 
 
 @dataclass(frozen=True)
 class Phase:
-    """From sample ``start`` on ``weights`` hold; corpus c had given ``cursors[c]`` samples before.
+    """The part of a run from sample ``start`` on in which the mixture has constant ``weights``.
 
-    ``ranks`` decide between corpora of one weight: the place by fingerprint, so that an order in which corpora are
-    listed, or one more of them, changes nothing for the others.
+    Args:
+        cursors: samples of each corpus that were read before ``start``.
+        ranks: position of each corpus when sorted by fingerprint. They break ties between equal weights, so that the
+            order in which corpora are listed, and additional corpora, do not affect the other corpora.
     """
 
     start: int
@@ -66,24 +71,24 @@ class Phase:
         return BlendIndex(self.weights, self.ranks)
 
     def cursors_at(self, samples_consumed: int) -> tuple[int, ...]:
-        """Return how many samples each corpus has given; ``samples_consumed`` lies in this phase or at its end."""
+        """Return the number of samples read per corpus; ``samples_consumed`` must be in this phase or at its end."""
         counts = self.interleaving.counts(samples_consumed - self.start)
         return tuple(cursor + count for cursor, count in zip(self.cursors, counts, strict=True))
 
 
 class BlendSchedule:
-    """The order of the samples of a run; picklable, and equal on all ranks that make it from the same.
+    """The sample order of a run. It is picklable, and equal on all ranks that construct it with the same arguments.
 
     Args:
-        corpora: told apart by name and by fingerprint.
-        schedule: (first sample, weight of each corpus) by rising samples, the first from sample 0 on. A weight is >= 0.
-        history: (start, weights, cursors) of each phase that the run has been in; the last goes on while its weights
-            hold.
-        samples_consumed: where the history ends.
-        cursors: samples that each corpus has given by then, where no history tells it.
+        corpora: corpora with distinct names and fingerprints.
+        schedule: (first sample, weight of each corpus) in ascending order, starting at sample 0. Weights are >= 0.
+        history: (start, weights, cursors) of the phases that the run has been in; the last phase continues while its
+            weights are in effect.
+        samples_consumed: end of the history.
+        cursors: samples read of each corpus up to ``samples_consumed``, used if there is no history.
 
     Raises:
-        DataError: no corpus, two of one name or with the same samples, or weights that cannot be used.
+        DataError: there is no corpus, two corpora have the same name or samples, or the weights are invalid.
     """
 
     def __init__(
@@ -97,43 +102,53 @@ class BlendSchedule:
     ) -> None:
         self.corpora, self.schedule = tuple(corpora), tuple((start, tuple(weights)) for start, weights in schedule)
         self._check()
-        in_order = sorted(corpus.fingerprint for corpus in self.corpora)
-        self._ranks = tuple(in_order.index(corpus.fingerprint) for corpus in self.corpora)
+        sorted_fingerprints = sorted(corpus.fingerprint for corpus in self.corpora)
+        self._ranks = tuple(sorted_fingerprints.index(corpus.fingerprint) for corpus in self.corpora)
         self.phases = [Phase(start, tuple(w), tuple(c), self._ranks) for start, w, c in history]
-        wanted = [(start, whole_weights(weights)) for start, weights in self.schedule]
-        now = bisect_right(wanted, samples_consumed, key=lambda step: step[0]) - 1
-        for start, weights in [(samples_consumed, wanted[now][1]), *wanted[now + 1 :]]:
+        steps = [(start, whole_weights(weights)) for start, weights in self.schedule]
+        step_idx = bisect_right(steps, samples_consumed, key=lambda step: step[0]) - 1
+        for start, weights in [(samples_consumed, steps[step_idx][1]), *steps[step_idx + 1 :]]:
             self._go_on(start, weights, cursors)
         self._starts = [phase.start for phase in self.phases]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Return (number of the corpus, index within the corpus) of sample ``index`` of the run."""
+        """Map sample ``index`` of the run to (corpus index, sample index within the corpus)."""
         phase = self._phase(index)
-        corpus, place = phase.interleaving.locate(index - phase.start)
-        return corpus, phase.cursors[corpus] + place
+        corpus_idx, sample_idx = phase.interleaving.locate(index - phase.start)
+        return corpus_idx, phase.cursors[corpus_idx] + sample_idx
 
     def cursors(self, samples_consumed: int) -> dict[str, int]:
-        """Return how many samples each corpus has given."""
+        """Return the number of samples read per corpus."""
         return self._by_name(self._before(samples_consumed).cursors_at(samples_consumed))
 
     def epochs(self, samples_consumed: int) -> dict[str, float]:
-        """Return how often each corpus has been read."""
+        """Return the fractional number of epochs read per corpus."""
         cursors = self.cursors(samples_consumed)
         return {corpus.name: cursors[corpus.name] / corpus.samples_per_epoch for corpus in self.corpora}
 
     def weights(self, samples_consumed: int) -> dict[str, float]:
-        """Return each corpus's share of the samples that follow; they add up to 1."""
+        """Return each corpus's share of the samples that follow; the shares add up to 1."""
         weights = self._phase(samples_consumed).weights
         return self._by_name(tuple(weight / sum(weights) for weight in weights))
 
     def state(self, samples_consumed: int) -> dict[str, Any]:
-        """Return what a checkpoint must hold so that ``resumed_order`` can go on; JSON can carry it."""
+        """Return the JSON-serializable state from which ``resumed_order`` continues."""
         used = [phase for phase in self.phases if phase.start < samples_consumed]
         return {
             "format": FORMAT,
             "samples_consumed": samples_consumed,
             "fingerprints": {corpus.name: corpus.fingerprint for corpus in self.corpora},
-            **({"sizes": sizes} if (sizes := {each.name: each.sizes for each in self.corpora if each.sizes}) else {}),
+            **(
+                {"sizes": sizes}
+                if (
+                    sizes := {
+                        corpus_with_sizes.name: corpus_with_sizes.sizes
+                        for corpus_with_sizes in self.corpora
+                        if corpus_with_sizes.sizes
+                    }
+                )
+                else {}
+            ),
             "cursors": self.cursors(samples_consumed),
             "phases": [
                 {
@@ -146,52 +161,52 @@ class BlendSchedule:
         }
 
     def _go_on(self, start: int, weights: tuple[int, ...], cursors: Sequence[int] | None) -> None:
-        """Add a phase, unless the weights stay what they are; ``cursors`` are those before the first phase."""
+        """Add a phase unless the weights are unchanged; ``cursors`` are the initial cursors of the first phase."""
         if not self.phases:
             self.phases.append(Phase(start, weights, tuple(cursors or (0,) * len(self.corpora)), self._ranks))
         elif self.phases[-1].weights != weights:
             self.phases.append(Phase(start, weights, self.phases[-1].cursors_at(start), self._ranks))
 
     def _phase(self, index: int) -> Phase:
-        place = bisect_right(self._starts, index) - 1
-        if place < 0:
+        phase_idx = bisect_right(self._starts, index) - 1
+        if phase_idx < 0:
             raise IndexError(f"samples of this order count from {self._starts[0]}, got {index}")
-        return self.phases[place]
+        return self.phases[phase_idx]
 
     def _before(self, samples_consumed: int) -> Phase:
-        """Return the phase that the last sample before ``samples_consumed`` lies in, or the first."""
+        """Return the phase of the last sample before ``samples_consumed``, or the first phase if there is none."""
         return self._phase(max(samples_consumed - 1, self._starts[0]))
 
     def _by_name(self, values: Sequence[Any]) -> dict[str, Any]:
         return {corpus.name: value for corpus, value in zip(self.corpora, values, strict=True)}
 
     def _check(self) -> None:
-        for what in ("name", "fingerprint"):
+        for attribute in ("name", "fingerprint"):
             seen: dict[str, Corpus] = {}
             for corpus in self.corpora:
-                other = seen.setdefault(getattr(corpus, what), corpus)
+                other = seen.setdefault(getattr(corpus, attribute), corpus)
                 if other is not corpus:
                     raise DataError(
                         f"each corpus of a mixture must stand there once, got {other.name} and {corpus.name} with the "
-                        f"same {what} {getattr(corpus, what)}. Give one of them the sum of the weights."
+                        f"same {attribute} {getattr(corpus, attribute)}. Give one of them the sum of the weights."
                     )
         if not self.schedule or self.schedule[0][0] > 0:
             raise DataError("a mixture must have weights from its first sample on")
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the smallest whole numbers in the ratio of ``weights`` as they print: 0.7 and 0.3 are 7 and 3.
+    """Return the smallest integers in the ratio of ``weights`` as printed: 0.7 and 0.3 become 7 and 3.
 
-    Where their sum would pass 2^48 they are rounded to it; none that is above 0 becomes 0.
+    If the sum would exceed 2^48, the integers are scaled down to it and rounded; positive weights stay positive.
 
     Raises:
-        DataError: negative, not finite, or all 0.
+        DataError: a weight is negative or not finite, or all weights are 0.
     """
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
         raise DataError(f"weights of corpora must be finite, at least 0 and not all 0, got {list(weights)}")
     exact = [Fraction(repr(weight)) for weight in weights]
     total = sum(exact, Fraction(0))
     scale = min(Fraction(math.lcm(*(weight.denominator for weight in exact))), _LARGEST_TOTAL / total)
-    whole = [max(round(weight * scale), 1) if weight else 0 for weight in exact]
-    divisor = math.gcd(*whole)
-    return tuple(weight // divisor for weight in whole)
+    integers = [max(round(weight * scale), 1) if weight else 0 for weight in exact]
+    divisor = math.gcd(*integers)
+    return tuple(weight // divisor for weight in integers)

@@ -1,4 +1,4 @@
-"""BlendedDataset: the samples of one split from one or several corpora."""
+"""BlendedDataset: the samples of one split, taken from one or several corpora."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.errors import DataError, SampleError
 
 
 class MegatronDataset(Protocol):
-    """The samples of one corpus: ``GPTDataset``, ``T5Dataset``, ``SpanFilesDataset``."""
+    """The dataset of one corpus, such as ``GPTDataset``, ``T5Dataset`` or ``SpanFilesDataset``."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -24,9 +24,13 @@ class MegatronDataset(Protocol):
 
 
 class BlendedDataset:
-    """Sample i, for any i >= 0, is the one that ``order`` says; with one corpus that corpus's sample i.
+    """Endless samples of one or several corpora.
 
-    ``parts`` are the samples of each corpus by its name, for what is to be told of each apart.
+    ``order`` determines the corpus of sample i and the index within the corpus. With a single corpus, sample i is the
+    corpus's sample i.
+
+    Attributes:
+        parts: corpus name -> dataset, for statistics by corpus.
     """
 
     def __init__(self, parts: Mapping[str, MegatronDataset], order: BlendSchedule) -> None:
@@ -34,10 +38,10 @@ class BlendedDataset:
         self.use_order(order)
 
     def use_order(self, order: BlendSchedule) -> None:
-        """Read in this order from now on; it must be one of these corpora.
+        """Replace the sample order.
 
         Raises:
-            ValueError: it is one of others.
+            ValueError: the corpora of ``order`` are not the corpora of this dataset.
         """
         names = [corpus.name for corpus in order.corpora]
         if names != list(self.parts):
@@ -46,23 +50,24 @@ class BlendedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short text that changes when the samples of a corpus do, or one comes or goes; weights do not matter."""
-        prints = [part.fingerprint for part in self.parts.values()]
-        if len(prints) == 1:
-            return prints[0]
-        return hashlib.sha256(":".join(sorted(prints)).encode()).hexdigest()[:16]
+        """A short digest of the corpora and their samples; it does not depend on the weights."""
+        fingerprints = [part.fingerprint for part in self.parts.values()]
+        if len(fingerprints) == 1:
+            return fingerprints[0]
+        return hashlib.sha256(":".join(sorted(fingerprints)).encode()).hexdigest()[:16]
 
     def __getitem__(self, index: int) -> Any:
         """Return sample ``index``.
 
         Raises:
-            SampleError: it cannot be read; names its place in the run, in the corpus and in the file.
+            SampleError: the sample cannot be read; the message names its index in the run and in the corpus, and its
+                position in the file.
         """
-        number, place = self.order.locate(index)
-        name, part = self._by_number[number]
+        corpus_idx, sample_idx = self.order.locate(index)
+        name, part = self._by_number[corpus_idx]
         try:
-            return part[place]
+            return part[sample_idx]
         except DataError as error:
-            if len(self.parts) == 1 and place == index:
+            if len(self.parts) == 1 and sample_idx == index:
                 raise
-            raise SampleError(f"sample {index} of the run is sample {place} of corpus {name}: {error}") from error
+            raise SampleError(f"sample {index} of the run is sample {sample_idx} of corpus {name}: {error}") from error

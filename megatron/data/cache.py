@@ -1,23 +1,24 @@
-"""What is computed once for all processes of a host and mapped by each: files that appear whole or not at all.
+"""Cache of index arrays that are computed once per host and memory-mapped by all of its processes.
 
-Several processes that need the same set of files share the work without waiting for each other: each goes over the
-files from a place of its own, leaves out those that are there, puts off those that another one has claimed, and in the
-end builds what is still missing. A file is written under a name of its own and renamed, so that whoever finds it finds
-all of it; of two that build the same, the later one takes the file of the earlier: shared memory holds it once.
+Processes that need the same set of files share the work without waiting for each other. Each process iterates over the
+files from a different starting point, skips existing files, defers files that another process has claimed, and finally
+builds the files that are still missing. A file is written under a temporary name and then renamed, so readers never
+see an incomplete file. If two processes build the same file, the second one uses the file of the first, so that it is
+in memory only once.
 
 | bytes | header of a file |
 |---|---|
 | 0 | ``mdc2`` |
-| 4 | type of the array, as numpy writes it |
+| 4 | numpy type string of the array |
 | 8 | length of the content in bytes |
 | 16 | crc32 of the content and of the 16 bytes above |
-| 24 | when the checksum was last seen to fit, in nanoseconds; it is also the file's time of modification |
+| 24 | time of the last successful checksum verification in nanoseconds; also the modification time of the file |
 
-The checksum is compared once a host in each job: a process takes a file as it is if one of this host compared it after
-this process began, and nobody wrote to it since; else it compares the checksum itself. A file that does not fit is
-built again.
+The checksum is verified once per host and job: a process trusts a file if a process of this host verified it after
+this process started and the file has not been written since; otherwise it verifies the checksum itself. A file with a
+wrong checksum is rebuilt.
 
-Where nothing can be written, everything works from the process's own memory.
+If the folder is not writable, all arrays are stored in the process's own memory.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def _process_start_ns() -> int:
-    """Return when this process began, by the clock of file times; where the system does not tell it, now."""
+    """Return the start time of this process in the clock of file times; the current time if it is unknown."""
     with suppress(OSError, ValueError, AttributeError):
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 10**9 // os.sysconf("SC_CLK_TCK")
@@ -55,20 +56,20 @@ def _process_start_ns() -> int:
 
 
 _STARTED_NS = _process_start_ns()
-"""Of this process, or of the one that it was forked from. All ranks of a job begin before the first opens data; this
-module may be imported after that."""
+"""Start time of this process or of the process that it was forked from. All ranks of a job start before the first one
+opens data; the import of this module may be later."""
 
 Build = Callable[[int], Iterable[np.ndarray]]
-"""From the number of a file to its content: arrays of one type, one after the other."""
+"""A function that builds the content of the file with a given index, as a sequence of arrays of one type."""
 
 
 class IndexCache:
-    """A folder for such files, with one below it for each host: nobody deletes what another host has mapped.
+    """A folder of cached arrays with one subfolder per host, so that no process deletes files mapped by another host.
 
     Args:
-        path: the folder, made when it is needed. None: one below the system's temporary folder, for this user alone.
-        objects_path: the folder for what is read from object stores; None: one below this.
-        objects_bytes: how much is kept of that.
+        path: the folder, created on demand. None: a per-user subfolder of the system's temporary folder.
+        objects_path: folder for data read from object stores; None: a subfolder of this cache.
+        objects_bytes: maximum size of the data in ``objects_path``.
     """
 
     def __init__(
@@ -86,40 +87,40 @@ class IndexCache:
 
     @cached_property
     def ranges(self) -> RangeCache:
-        """What is kept of object stores, for the processes of this host."""
+        """The cache of object-store data for the processes of this host."""
         if self._objects_path is not None:
             return RangeCache(Path(self._objects_path) / self.folder.name, self._objects_bytes)
         return RangeCache(self.folder / "objects", self._objects_bytes if self._can_write() else 0)
 
     def array(self, name: str, make: Callable[[], np.ndarray], *, outlives_boot: bool = False) -> np.ndarray:
-        """Return the array called ``name``, read-only; built by ``make`` where it is not there."""
+        """Return the read-only array ``name``; build it with ``make`` if it is not cached."""
         return self.arrays(name, 1, lambda _: [make()], outlives_boot=outlives_boot)[0]
 
     def arrays(self, name: str, count: int, build: Build, *, outlives_boot: bool = False) -> list[np.ndarray]:
-        """Return ``count`` one-dimensional arrays, read-only; those that are not there are built.
+        """Return ``count`` read-only one-dimensional arrays; build the ones that are not cached.
 
         Args:
-            name: must change with all that the content depends on; letters, digits, ``-`` and ``_``.
-            outlives_boot: flush each file to the disk, so that it is good also after the machine went down. Else the
-                files of an earlier boot are not used.
+            name: letters, digits, ``-`` and ``_``; must change with everything that the content depends on.
+            outlives_boot: fsync each file, so that it remains valid after a crash of the machine. By default, files
+                from an earlier boot are not used.
         """
         boot = "" if outlives_boot else _boot_id()
         stem = f"{name}-{boot}" if boot else name
-        found: dict[int, np.ndarray] = {}
-        for number in self._to_build(stem, count, found):
-            with self._claimed(self._path(stem, number)):
-                self._add(found, stem, number, build, flushes=not boot)
-        return [found[number] for number in range(count)]
+        arrays: dict[int, np.ndarray] = {}
+        for idx in self._to_build(stem, count, arrays):
+            with self._claimed(self._path(stem, idx)):
+                self._add(arrays, stem, idx, build, flushes=not boot)
+        return [arrays[idx] for idx in range(count)]
 
     def keep_newest(self, opening: str, kept: int) -> None:
-        """Delete the sets of files whose names start with ``opening``, except the ``kept`` built or compared last."""
+        """Delete the sets of files whose names start with ``opening``, except the ``kept`` last built or verified."""
         sets: dict[str, list[tuple[float, Path]]] = {}
         with suppress(OSError):
             for path in self.folder.glob(f"{opening}*{_SUFFIX}"):
                 with suppress(OSError):
                     sets.setdefault(_stem(path), []).append((path.stat().st_mtime, path))
-        for old in sorted(sets.values(), key=max)[:-kept]:
-            for _, path in old:
+        for paths in sorted(sets.values(), key=max)[:-kept]:
+            for _, path in paths:
                 with suppress(OSError):
                     files.remove_file(path)
 
@@ -127,33 +128,33 @@ class IndexCache:
         return self.folder / f"{stem}.{number}{_SUFFIX}"
 
     def _to_build(self, stem: str, count: int, found: dict[int, np.ndarray]) -> Iterator[int]:
-        """Yield the numbers to build, entering in ``found`` what others have built in the meantime."""
+        """Yield the indices of the files to build; add files that other processes have built to ``found``."""
         first = (os.getpid() * 0x9E3779B1 >> 8) % max(count, 1)
-        waiting = deque((number, False) for number in [*range(first, count), *range(first)])
+        waiting = deque((idx, False) for idx in [*range(first, count), *range(first)])
         while waiting:
-            number, was_put_off = waiting.popleft()
-            path = self._path(stem, number)
-            if not was_put_off and _claim(path).exists():  # another process builds it, or compares its checksum
-                waiting.append((number, True))
-            elif (there := self._opened(path)) is not None:
-                found[number] = there
+            idx, is_deferred = waiting.popleft()
+            path = self._path(stem, idx)
+            if not is_deferred and _claim(path).exists():  # another process is building or verifying it
+                waiting.append((idx, True))
+            elif (array := self._opened(path)) is not None:
+                found[idx] = array
             else:
-                yield number
+                yield idx
 
     def _add(self, found: dict[int, np.ndarray], stem: str, number: int, build: Build, flushes: bool) -> None:
-        """Build one file into ``found``: mapped, or in memory where it cannot be written."""
+        """Build one file and add it to ``found``, memory-mapped, or in memory if it cannot be written."""
         if self._can_write():
             path = self._path(stem, number)
             temporary = self.folder / f".{path.name}.{os.getpid()}.tmp"
             try:
                 _write(temporary, build(number), flushes)
-                there = self._opened(path)
-                if there is None:
+                array = self._opened(path)
+                if array is None:
                     files.before_operation("rename", path)
                     os.replace(temporary, path)
-                    there = self._opened(path)
-                if there is not None:
-                    found[number] = there
+                    array = self._opened(path)
+                if array is not None:
+                    found[number] = array
                     return
             except OSError as error:
                 self._give_up(error)
@@ -164,7 +165,7 @@ class IndexCache:
 
     @contextmanager
     def _claimed(self, path: Path) -> Iterator[None]:
-        """Tell others that this process is at it; a hint only."""
+        """Mark the file as claimed by this process; the claim is only a hint to other processes."""
         claim = _claim(path)
         with suppress(OSError):
             if self._can_write():
@@ -176,14 +177,14 @@ class IndexCache:
                 claim.unlink(missing_ok=True)
 
     def _opened(self, path: Path) -> np.ndarray | None:
-        """Map the file, or return None where there is none that is whole."""
+        """Return the mapped content of the file; None if it does not exist or is damaged."""
         if not self._is_given and not _is_own(self._shared):
             return None
         try:
             with open(path, "rb") as file:
                 written_ns = os.fstat(file.fileno()).st_mtime_ns
                 data = np.memmap(file, np.uint8, "r").view(np.ndarray)
-        except (OSError, ValueError):  # numpy maps no empty file
+        except (OSError, ValueError):  # numpy cannot map an empty file
             return None
         if not _is_whole(data):
             return None
@@ -209,7 +210,7 @@ class IndexCache:
         return self._is_ready
 
     def _give_up(self, error: OSError) -> None:
-        """Write no more; said once in each process."""
+        """Stop writing to the cache and log a warning once per process."""
         self._is_ready = False
         log.warn_once(
             f"{self.folder}: cannot be written ({error}). Each process keeps the order of documents in its own memory; "
@@ -217,7 +218,7 @@ class IndexCache:
         )
 
     def _remove_unused(self) -> None:
-        """Delete what no process has opened for long, and what killed ones left: nothing that others named."""
+        """Delete cache files that have not been used for 14 days, including leftovers of killed processes."""
         oldest = time.time() - _UNUSED_S
         for path in [*self.folder.glob(f"*{_SUFFIX}"), *self.folder.glob(f".*{_SUFFIX}.*")]:
             with suppress(OSError):
@@ -226,7 +227,7 @@ class IndexCache:
 
 
 def _stem(path: Path) -> str:
-    """Return the name of the set that a file belongs to."""
+    """Return the name of the set of files that ``path`` belongs to."""
     return path.name.removesuffix(_SUFFIX).rpartition(".")[0]
 
 
@@ -235,7 +236,7 @@ def _claim(path: Path) -> Path:
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether nobody else can have put files there: the default's name is known to all users of the host."""
+    """Return True if no other user can write to ``folder``; the default folder has a predictable name."""
     with suppress(OSError):
         status = os.lstat(folder)
         return status.st_uid == os.getuid() and (status.st_mode & 0o170022) == 0o040000
@@ -249,18 +250,18 @@ def _boot_id() -> str:
 
 
 def _write(path: Path, chunks: Iterable[np.ndarray], flushes: bool) -> None:
-    """Write header and ``chunks``; length and checksum are known at the end, so the header is completed last."""
+    """Write ``chunks`` after an empty header, then fill in the header with the length and the checksum."""
     files.before_operation("create", path)
     with open(path, "wb") as file:
         file.write(bytes(_HEADER_BYTES))
-        kind, num_bytes, crc = np.dtype(np.uint8), 0, 0
+        dtype, num_bytes, crc = np.dtype(np.uint8), 0, 0
         for chunk in chunks:
             files.before_operation("write", path)
-            kind = chunk.dtype
+            dtype = chunk.dtype
             content = np.ascontiguousarray(chunk).view(np.uint8).data
             num_bytes += file.write(content)
             crc = zlib.crc32(content, crc)
-        checked = _MAGIC + kind.str.encode().ljust(4) + num_bytes.to_bytes(8, "little")
+        checked = _MAGIC + dtype.str.encode().ljust(4) + num_bytes.to_bytes(8, "little")
         file.seek(0)
         file.write(checked + zlib.crc32(checked, crc).to_bytes(8, "little"))
         if flushes:
@@ -277,20 +278,20 @@ def _is_whole(data: np.ndarray) -> bool:
 
 
 def _fits(data: np.ndarray) -> bool:
-    """Whether the checksum in a file is that of its content; 1 s for each GB."""
+    """Return True if the checksum of a file matches its content; takes 1 s per GB."""
     crc = zlib.crc32(data[:_CHECKED_BYTES].data, zlib.crc32(data[_HEADER_BYTES:].data))
     return int.from_bytes(data[_CHECKED_BYTES:_COMPARED_AT].tobytes(), "little") == crc
 
 
 def _was_compared(data: np.ndarray, written_ns: int) -> bool:
-    """Whether a process of this host found that the file fits while this one ran, and nobody wrote to it since."""
+    """Return True if a process of this host verified the file after this one started, and it was not written since."""
     compared_ns = int.from_bytes(data[_COMPARED_AT:_HEADER_BYTES].tobytes(), "little")
     return compared_ns == written_ns and compared_ns >= _STARTED_NS
 
 
 def _note_compared(path: Path) -> None:
-    """Enter now as the time when the file was found to fit; where that cannot be written, each process compares."""
-    now_ns = time.time_ns() // 1000 * 1000  # some file systems keep microseconds
+    """Record the current time as that of the last verification; if this fails, each process verifies the file."""
+    now_ns = time.time_ns() // 1000 * 1000  # some file systems store microseconds
     with suppress(OSError), open(path, "r+b") as file:
         file.seek(_COMPARED_AT)
         file.write(now_ns.to_bytes(8, "little"))

@@ -1,4 +1,4 @@
-"""Samples to a micro-batch, and the errors of unusable samples."""
+"""Collate samples into micro-batches and report unusable samples."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from megatron.errors import DataError, SampleError
 
 
 class Samples(Protocol):
-    """A sample for any index >= 0, or below its length where it has one: an array, or a dictionary of them."""
+    """A dataset whose items are arrays or dictionaries of arrays.
+
+    Every index >= 0 is valid; if the dataset has a length, only indices below it are.
+    """
 
     def __getitem__(self, index: int) -> Any: ...
 
 
 class MicroBatch(NamedTuple):
-    """What is read for one micro-batch: samples ``indices``, cut into pieces of ``length`` tokens; None: left whole.
+    """The samples to read for one micro-batch.
 
-    ``coming`` are samples that will be read later, whose tokens are to be fetched from an object store meanwhile.
+    Args:
+        indices: indices of the samples.
+        length: tokens of the chunks that the samples are split into; None: samples are not split.
+        coming: samples of later micro-batches whose tokens should be prefetched from an object store.
     """
 
     indices: list[int]
@@ -34,11 +40,11 @@ class MicroBatch(NamedTuple):
 
 
 READ_AHEAD_SAMPLES = 64
-"""How far each process that reads from an object store looks ahead."""
+"""Samples that each process prefetches from an object store."""
 
 
 def prefetch_of(dataset: Any) -> Callable[[int], None] | None:
-    """Return what has a sample of ``dataset`` fetched ahead, by its number; None where no store has any of it."""
+    """Return a function that prefetches the sample of an index; None if no corpus is in an object store."""
     ordered = as_ordered(dataset)
     parts = [dataset] if ordered is None else list(ordered.parts.values())
     if not any(getattr(getattr(part, "token_file", None), "is_remote", False) for part in parts):
@@ -47,45 +53,49 @@ def prefetch_of(dataset: Any) -> Callable[[int], None] | None:
         return lambda index: dataset.prefetch(index % len(dataset) if isinstance(dataset, Sized) else index)
 
     def of_any(index: int) -> None:
-        number, place = ordered.order.locate(index)
-        if hasattr(part := parts[number], "prefetch"):
-            part.prefetch(place)
+        corpus_idx, sample_idx = ordered.order.locate(index)
+        if hasattr(part := parts[corpus_idx], "prefetch"):
+            part.prefetch(sample_idx)
 
     return of_any
 
 
 def looking_ahead(asked: Iterable[MicroBatch], depth: int, num_readers: int) -> Iterator[MicroBatch]:
-    """Yield each micro-batch with the samples of the one that comes ``depth`` later; the first ones: of all up to it.
+    """Set ``coming`` of each micro-batch to the samples of the micro-batch ``depth`` positions later.
+
+    A reader's first micro-batch receives the samples of all its micro-batches up to that position.
 
     Args:
-        depth: a multiple of ``num_readers``, so that who hears of samples is the one that reads them.
-        num_readers: processes that take the micro-batches in turn.
+        depth: a multiple of ``num_readers``, so that the process that prefetches samples also reads them.
+        num_readers: processes that read the micro-batches in turn.
     """
     waiting = deque[MicroBatch]()
-    for number, last in enumerate(asked):
-        waiting.append(last)
+    for idx, newest in enumerate(asked):
+        waiting.append(newest)
         if len(waiting) > depth:
-            is_first = number - depth < num_readers
-            later = [waiting[at] for at in (range(num_readers, depth + 1, num_readers) if is_first else (depth,))]
-            yield waiting.popleft()._replace(coming=[index for one in later for index in one.indices])
+            is_first = idx - depth < num_readers
+            later = [
+                waiting[offset] for offset in (range(num_readers, depth + 1, num_readers) if is_first else (depth,))
+            ]
+            yield waiting.popleft()._replace(coming=[index for micro_batch in later for index in micro_batch.indices])
 
 
 def prefetching(asked: Iterable[MicroBatch], prefetch: Callable[[int], None]) -> Iterator[MicroBatch]:
-    """Yield each micro-batch, its ``coming`` samples being fetched."""
-    for one in asked:
-        for index in one.coming:
+    """Yield each micro-batch after starting to prefetch its ``coming`` samples."""
+    for micro_batch in asked:
+        for index in micro_batch.coming:
             prefetch(index)
-        yield one
+        yield micro_batch
 
 
 def cut(key: str, values: torch.Tensor, length: int) -> torch.Tensor:
-    """Return windows of L + 1 tokens cut into pieces of ``length`` + 1, neighbours with one token in common.
+    """Split windows of L + 1 tokens into chunks of ``length`` + 1 tokens; neighbouring chunks share one token.
 
     Shapes:
-        values [b, L+1], output [b L/length, length+1]: the pieces of the first window, then those of the next
+        values [b, L+1], output [b L/length, length+1]: the chunks of the first window, then of the second, ...
 
     Raises:
-        SampleError: they have another shape.
+        SampleError: ``values`` has another shape.
     """
     if values.dim() != 2 or (values.shape[1] - 1) % length or values.shape[1] == 1:
         raise SampleError(
@@ -97,15 +107,16 @@ def cut(key: str, values: torch.Tensor, length: int) -> torch.Tensor:
 
 
 class Collate:
-    """Reads the samples of one micro-batch into one tensor for each key, and cuts them.
+    """Read the samples of a micro-batch into one tensor per key, and split them if the micro-batch has a length.
 
-    ``predictions`` says what each micro-batch of a step is told of all of it.
+    A dataset with a length restarts at its end: sample i of the run is its item i % len.
 
-    A data set that has a length starts anew at its end: sample i of the run is its item i % len.
+    Args:
+        predictions: computes the "step_predictions" of each micro-batch.
 
     Raises:
-        DataError: the data set is empty.
-        SampleError: a sample cannot be read, whatever the data set raised, or the samples cannot be stacked or cut.
+        DataError: the dataset is empty.
+        SampleError: the dataset raised an exception, or the samples cannot be stacked or split.
     """
 
     def __init__(self, dataset: Samples, predictions: StepPredictions | None = None) -> None:
@@ -135,21 +146,22 @@ class Collate:
         except SampleError:
             raise
         except Exception as error:
-            known = isinstance(error, DataError)  # written for a person: neither its class nor a line of code helps
-            text = str(error) if known else f"{type(error).__name__}: {error}{_place_in_code(error)}"
+            # The message of a DataError is complete; other errors need their class and line of code.
+            is_data_error = isinstance(error, DataError)
+            text = str(error) if is_data_error else f"{type(error).__name__}: {error}{_place_in_code(error)}"
             raise SampleError(f"sample {index}{self._origin(index, item)} cannot be read: {text}") from error
 
     def _origin(self, index: int, item: int) -> str:
-        """Say which sample of which corpus this is where the data set knows, or which item of one that starts anew."""
+        """Return the sample's corpus and index for an error message, or its item in a dataset that has restarted."""
         ordered = as_ordered(self.dataset)
         if ordered is not None:
-            corpus, own = ordered.order.locate(item)
-            return f" (sample {own} of corpus {list(ordered.parts)[corpus]})"
+            corpus_idx, sample_idx = ordered.order.locate(item)
+            return f" (sample {sample_idx} of corpus {list(ordered.parts)[corpus_idx]})"
         return "" if item == index else f" (item {item} of {type(self.dataset).__name__})"
 
 
 class GuardedCollate(Collate):
-    """As ``Collate``, in a reading process: an error comes back as its text, without torch's traceback around it."""
+    """``Collate`` for worker processes: returns the text of a SampleError, so that torch does not wrap the error."""
 
     def __getitem__(self, asked: MicroBatch) -> dict[str, torch.Tensor] | str:
         prefetch = prefetch_of(self.dataset) if asked.coming else None
@@ -177,12 +189,12 @@ def _of_any(values: Sequence[Any]) -> torch.Tensor:
 def _joined(
     key: str, values: Sequence[Any], indices: list[int], join: Callable[[Sequence[Any]], torch.Tensor]
 ) -> torch.Tensor:
-    """Return one tensor [b, ...] of what the samples hold under ``key``."""
+    """Stack the values that the samples have for ``key`` into one tensor [b, ...]."""
     try:
         return join(values)
     except (RuntimeError, TypeError, ValueError) as error:
-        held = [tuple(value.shape) if hasattr(value, "shape") else type(value).__name__ for value in values]
+        got = [tuple(value.shape) if hasattr(value, "shape") else type(value).__name__ for value in values]
         raise SampleError(
-            f"{key!r} must be an array of one shape in all samples of a micro-batch, got {held} in samples {indices}. "
+            f"{key!r} must be an array of one shape in all samples of a micro-batch, got {got} in samples {indices}. "
             "Pad them in the data set."
         ) from error

@@ -1,4 +1,4 @@
-"""Conversations for supervised fine-tuning: files of JSON records, and the formats of a record."""
+"""Conversations for supervised fine-tuning: record formats and files of JSON records."""
 
 from __future__ import annotations
 
@@ -32,42 +32,42 @@ from megatron.tokenizer.chat import ASSISTANT
 #
 # | further keys of a record | effect |
 # |---|---|
-# | "system" | a system message before the others; null and "" are none |
-# | "tools" | a list of objects, or the list as JSON text, for the template; null, "" and [] are no tools |
-# | "chat_template_kwargs" | further variables of the template |
+# | "system" | a system message before the other messages; null and "": no message |
+# | "tools" | a list of objects, or the list as JSON text, for the template; null, "" and []: no tools |
+# | "chat_template_kwargs" | additional template variables |
 # | "history" (Alpaca) | earlier turns, [[question, answer], ...] |
 #
 # | keys of a message | effect |
 # |---|---|
 # | "weight" (OpenAI), "loss" (ms-swift), "train" (Axolotl) | 0 or false: no loss on this message of the assistant |
-# | others | passed to the template |
+# | other keys | passed to the template |
 
 ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
-"""Names of the speakers in ShareGPT's format, and the usual ones."""
+"""Speaker names in ShareGPT's format, including the standard role names."""
 _LOSS_KEYS = ("weight", "loss", "train")
 _TOP_KEYS = {
     "messages": {"messages"},
     "conversations": {"conversations"},
     "instruction": {"instruction", "input", "output", "history"},
 }
-"""First key of a format -> all keys of the format."""
+"""Identifying key of a format -> all keys of the format."""
 _COMMON_KEYS = {"system", "tools", "chat_template_kwargs"}
 _RESERVED = {"messages", "add_generation_prompt", "without_loss", "self"}
-"""Variables and arguments of a template's rendering that a record cannot set."""
+"""Template variables and render arguments that a record must not set."""
 _MAX_SHOWN = 60
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A record.
+    """A parsed record.
 
     Args:
-        messages: as the template gets them.
-        more: further variables of the template.
-        without_loss: indices of messages of the assistant whose tokens have no loss.
-        unread: keys of the record without any effect.
-        passed: keys that only take effect if the template reads them -> the template's name for each.
-        differs_from_v1: releases before 2026-12 rendered this record otherwise, or gave other tokens a loss.
+        messages: the messages that are passed to the template.
+        more: additional template variables.
+        without_loss: indices of assistant messages whose tokens have no loss.
+        unread: keys of the record that have no effect.
+        passed: keys that only have an effect if the template reads them -> their names in the template.
+        differs_from_v1: releases before 2026-12 rendered this record differently, or computed the loss on other tokens.
     """
 
     messages: list[dict[str, Any]]
@@ -79,10 +79,10 @@ class Conversation:
 
 
 def parse_record(data: bytes) -> Conversation:
-    """Return the conversation in a JSON object.
+    """Parse the JSON text of a record into a conversation.
 
     Raises:
-        ValueError: The record is no conversation; the text names the problem and the fix.
+        ValueError: the record is not a conversation; the message names the problem and the fix.
     """
     try:
         content = json.loads(data.decode("utf-8-sig"))
@@ -90,15 +90,15 @@ def parse_record(data: bytes) -> Conversation:
         raise ValueError(f"a line must be a JSON object in UTF-8, got {_shown(data)}: {error}. Correct it") from None
     except RecursionError:
         raise ValueError(f"a line must not be nested so deeply, got {_shown(data)}. Remove it") from None
-    first = next((name for name in _TOP_KEYS if name in content), None) if isinstance(content, dict) else None
-    if first is None:
+    key = next((name for name in _TOP_KEYS if name in content), None) if isinstance(content, dict) else None
+    if key is None:
         got = f"one with {', '.join(map(repr, content)) or 'nothing'}" if isinstance(content, dict) else _shown(data)
         raise ValueError(
             'a line must be an object with "messages" (or "conversations", or "instruction" and "output"), '
             f"got {got}. Rename the field"
         )
-    messages, passed, unread = _alpaca(content) if first == "instruction" else _listed(content[first], first)
-    system, is_system_new = _system(content, first, messages)
+    messages, passed, unread = _alpaca(content) if key == "instruction" else _listed(content[key], key)
+    system, is_system_new = _system(content, key, messages)
     messages = [*system, *messages]
     if not any(message["role"] == ASSISTANT for message in messages):
         roles = ", ".join(message["role"] for message in messages)
@@ -106,27 +106,27 @@ def parse_record(data: bytes) -> Conversation:
     without_loss = frozenset(
         idx for idx, message in enumerate(messages) if not _has_loss(message, idx + 1 - len(system), unread)
     )
-    more = _template_variables(content)
-    known = _TOP_KEYS[first] | _COMMON_KEYS
-    unread |= {name for name, value in content.items() if name not in known and value is not None}
+    variables = _template_variables(content)
+    known_keys = _TOP_KEYS[key] | _COMMON_KEYS
+    unread |= {name for name, value in content.items() if name not in known_keys and value is not None}
     return Conversation(
         [{name: value for name, value in message.items() if name not in _LOSS_KEYS} for message in messages],
-        more,
+        variables,
         without_loss,
         frozenset(unread),
-        passed | {name: name for name in more},
+        passed | {name: name for name in variables},
         bool(without_loss) or is_system_new or isinstance(content.get("tools"), str),
     )
 
 
 def _listed(listed: Any, name: str) -> tuple[list[dict[str, Any]], dict[str, str], set[str]]:
-    """Return messages, keys passed to the template and unread keys of a list of messages."""
+    """Return (messages, keys passed to the template, unread keys) from a list of messages."""
     if not isinstance(listed, list) or not listed:
         raise ValueError(f'"{name}" must be a list of messages, one at least, got {_shown(listed)}. Correct it')
     messages, passed, unread = list[dict[str, Any]](), dict[str, str](), set[str]()
-    for number, message in enumerate(listed, 1):
+    for message_number, message in enumerate(listed, 1):
         is_sharegpt = isinstance(message, dict) and "from" in message and "role" not in message
-        messages.append(_from_sharegpt(message, number) if is_sharegpt else _checked(message, number))
+        messages.append(_from_sharegpt(message, message_number) if is_sharegpt else _checked(message, message_number))
         for key in (key for key, value in message.items() if value is not None and key not in _LOSS_KEYS):
             if is_sharegpt and key not in ("from", "value"):
                 unread.add(f"{name}[].{key}")
@@ -162,13 +162,13 @@ def _checked(message: Any, number: int) -> dict[str, Any]:
 
 
 def _alpaca(content: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, str], set[str]]:
-    """Return the messages of a record in Alpaca's format; the input follows the instruction on a line of its own.
+    """Return the messages of a record in Alpaca's format; the input follows the instruction on a new line.
 
     Source: Taori et al. 2023, "Stanford Alpaca", alpaca_data.json; "history" as in LLaMA-Factory.
     """
     texts = [content.get(name) for name in ("instruction", "input", "output")]
-    instruction, given, output = texts
-    if not isinstance(instruction, str) or not isinstance(output, str) or not isinstance(given, str | None):
+    instruction, input_text, output = texts
+    if not isinstance(instruction, str) or not isinstance(output, str) or not isinstance(input_text, str | None):
         raise ValueError(
             'a line with "instruction" must have texts as "instruction" and "output", and a text as "input" if there '
             f"is one, got {_shown(texts)}. Correct it"
@@ -179,7 +179,7 @@ def _alpaca(content: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str,
     )
     if not is_paired:
         raise ValueError(f'"history" must be a list of [question, answer], got {_shown(history)}. Correct it')
-    question = f"{instruction}\n{given}" if given else instruction
+    question = f"{instruction}\n{input_text}" if input_text else instruction
     pairs = [*history, [question, output]]
     roles = ("user", ASSISTANT)
     messages = [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
@@ -189,7 +189,7 @@ def _alpaca(content: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str,
 def _system(
     content: Mapping[str, Any], first: str, messages: list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Return the system message to put before ``messages``, if any, and whether earlier releases did otherwise."""
+    """Return ([system message to prepend] or [], True if earlier releases handled the record differently)."""
     system = content.get("system")
     if not isinstance(system, str | None):
         raise ValueError(f'"system" must be a text, got {_shown(system)}. Correct it')
@@ -206,9 +206,9 @@ def _system(
 
 
 def _has_loss(message: Mapping[str, Any], number: int, unread: set[str]) -> bool:
-    """Return False for a message of the assistant whose tokens have no loss; add keys without effect to ``unread``."""
-    values = {name: message[name] for name in _LOSS_KEYS if message.get(name) is not None}
-    for name, value in values.items():
+    """Return False for an assistant message whose tokens have no loss; add keys without effect to ``unread``."""
+    flags = {name: message[name] for name in _LOSS_KEYS if message.get(name) is not None}
+    for name, value in flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise ValueError(
                 f'message {number}: "{name}" must be 0 or 1 (false or true), got {_shown(value)}. Correct it, or leave '
@@ -221,14 +221,14 @@ def _has_loss(message: Mapping[str, Any], number: int, unread: set[str]) -> bool
                     "messages of the assistant have a loss. Leave it out"
                 )
             unread.add(f"{name} of {message['role']} messages")
-    return message["role"] != ASSISTANT or all(values.values())
+    return message["role"] != ASSISTANT or all(flags.values())
 
 
 def _template_variables(content: Mapping[str, Any]) -> dict[str, Any]:
-    more = content.get("chat_template_kwargs") or {}
-    if not isinstance(more, dict):
-        raise ValueError(f'"chat_template_kwargs" must be an object, got {_shown(more)}. Correct it')
-    if reserved := sorted(_RESERVED & more.keys()):
+    variables = content.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise ValueError(f'"chat_template_kwargs" must be an object, got {_shown(variables)}. Correct it')
+    if reserved := sorted(_RESERVED & variables.keys()):
         raise ValueError(
             f'"chat_template_kwargs" must not have {", ".join(map(repr, reserved))}, which the program sets. '
             "Leave it out"
@@ -243,12 +243,12 @@ def _template_variables(content: Mapping[str, Any]) -> dict[str, Any]:
                 "Correct it"
             ) from None
     if not tools or isinstance(tools, str):
-        return more
+        return variables
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(
             f'"tools" must be a list of objects, or that list as JSON text, got {_shown(tools)}. Correct it'
         )
-    return {**more, "tools": tools}
+    return {**variables, "tools": tools}
 
 
 def _shown(value: Any) -> str:
@@ -263,7 +263,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-# Files of records. Positions are those of the decompressed text.
+# Files of records. Positions refer to the decompressed text.
 
 _GZIP, _ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 _PARQUET = b"PAR1"
@@ -274,18 +274,18 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 
 
 class RecordFile:
-    """The JSON records of a file: its lines that are not blank, or the elements of one JSON array.
+    """The JSON records of a file: its nonblank lines, or the elements of a single JSON array. A context manager.
 
-    Files that gzip or zstandard compressed are decompressed into a temporary file; rows of parquet and Arrow files are
-    converted to JSON lines in one, without the nulls that these formats add for absent keys. A context manager.
+    Files compressed with gzip or zstandard are decompressed into a temporary file. The rows of parquet and Arrow files
+    are converted to JSON lines in a temporary file, without the nulls that these formats add for absent keys.
 
     Attributes:
-        spans: int64[n, 3], for each record its line or row (from 1), its first byte and the byte after its last.
+        spans: int64[n, 3], the line or row (from 1), the first byte, and the byte after the last one, of each record.
         digest: SHA-256 of the decompressed file, in hexadecimal.
-        size: of the decompressed file in bytes.
+        size: size of the decompressed file in bytes.
 
     Raises:
-        DataError: The file cannot be read, is damaged, has no record, or is a broken array.
+        DataError: the file cannot be read, is damaged, has no record, or contains a malformed array.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -317,19 +317,19 @@ class RecordFile:
         return self._file.read(stop - start)
 
     def _scan(self) -> tuple[np.ndarray, str, int]:
-        digest, spans, at, is_array = hashlib.sha256(), list[tuple[int, int, int]](), 0, False
-        for number, line in enumerate(self._file, 1):
+        digest, spans, position, is_array = hashlib.sha256(), list[tuple[int, int, int]](), 0, False
+        for line_number, line in enumerate(self._file, 1):
             digest.update(line)
             if line.strip():
                 is_array = is_array or (not spans and line.removeprefix(_BOM).lstrip().startswith(b"["))
-                spans.append((number, at, at + len(line)))
-            at += len(line)
+                spans.append((line_number, position, position + len(line)))
+            position += len(line)
         if is_array:
             self._file.seek(0)
             spans = list(self._elements(self._file.read()))
         if not spans:
             raise DataError(f"{self.path} must hold a conversation on each line, got none. Name another file")
-        return np.array(spans, np.int64), digest.hexdigest(), at
+        return np.array(spans, np.int64), digest.hexdigest(), position
 
     def _elements(self, data: bytes) -> Iterator[tuple[int, int, int]]:
         """Yield the span of each element of a JSON array."""
@@ -339,52 +339,52 @@ class RecordFile:
             line = data.count(b"\n", 0, error.start) + 1
             raise DataError(f"{self.path}:{line}: a JSON array must be in UTF-8, got {error}. Convert it") from None
         decoder, line, byte, counted = json.JSONDecoder(), 1, 0, 0
-        at = text.index("[") + 1
+        position = text.index("[") + 1
         is_first = True
         while True:
-            at = _after_blanks(text, at)
-            line += text.count("\n", counted, at)
-            byte += len(text[counted:at].encode())
-            counted = at
+            position = _after_blanks(text, position)
+            line += text.count("\n", counted, position)
+            byte += len(text[counted:position].encode())
+            counted = position
             try:
-                if text[at : at + 1] == "]" and is_first:
+                if text[position : position + 1] == "]" and is_first:
                     break
-                _, end = decoder.raw_decode(text, at)
+                _, end = decoder.raw_decode(text, position)
             except (ValueError, RecursionError) as error:
                 problem = "deeper nesting" if isinstance(error, RecursionError) else str(error)
                 raise DataError(
                     f"{self.path}:{line}: an element of the JSON array must be an object, got "
-                    f"{_shown(text[at : at + _MAX_SHOWN].encode())} ({problem}). Correct it"
+                    f"{_shown(text[position : position + _MAX_SHOWN].encode())} ({problem}). Correct it"
                 ) from None
-            yield line, byte, byte + len(text[at:end].encode())
+            yield line, byte, byte + len(text[position:end].encode())
             is_first = False
-            at = _after_blanks(text, end)
-            separator = text[at : at + 1]
+            position = _after_blanks(text, end)
+            separator = text[position : position + 1]
             if separator == "]":
                 break
             if separator != ",":
-                line += text.count("\n", counted, at)
+                line += text.count("\n", counted, position)
                 raise DataError(
                     f"{self.path}:{line}: a comma or ] must follow each element of the JSON array, got "
                     f"{_shown(separator.encode()) or 'the end of the file'}. Correct it, or fetch the file again"
                 )
-            at += 1
-        rest = _after_blanks(text, at + 1)
-        if rest < len(text):
-            line += text.count("\n", counted, rest)
+            position += 1
+        tail = _after_blanks(text, position + 1)
+        if tail < len(text):
+            line += text.count("\n", counted, tail)
             raise DataError(
                 f"{self.path}:{line}: nothing must follow the JSON array, got "
-                f"{_shown(text[rest : rest + _MAX_SHOWN].encode())}. Write one array, or one object on each line"
+                f"{_shown(text[tail : tail + _MAX_SHOWN].encode())}. Write one array, or one object on each line"
             )
 
 
 def _after_blanks(text: str, at: int) -> int:
-    found = _BLANK.match(text, at)
-    return found.end() if found else at
+    match = _BLANK.match(text, at)
+    return match.end() if match else at
 
 
 def _as_plain(path: Path) -> BinaryIO:
-    """Return the file, or a temporary one with its decompressed or converted content."""
+    """Return the opened file, or a temporary file with its decompressed or converted content."""
     file = open(path, "rb")  # noqa: SIM115 - RecordFile closes it
     head = file.read(max(map(len, _ARROW)))
     file.seek(0)
@@ -406,7 +406,7 @@ def _as_plain(path: Path) -> BinaryIO:
 
 
 def _zstandard_pieces(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the content of one frame after the other; unlike the library's reader, reject a file that was cut off."""
+    """Yield the content of all frames. Unlike the library's reader, raise EOFError for a truncated file."""
     library = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame, is_in_frame = library.decompressobj(), False
     while piece := file.read(1 << 16):
@@ -424,14 +424,14 @@ def _rows(path: Path, head: bytes) -> Iterator[bytes]:
     try:
         from pyarrow import ipc, parquet
     except ImportError as error:
-        what = "parquet" if head.startswith(_PARQUET) else "an Arrow file"
-        raise DataError(f"{path} is {what}, which needs pyarrow: pip install -e '.[parquet]'") from error
+        file_type = "parquet" if head.startswith(_PARQUET) else "an Arrow file"
+        raise DataError(f"{path} is {file_type}, which needs pyarrow: pip install -e '.[parquet]'") from error
     with open(path, "rb") as file:
         if head.startswith(_PARQUET):
             batches: Any = parquet.ParquetFile(file).iter_batches(_ROWS_AT_ONCE, use_threads=False)
         elif head.startswith(arrow_files.FILE_MAGIC):
             reader = ipc.open_file(file)
-            batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+            batches = (reader.get_batch(batch_idx) for batch_idx in range(reader.num_record_batches))
         else:
             batches = ipc.open_stream(file)
         for batch in batches:
@@ -442,5 +442,5 @@ def _rows(path: Path, head: bytes) -> Iterator[bytes]:
 
 def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

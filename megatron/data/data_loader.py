@@ -1,12 +1,13 @@
 """DataLoader: the micro-batches of one data-parallel replica.
 
-A step that begins after c samples takes the samples c ... c + B - 1, where B = b m d is a function of c alone,
-constant or growing (``megatron.config.batch``); replica r takes the contiguous part r m b ... (r + 1) m b - 1 of
-them, micro-batch after micro-batch; where B is no multiple of b d, the first replicas have one micro-batch more each.
-So "samples consumed" is all that there is to resume, with any b, m, d.
+A step that begins after c consumed samples reads the samples c ... c + B - 1. The global batch size B = b m d depends
+only on c; it is constant or grows (``megatron.config.batch``). Of these samples, replica r reads the contiguous range
+r m b ... (r + 1) m b - 1, one micro-batch after another. If B is not a multiple of b d, the first replicas read one
+additional micro-batch each. The number of consumed samples is therefore the only state needed to resume, with any
+values of b, m and d.
 
-A data set that has a length starts anew at its end: sample i of the run is its item i % len. One without a length, as
-``GPTDataset``, has an item for any index.
+A dataset with a length restarts at its end: sample i of the run is its item i % len. A dataset without a length, such
+as ``GPTDataset``, has an item for every index.
 """
 
 from __future__ import annotations
@@ -32,26 +33,28 @@ from megatron.data.step_predictions import StepPredictions, predictions_of
 
 
 class DataLoader:
-    """Iterates over micro-batches of replica ``data_rank`` of ``data_size``.
+    """Endless iterable over the micro-batches of replica ``data_rank`` of ``data_size``.
 
-    A micro-batch is ``{"text": int64 [b, L+1]}``; of a data set whose samples are dictionaries, the same keys with the
-    arrays or tensors of b samples stacked, and "step_predictions" where the data set tells what it predicts. In a step
-    of length l below L all but that are cut into pieces, [b L/l, l+1].
+    A micro-batch is ``{"text": int64 [b, L+1]}``. If the samples of the dataset are dictionaries, it is a dictionary
+    with the same keys and the stacked arrays or tensors of b samples, plus "step_predictions" if the dataset has
+    ``num_predicted``. In a step with sequence length l < L, all values except "step_predictions" are split into
+    chunks, [b L/l, l+1].
 
     Args:
-        num_micro_batches: of every step; with ``sizes`` of a whole one.
-        samples_consumed: samples of all replicas that earlier steps have read.
-        sizes: samples of a step over all replicas, where they change or replicas take unequal parts of them.
-        lengths: at which samples are read, by tokens consumed; None: they are left whole.
-        num_workers: processes that read ahead; 0 reads in this process.
-        prefetch_factor: micro-batches that each of them reads ahead.
-        pin_memory: give tensors in pinned memory.
+        num_micro_batches: micro-batches per step and replica; ignored if ``sizes`` is given.
+        samples_consumed: samples that earlier steps have read, over all replicas.
+        sizes: samples per step over all replicas, if the number changes or is not the same for all replicas.
+        lengths: sequence length by tokens consumed; None: samples are not split.
+        num_workers: processes that read ahead; 0: samples are read in this process.
+        prefetch_factor: micro-batches that each worker reads ahead.
+        pin_memory: return tensors in pinned memory.
 
     Raises:
-        DataError: the data set is empty.
-        SampleError: a sample cannot be read, or those of a micro-batch cannot be stacked; with ``num_workers`` or not.
-        RuntimeError: a reading process died.
-        ValueError: a size of ``sizes`` cannot be shared among the replicas.
+        DataError: the dataset is empty.
+        SampleError: a sample cannot be read, or the samples of a micro-batch cannot be stacked (for any
+            ``num_workers``).
+        RuntimeError: a worker died.
+        ValueError: a size in ``sizes`` cannot be divided among the replicas.
     """
 
     def __init__(
@@ -74,32 +77,32 @@ class DataLoader:
         self.micro_batch_size, self.data_rank, self.data_size = micro_batch_size, data_rank, data_size
         self.samples_consumed = samples_consumed
         self.sizes = sizes or BatchSizes(micro_batch_size * num_micro_batches * data_size)
-        wrong = [n for n in self.sizes.all() if n % micro_batch_size or n < micro_batch_size * data_size]
-        if wrong:
+        invalid = [n for n in self.sizes.all() if n % micro_batch_size or n < micro_batch_size * data_size]
+        if invalid:
             raise ValueError(
                 f"a step must be whole micro-batches of {micro_batch_size}, one or more on each of {data_size} "
-                f"replicas, got {wrong[0]} samples"
+                f"replicas, got {invalid[0]} samples"
             )
         self.lengths = lengths
 
     def share_at(self, samples_consumed: int) -> Share:
-        """Return this replica's micro-batches of the step that begins after so many samples."""
+        """Return this replica's share of the micro-batches in the step after ``samples_consumed`` samples."""
         return share_of(self.sizes.at(samples_consumed) // self.micro_batch_size, self.data_size, self.data_rank)
 
     def micro_batches(self) -> Iterator[MicroBatch]:
-        """Yield the samples of each micro-batch of this replica and their length, without an end."""
+        """Yield the sample indices and the sequence length of each micro-batch of this replica, without end."""
         start = self.samples_consumed
         while True:
             share = self.share_at(start)
             length = self.length_at(start)
-            own = start + share.first * self.micro_batch_size
+            replica_start = start + share.first * self.micro_batch_size
             for micro_batch in range(share.num_micro_batches):
-                first = own + micro_batch * self.micro_batch_size
+                first = replica_start + micro_batch * self.micro_batch_size
                 yield MicroBatch(list(range(first, first + self.micro_batch_size)), length)
             start += self.sizes.at(start)
 
     def length_at(self, samples_consumed: int) -> int | None:
-        """Return the length of the pieces of the step that begins after so many samples; None: samples are whole."""
+        """Return the sequence length of the step after ``samples_consumed`` samples; None if it is the full length."""
         if self.lengths is None:
             return None
         length = self.lengths.of_step(samples_consumed)
@@ -108,18 +111,18 @@ class DataLoader:
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         num_predicted = predictions_of(self.dataset)
         predictions = num_predicted and StepPredictions(num_predicted, self.sizes, self.samples_consumed)
-        asked, prefetch = self.micro_batches(), prefetch_of(self.dataset)
+        micro_batches, prefetch = self.micro_batches(), prefetch_of(self.dataset)
         if prefetch is not None:
             num_readers = max(self.num_workers, 1)
             depth = -(-READ_AHEAD_SAMPLES // self.micro_batch_size) * num_readers
-            asked = looking_ahead(asked, depth, num_readers)
+            micro_batches = looking_ahead(micro_batches, depth, num_readers)
             if not self.num_workers:
-                asked = prefetching(asked, prefetch)
+                micro_batches = prefetching(micro_batches, prefetch)
         if self.num_workers:
             return PrefetchWorkers(
-                self.dataset, asked, self.num_workers, self.prefetch_factor, self.pin_memory, predictions
+                self.dataset, micro_batches, self.num_workers, self.prefetch_factor, self.pin_memory, predictions
             )
-        batches = map(Collate(self.dataset, predictions), asked)
+        batches = map(Collate(self.dataset, predictions), micro_batches)
         return map(_pinned, batches) if self.pin_memory else batches
 
 

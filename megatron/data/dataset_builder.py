@@ -1,4 +1,4 @@
-"""From corpora to training, validation and test data sets."""
+"""Build the training, validation and test datasets from corpora."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ Three = tuple[BlendedDataset | None, BlendedDataset | None, BlendedDataset | Non
 class OpenCorpus:
     """A corpus whose files are open and checked.
 
-    ``content`` is the fingerprint of its files. ``make`` returns the samples of some of its documents; its second
-    argument are the ``draws`` of ``T5Dataset``, "" for a corpus that is alone. A sample takes ``sample_tokens`` tokens
-    of ``token_file``, as ``asked_by`` (a flag with its value) wants it. ``is_drawn`` as in ``Corpus``.
+    Args:
+        content: fingerprint of the files.
+        make: builds a dataset from some of the corpus's documents. The second argument is the ``draws`` of the
+            dataset; it is "" if the split has only one corpus.
+        sample_tokens: tokens of ``token_file`` that one sample needs.
+        asked_by: the flag and value that determine ``sample_tokens``, for error messages.
+        is_drawn: see ``Corpus``.
     """
 
     token_file: IndexedDataset
@@ -44,17 +48,18 @@ def build_datasets(
     tokenizer_identity: str | None,
     tokens_per_sample: Callable[[Sequence[MegatronDataset]], int],
 ) -> Three:
-    """Return the samples of train, valid and test; None for a split that is not needed.
+    """Return the training, validation and test datasets; None for a split that is not needed.
 
-    A corpus of weight 0 is left out of an evaluation. In training it stays: its cursor goes on, and a schedule or a
-    resumed run may give it weight.
+    Evaluation splits skip corpora of weight 0. The training split retains them, together with their cursors, because
+    a mixture schedule or a resumed run may assign them a weight later.
 
     Args:
-        open_corpus: from a prefix, and what keeps its order for the other processes of this host.
-        tokens_per_sample: those that a schedule of the mixture counts, from the samples of the corpora.
+        open_corpus: opens the corpus of a prefix; the cache shares its index with the other processes of this host.
+        tokens_per_sample: computes the tokens per sample from the datasets of the corpora; a mixture schedule, which
+            is given in tokens, is converted to samples with it.
 
     Raises:
-        DataError: a corpus cannot be opened, is listed twice, or holds less than one sample in a needed split.
+        DataError: a corpus cannot be opened, is listed twice, or has less than one sample in a needed split.
     """
     train, *evaluated = paths.corpora(needed)
     wanted, cache = (
@@ -74,14 +79,14 @@ def build_datasets(
         corpora = wanted[number]
         if corpora is None:
             return None
-        files = [opened[prefix] for _, prefix in corpora]
+        open_corpora = [opened[prefix] for _, prefix in corpora]
         parts = [
             corpus.make(documents[prefix][number], corpus.content if len(corpora) > 1 else "")
-            for corpus, (_, prefix) in zip(files, corpora, strict=True)
+            for corpus, (_, prefix) in zip(open_corpora, corpora, strict=True)
         ]
         length = tokens_per_sample(parts)
         schedule = paths.schedule(length) if number == 0 else [(0, tuple(weight for weight, _ in corpora))]
-        return _mixed(corpora, files, parts, schedule, tokenizer_identity)
+        return _mixed(corpora, open_corpora, parts, schedule, tokenizer_identity)
 
     return split(0), split(1), split(2)
 
@@ -91,7 +96,7 @@ def _with_weight(corpora: tuple[WeightedPath, ...] | None) -> tuple[WeightedPath
 
 
 def _documents(corpus: OpenCorpus, paths: BlendPaths, needed: Sequence[bool], cache: IndexCache) -> list[Documents]:
-    """Return the documents of the three splits; ``needed`` are those that read this corpus."""
+    """Return the documents of the three splits; ``needed`` marks the splits that read this corpus."""
     token_file = corpus.token_file
     check_one_sample(token_file, corpus.sample_tokens, corpus.asked_by)
     if paths.are_apart:
@@ -114,7 +119,7 @@ def _mixed(
     tokenizer_identity: str | None,
 ) -> BlendedDataset:
     names = short_names([prefix for _, prefix in corpora])
-    known = [
+    blend_corpora = [
         Corpus(
             name,
             fingerprint_of(corpus.content, _tokenizer(corpus, tokenizer_identity), part.fingerprint),
@@ -129,7 +134,7 @@ def _mixed(
         )
         for name, corpus, part in zip(names, opened, parts, strict=True)
     ]
-    return BlendedDataset(dict(zip(names, parts, strict=True)), BlendSchedule(known, schedule))
+    return BlendedDataset(dict(zip(names, parts, strict=True)), BlendSchedule(blend_corpora, schedule))
 
 
 def _tokenizer(corpus: OpenCorpus, given: str | None) -> str | None:
@@ -138,7 +143,7 @@ def _tokenizer(corpus: OpenCorpus, given: str | None) -> str | None:
 
 
 def _tokenizer_parts(corpus: OpenCorpus, given: str | None) -> list[str]:
-    """Return the digests by which a checkpoint may know the tokenizer of a corpus."""
+    """Return the digests that may identify the corpus's tokenizer in a checkpoint."""
     sidecar = corpus.token_file.sidecar
-    known = (given, sidecar.tokenizer if sidecar else None)
-    return [part for identity in known if identity for part in parts(identity)]
+    identities = (given, sidecar.tokenizer if sidecar else None)
+    return [part for identity in identities if identity for part in parts(identity)]

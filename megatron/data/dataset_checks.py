@@ -1,6 +1,6 @@
 """Checks of token files before training starts.
 
-Each raises ``DataError`` where it fails.
+Each check raises ``DataError`` if it fails.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _REMEMBERED_TOKENS = 1 << 26
 
 
 def check_one_sample(token_file: IndexedDataset, sample_tokens: int, asked_by: str) -> None:
-    """All documents together must hold one sample.
+    """Check that all documents together have enough tokens for one sample.
 
     Args:
-        sample_tokens: tokens that a sample takes from the file.
-        asked_by: the flag with its value that asks for them, such as "--seq-length 512".
+        sample_tokens: tokens of the file that one sample needs.
+        asked_by: the flag and value that determine ``sample_tokens``, such as "--seq-length 512".
     """
     if token_file.num_tokens < sample_tokens:
         raise DataError(
@@ -43,12 +43,12 @@ def check_splits(
     sample_tokens: int,
     asked_by: str,
 ) -> None:
-    """Each split that is needed must hold one sample.
+    """Check that each needed split has enough tokens for one sample.
 
     Args:
         splits: the documents of train, valid and test.
-        flags: what cut them, such as "--split 949,50,1".
-        others: as ``check_one_sample``.
+        flags: the flags that determine the splits, such as "--split 949,50,1".
+        sample_tokens, asked_by: see ``check_one_sample``.
     """
     for name, documents, is_needed in zip(NAMES, splits, needed, strict=True):
         if not is_needed:
@@ -64,7 +64,7 @@ def check_splits(
 
 
 def check_tokenizer(token_file: IndexedDataset, identity: str | None) -> None:
-    """The data must have been built with the tokenizer of this ``identity``, where both are known."""
+    """Check that the data was built with the tokenizer of this ``identity``, if both identities are known."""
     built_with = token_file.sidecar.tokenizer if token_file.sidecar else None
     if built_with and identity and not is_same(built_with, identity):
         log.debug(f"tokenizer identity of {token_file.prefix}: {built_with}; now: {identity}")
@@ -75,16 +75,16 @@ def check_tokenizer(token_file: IndexedDataset, identity: str | None) -> None:
 
 
 def check_token_ids(token_file: IndexedDataset, vocab_size: int, cache: IndexCache) -> None:
-    """Every token id must be in the vocabulary. ``cache`` keeps that those of a large file without sidecar are."""
+    """Check that every token id is in the vocabulary; ``cache`` stores the result for large files without a sidecar."""
     highest = token_file.max_token_id
     if highest is not None and highest < vocab_size:
         return
     if highest is None and _are_known_to_fit(token_file, vocab_size, cache):
         return
-    found = token_file.first_outside(vocab_size)
-    if found is None:
+    outside = token_file.first_outside(vocab_size)
+    if outside is None:
         return
-    document, offset, token = found
+    document, offset, token = outside
     raise DataError(
         f"token ids must be in 0 ... {vocab_size - 1} (the vocabulary), got {token} in document {document} at token "
         f"{offset}, byte {token_file.byte_offset(document, offset)} of {token_file.token_path}. "
@@ -93,7 +93,7 @@ def check_token_ids(token_file: IndexedDataset, vocab_size: int, cache: IndexCac
 
 
 def _are_known_to_fit(token_file: IndexedDataset, vocab_size: int, cache: IndexCache) -> bool:
-    """Return whether all ids of a file without sidecar are in the vocabulary; a large one is read once on a host."""
+    """Return True if all ids of a file without a sidecar are in the vocabulary; scan a large file once per host."""
 
     def look() -> np.ndarray:
         log.info(f"{token_file.prefix} has no .meta.json: looking once at all {token_file.num_tokens} token ids")
@@ -101,16 +101,16 @@ def _are_known_to_fit(token_file: IndexedDataset, vocab_size: int, cache: IndexC
 
     if token_file.num_tokens < _REMEMBERED_TOKENS:
         return bool(look()[0])
-    changed_ns = token_file.changed_ns  # the fingerprint of a large file is that of parts of it
+    changed_ns = token_file.changed_ns  # the fingerprint of a large file covers only parts of it
     name = f"ids-{token_file.fingerprint}-{changed_ns}-{vocab_size}"
     return bool(cache.array(name, look, outlives_boot=True)[0])
 
 
 def check_same_eod(token_file: IndexedDataset, eod_id: int | None) -> None:
-    """Check that documents end with the tokenizer's end-of-document token, as far as the sidecar says.
+    """Check that the sidecar, if any, names the tokenizer's end-of-document token.
 
     Raises:
-        DataError: If they end with another token.
+        DataError: the documents end with another token.
     """
     sidecar = token_file.sidecar
     if sidecar is None or not sidecar.has_eod or sidecar.eod_id is None or eod_id is None or sidecar.eod_id == eod_id:
@@ -123,18 +123,18 @@ def check_same_eod(token_file: IndexedDataset, eod_id: int | None) -> None:
 
 
 def check_eod(token_file: IndexedDataset, eod_id: int | None, flags: str) -> None:
-    """Check that documents end with the end-of-document token, which ``flags`` need.
+    """Check that documents end with the end-of-document token, as ``flags`` require.
 
     Raises:
-        DataError: If they do not, or end with another token.
+        DataError: they do not, or they end with another token.
     """
     check_same_eod(token_file, eod_id)
     if eod_id is None:
         raise DataError(f"{flags} need an end-of-document token, the tokenizer has none")
     has_eod = token_file.has_eod
     if has_eod is None:
-        filled = np.flatnonzero(token_file.sizes)[:_ENDS_LOOKED_AT]
-        ends = (token_file.read(int(document))[-1] for document in filled)
+        nonempty = np.flatnonzero(token_file.sizes)[:_ENDS_LOOKED_AT]
+        ends = (token_file.read(int(document))[-1] for document in nonempty)
         has_eod = all(int(end) == eod_id for end in ends)
     if not has_eod:
         raise DataError(

@@ -1,6 +1,6 @@
-"""``PREFIX.meta.json``: tokenizer, special tokens and checksum of a pair of token files.
+"""``PREFIX.meta.json``: the tokenizer, special tokens and checksums of a pair of token files.
 
-Other readers ignore it; ours works without.
+The file is optional. Other programs that read token files ignore it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CHECKSUM = "crc32"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetMetadata:
-    """Facts about a pair of token files, written with it."""
+    """Metadata of a pair of token files, written together with it."""
 
     num_tokens: int
     num_documents: int
@@ -35,16 +35,16 @@ class DatasetMetadata:
     format: int = FORMAT
 
     def to_json(self) -> bytes:
-        """Return the content of the file: the fields, and their crc32 as one more."""
+        """Return the content of the file: the fields and their crc32."""
         fields = dataclasses.asdict(self)
         return (json.dumps(fields | {_CHECKSUM: _crc32(fields)}, indent=2) + "\n").encode()
 
 
 def read(path: Path) -> DatasetMetadata | None:
-    """Return the sidecar at ``path``, or None where there is none.
+    """Return the sidecar at ``path``, or None if the file does not exist.
 
     Raises:
-        DataError: unreadable, of another format, or not what was written (older files do not tell their crc32).
+        DataError: the file is unreadable, has another format, or does not match its crc32 (older files have none).
     """
     try:
         content = path.read_bytes()
@@ -56,10 +56,10 @@ def read(path: Path) -> DatasetMetadata | None:
 
 
 def parse(content: bytes, path: Path | str) -> DatasetMetadata:
-    """Return the sidecar with this content; ``path`` is for messages.
+    """Parse the content of a sidecar; ``path`` is used in messages.
 
     Raises:
-        DataError: as ``read``.
+        DataError: see ``read``.
     """
     try:
         fields = dict(json.loads(content))
@@ -80,18 +80,21 @@ def parse(content: bytes, path: Path | str) -> DatasetMetadata:
 def check_belongs(
     sidecar: DatasetMetadata, path: Path, *, num_documents: int, num_tokens: int, idx_crc32: int | None
 ) -> None:
-    """The sidecar read from ``path`` must describe the files beside it; ``idx_crc32`` None: theirs is not known.
+    """Check that the sidecar read from ``path`` describes the token files next to it.
+
+    Args:
+        idx_crc32: checksum of the ``.idx``; None if unknown.
 
     Raises:
-        DataError: it describes others.
+        DataError: the sidecar describes other files.
     """
     expected = f"{sidecar.num_documents} documents of {sidecar.num_tokens} tokens"
-    found = f"{num_documents} documents of {num_tokens} tokens"
+    actual = f"{num_documents} documents of {num_tokens} tokens"
     if idx_crc32 is not None and sidecar.idx_crc32 != idx_crc32:
-        expected, found = f"crc32 {sidecar.idx_crc32:08x}", f"{idx_crc32:08x}"
-    if expected != found:
+        expected, actual = f"crc32 {sidecar.idx_crc32:08x}", f"{idx_crc32:08x}"
+    if expected != actual:
         raise DataError(
-            f"{path}: describes another .idx ({expected}) than the one beside it ({found}). Delete it if the .bin and "
+            f"{path}: describes another .idx ({expected}) than the one beside it ({actual}). Delete it if the .bin and "
             ".idx are right, else build all three again."
         )
 

@@ -1,8 +1,8 @@
-"""DocumentTable: number of tokens of each document of a token file, and its start.
+"""DocumentTable: the sizes and starts of the documents in a token file.
 
-An ``.idx`` of some million sequences is read whole and checked through. Of a larger one only the lengths are read
-through, as they alone decide where a document lies; they are then used where they are, in the mapped file. The rest
-of it follows from them, and is compared at some thousand places.
+An ``.idx`` of up to 4 million sequences is loaded and checked completely. In a larger one, only the lengths are scanned
+completely, because they determine the starts of the documents; afterwards they are accessed in the mapped file. The
+other arrays follow from the lengths and are checked at a few thousand positions.
 """
 
 from __future__ import annotations
@@ -17,15 +17,18 @@ from megatron.data import index_format, large_index
 from megatron.data.cache import IndexCache
 
 LARGE = 1 << 22
-"""Sequences from which on an ``.idx`` counts as large: 80 MB."""
+"""Number of sequences from which an ``.idx`` is treated as large (80 MB)."""
 
 
 @dataclass(frozen=True)
 class DocumentTable:
-    """What an ``.idx`` says.
+    """The content of an ``.idx``.
 
-    ``starts`` is the first token of every ``stride``-th document, and at the end the number of all tokens. ``sizes``
-    may lie unaligned in a mapped file (``documents.sizes_of`` takes from it). ``key`` changes when a size does.
+    Args:
+        sizes: tokens of each document; may be an unaligned view of a mapped file (use ``documents.sizes_of``).
+        starts: first token of every ``stride``-th document, followed by the total number of tokens.
+        key: digest of the sizes.
+        idx_crc32: checksum of the file; None for a large file.
     """
 
     dtype: np.dtype
@@ -41,12 +44,12 @@ class DocumentTable:
 
     def start(self, document: int) -> int:
         """Return the first token of ``document``, counted from the beginning of the file."""
-        block, rest = divmod(document, self.stride)
+        block, remainder = divmod(document, self.stride)
         start = int(self.starts[block])
-        return start + int(self.sizes[document - rest : document].sum(dtype=np.int64)) if rest else start
+        return start + int(self.sizes[document - remainder : document].sum(dtype=np.int64)) if remainder else start
 
     def starts_of(self, first: int, stop: int) -> np.ndarray:
-        """Return int64[stop - first + 1], where documents first ... stop - 1 start and where the last one ends."""
+        """Return int64[stop - first + 1], the starts of documents first ... stop - 1 and the end of the last one."""
         starts = np.empty(stop - first + 1, np.int64)
         starts[0] = self.start(first)
         np.cumsum(self.sizes[first:stop], out=starts[1:])
@@ -54,7 +57,7 @@ class DocumentTable:
         return starts
 
     def find(self, token: int) -> int:
-        """Return the document that holds ``token``."""
+        """Return the document that contains ``token``, counted from the beginning of the file."""
         first = (int(np.searchsorted(self.starts, token, "right")) - 1) * self.stride
         starts = self.starts_of(first, min(first + self.stride, len(self.sizes)))
         return first + int(np.searchsorted(starts, token, "right")) - 1
@@ -65,11 +68,11 @@ def read_table(path: Path, *, reader: str, cache: IndexCache | None, has_metadat
 
     Args:
         reader: "mmap" or "pread".
-        cache: where a large file's sizes are kept if they cannot be mapped as they are; None: in memory.
-        is_told: a sidecar says that our own writer made the file, one sequence for each document.
+        cache: stores the sizes of a large file if they cannot be mapped directly; None: they are stored in memory.
+        has_metadata: the file has a sidecar, so it was written by this project with one sequence per document.
 
     Raises:
-        DataError: not such a file, damaged, or of a kind that cannot be read.
+        DataError: the file is not an index, is damaged, or has an unsupported format.
     """
     with open(path, "rb") as file:
         opening = file.read(index_format.HEADER.size)

@@ -1,4 +1,4 @@
-"""Documents of a split: counts, sizes and sums in bounded memory."""
+"""The documents of a split: counts, sizes and sums in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 Documents = tuple[int, int] | np.ndarray
-"""(start, stop), or ascending document numbers (int32 or int64), as a split by hash gives them."""
+"""The range (start, stop), or an array of ascending document indices (int32 or int64) from a split by hash."""
 _BLOCK = 1 << 18
 
 
 def count_of(documents: Documents) -> int:
-    """Return how many documents these are."""
+    """Return the number of documents."""
     return len(documents) if isinstance(documents, np.ndarray) else documents[1] - documents[0]
 
 
 def number_type(documents: Documents) -> type[np.signedinteger]:
-    """Return the type that holds the number of each of ``documents``: int32 while that does."""
+    """Return the integer type for the indices of ``documents``: int32 if they fit, else int64."""
     if isinstance(documents, np.ndarray):
         last = int(documents[-1]) if len(documents) else 0
     else:
@@ -28,14 +28,14 @@ def number_type(documents: Documents) -> type[np.signedinteger]:
 
 
 def numbers_at(documents: Documents, places: np.ndarray) -> np.ndarray:
-    """Return the document numbers at ``places`` (counted from 0) of ``documents``."""
+    """Return the document indices at positions ``places`` (from 0) of ``documents``."""
     return documents[places] if isinstance(documents, np.ndarray) else places + documents[0]
 
 
 def sizes_of(sizes: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Return ``sizes[numbers]``, fast also where ``sizes`` lies unaligned in a mapped file.
+    """Return ``sizes[numbers]`` without copying ``sizes``, even if it is an unaligned view of a mapped file.
 
-    There numpy would copy all of an array before it takes from it; as raw bytes of the same width nothing is unaligned.
+    ``take`` copies an unaligned array completely. A view as raw bytes of the same width is always aligned.
     """
     if sizes.flags.aligned:
         return sizes.take(numbers)
@@ -43,14 +43,14 @@ def sizes_of(sizes: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def num_tokens_of(sizes: np.ndarray, documents: Documents) -> int:
-    """Return how many tokens ``documents`` hold; ``sizes`` are those of all documents of the file."""
+    """Return the total number of tokens in ``documents``; ``sizes`` has the sizes of all documents in the file."""
     if not isinstance(documents, np.ndarray):
         return int(sizes[documents[0] : documents[1]].sum(dtype=np.int64))
     return sum(int(sizes_of(sizes, block).sum(dtype=np.int64)) for block in _blocks(documents))
 
 
 def longest_of(sizes: np.ndarray, documents: Documents) -> int:
-    """Return how many tokens the longest of ``documents`` holds."""
+    """Return the number of tokens in the longest document."""
     if not isinstance(documents, np.ndarray):
         return int(sizes[documents[0] : documents[1]].max())
     return max(int(sizes_of(sizes, block).max()) for block in _blocks(documents))
@@ -61,9 +61,10 @@ def _blocks(numbers: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def documents_key(documents: Documents) -> str:
-    """Return a text that tells these documents from others: that of the range, or a hash of all numbers.
+    """Return a unique key of ``documents``: the range as text, or a hash of all indices.
 
-    It is part of the fingerprints that checkpoints hold, so it must never change. int32 and int64 give the same.
+    The key is part of the fingerprints in checkpoints, so its format must never change. It is the same for int32 and
+    int64.
     """
     if not isinstance(documents, np.ndarray):
         return str((int(documents[0]), int(documents[1])))
@@ -74,7 +75,7 @@ def documents_key(documents: Documents) -> str:
 
 
 class TokenSource(Protocol):
-    """Documents of tokens: a ``IndexedDataset``, or what can stand in for one."""
+    """A source of tokenized documents: ``IndexedDataset`` or an object with the same interface."""
 
     @property
     def prefix(self) -> str: ...
@@ -89,7 +90,7 @@ class TokenSource(Protocol):
 
 
 class Piece(NamedTuple):
-    """What a window holds of one document."""
+    """The part of one document within a window."""
 
     document: int
     offset: int

@@ -1,4 +1,4 @@
-"""Bytes of dataset files: mmap or pread readers, files that grow with a CRC, several replaced as one."""
+"""File I/O of token files: mmap and pread readers, streamed files with a CRC, atomic replacement of several files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import numpy as np
 from megatron import files, log
 from megatron.errors import DataError
 
-# A file that grows piece by piece, with its size and crc32 known at any time.
+# Streamed output with a running size and crc32.
 
 _COPIED_AT_ONCE = 1 << 28
 _READ_AT_ONCE = 1 << 20
@@ -28,7 +28,7 @@ _NO_COPY_IN_KERNEL = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP,
 
 
 class StreamedFile:
-    """Writes ``path`` from its beginning; ``size`` and ``crc32`` are those of all that was given so far."""
+    """An output file at ``path``; ``size`` and ``crc32`` cover everything written so far."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,10 +52,10 @@ class StreamedFile:
         self.crc32 = zlib.crc32(data, self.crc32)
 
     def append_file(self, path: Path, num_bytes: int, crc32: int | None = None) -> None:
-        """Append the file ``path`` of ``num_bytes``; with its ``crc32`` known, the kernel copies and nothing is read.
+        """Append the file ``path`` of ``num_bytes``; if its ``crc32`` is given, the kernel copies it.
 
         Raises:
-            DataError: the file has another size.
+            DataError: the size of the file is not ``num_bytes``.
         """
         if path.stat().st_size != num_bytes:
             raise DataError(f"{path} must have {num_bytes} bytes, it has {path.stat().st_size}. Build it again.")
@@ -83,20 +83,22 @@ class StreamedFile:
             copied += count
 
     def _read_and_write(self, source: int, num_bytes: int) -> None:
-        left = num_bytes
-        while left:
-            data = os.read(source, min(_READ_AT_ONCE, left))
+        remaining = num_bytes
+        while remaining:
+            data = os.read(source, min(_READ_AT_ONCE, remaining))
             if not data:
-                raise DataError(f"{self.path}: a part of {num_bytes} bytes ended {left} early; is it being changed?")
+                raise DataError(
+                    f"{self.path}: a part of {num_bytes} bytes ended {remaining} early; is it being changed?"
+                )
             self.write(data)
-            left -= len(data)
+            remaining -= len(data)
 
     def flush(self) -> None:
-        """Hand all that was written to the system, for other processes to read."""
+        """Flush the write buffer, so that other processes can read the data."""
         self._file.flush()
 
     def sync(self) -> None:
-        """Flush all that was written to the disk."""
+        """Flush all written data to the disk."""
         files.before_operation("fsync", self.path)
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -106,39 +108,39 @@ class StreamedFile:
 
 
 def read_sizes(path: Path, at_once: int = 1 << 18) -> Iterator[np.ndarray]:
-    """Yield the int32 numbers in ``path``, the tokens of each document, in arrays of at most ``at_once``."""
+    """Yield the int32 numbers of tokens per document in ``path``, in arrays of at most ``at_once``."""
     with open(path, "rb") as file:
         while data := file.read(4 * at_once):
             yield np.frombuffer(data, "<i4")
 
 
-# Two ways to read a file's bytes at any place: from a mapping of it, or by ``pread``, for network file systems.
+# Random access to a file by memory mapping, or by ``pread`` for network file systems.
 #
-# | reader | a read is | what ends a file early under a running job |
+# | reader | read | if the file is truncated during the job |
 # |---|---|---|
-# | mmap | a copy out of shared pages | SIGBUS: the system kills the process, and Python cannot say why |
-# | pread | one system call into own memory; tried again when it fails | an error that names file and place |
+# | mmap | copy from shared pages | SIGBUS kills the process without a Python error |
+# | pread | one system call into private memory, retried on failure | an error that names the file and the position |
 #
-# Both may be used in processes forked after opening: neither has a position that they would share.
+# Both readers may be used in processes forked after opening, because they have no file position to share.
 
 PAUSES_S = (0.1, 1.0, 5.0)
-"""Pauses before the further attempts of a ``pread`` that failed."""
+"""Delays before the retries of a failed ``pread``."""
 
 
 class Reader(Protocol):
-    """A file that is open for reading."""
+    """A file opened for reading."""
 
     def read(self, offset: int, count: int) -> np.ndarray:
-        """Return bytes ``offset`` ... ``offset + count - 1`` as uint8, in memory of their own.
+        """Return a copy of bytes ``offset`` ... ``offset + count - 1`` as uint8.
 
         Raises:
-            DataError: they cannot be read.
+            DataError: the bytes cannot be read.
         """
         ...
 
 
 class MMapBinReader:
-    """Reads through a mapping, which all processes of a host share."""
+    """Reader that uses a memory mapping, which is shared by all processes of a host."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -149,7 +151,7 @@ class MMapBinReader:
 
 
 class FileBinReader:
-    """Reads by ``pread``; short reads go on, and errors are tried again on the file opened anew."""
+    """Reader that uses ``pread``. It continues short reads, and reopens the file and retries after an error."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -164,16 +166,16 @@ class FileBinReader:
         view, filled, pauses = buffer.data, 0, iter(PAUSES_S)
         while filled < count:
             try:
-                got = os.preadv(self._descriptor, [view[filled:]], offset + filled)
+                count_read = os.preadv(self._descriptor, [view[filled:]], offset + filled)
             except OSError as error:
                 self._try_again(error, offset + filled, next(pauses, None))
                 continue
-            if not got:
+            if not count_read:
                 raise DataError(
                     f"{self.path} ends at byte {offset + filled}, bytes {offset}:{offset + count} were asked for. It "
                     "was cut short since the job started: put the whole file back and resume."
                 )
-            filled += got
+            filled += count_read
         return buffer
 
     def _try_again(self, error: OSError, place: int, pause_s: float | None) -> None:
@@ -187,7 +189,7 @@ class FileBinReader:
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            return  # the old one may still serve the next attempt, which counts
+            return  # the next attempt uses the old descriptor, which may still work
         os.close(self._descriptor)
         self._descriptor = descriptor
 
@@ -195,21 +197,22 @@ class FileBinReader:
 READERS: dict[str, Callable[[Path], Reader]] = {"mmap": MMapBinReader, "pread": FileBinReader}
 
 
-# Several files replaced as one: after a kill at any moment a reader finds all the old ones or all the new ones.
+# Atomic replacement of several files: if the process is killed at any time, readers see all old or all new files.
 #
 # 1. Each new file is written under a temporary name in the same folder and flushed.
-# 2. A small journal ``PREFIX.commit`` with the pairs (temporary name, name) is put in place by one rename: the commit.
-#    A pair (null, name) stands for a file to delete.
-# 3. The renames in the journal are done, then the journal is deleted. Whoever finds a journal does the rest of them.
+# 2. A small journal ``PREFIX.commit`` with the pairs (temporary name, name) is created by one rename, the commit. A
+#    pair (null, name) denotes a file to delete.
+# 3. The renames in the journal are executed, then the journal is deleted. A process that finds a journal executes the
+#    remaining renames.
 
 
 def temporary_path(path: Path) -> Path:
-    """Return the name under which this process writes what becomes ``path``."""
+    """Return the temporary name under which this process writes the future file ``path``."""
     return path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
 
 
 def replace_together(prefix: str, paths: Sequence[Path], gone: Sequence[Path] = ()) -> None:
-    """Put the temporary files of ``paths``, all written and flushed, in place and delete ``gone``, as one change."""
+    """Atomically rename the temporary files of ``paths``, all written and flushed, and delete ``gone``."""
     roll_forward(prefix)
     names = [[temporary_path(path).name, path.name] for path in paths] + [[None, path.name] for path in gone]
     journal = _journal(prefix)
@@ -219,12 +222,12 @@ def replace_together(prefix: str, paths: Sequence[Path], gone: Sequence[Path] = 
 
 
 def is_pending(prefix: str) -> bool:
-    """Return whether a committed replacement waits to be finished."""
+    """Return True if a committed replacement is not finished."""
     return _journal(prefix).exists()
 
 
 def roll_forward(prefix: str) -> None:
-    """Finish a replacement that was committed and then cut off; does nothing where there is none."""
+    """Finish an interrupted replacement that was already committed, if there is one."""
     journal = _journal(prefix)
     try:
         names = json.loads(journal.read_bytes())
@@ -234,7 +237,7 @@ def roll_forward(prefix: str) -> None:
         raise DataError(f"{journal} is damaged ({error}). Delete it and build {prefix} again.") from error
     try:
         for source, target in names:
-            with suppress(FileNotFoundError):  # done already, by the one that was cut off or by another process
+            with suppress(FileNotFoundError):  # already done by the interrupted process or by another one
                 if source is None:
                     files.remove_file(journal.with_name(target))
                 else:
@@ -250,13 +253,13 @@ def roll_forward(prefix: str) -> None:
 
 
 def remove_stale(prefix: str) -> None:
-    """Delete temporary files of processes of this machine that are no more."""
-    opening = f".{socket.gethostname()}-"
+    """Delete the temporary files of processes of this machine that no longer run."""
+    host_part = f".{socket.gethostname()}-"
     for suffix in (".bin", ".idx", ".len", ".meta.json", ".commit"):
         target = Path(prefix + suffix)
-        for path in target.parent.glob(glob.escape(f".{target.name}{opening}") + "*.tmp"):
-            number = path.name.removesuffix(".tmp").rpartition("-")[2]
-            if Path("/proc/self").exists() and not Path(f"/proc/{number}").exists():
+        for path in target.parent.glob(glob.escape(f".{target.name}{host_part}") + "*.tmp"):
+            pid = path.name.removesuffix(".tmp").rpartition("-")[2]
+            if Path("/proc/self").exists() and not Path(f"/proc/{pid}").exists():
                 path.unlink(missing_ok=True)
 
 

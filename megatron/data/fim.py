@@ -1,13 +1,14 @@
-"""Fill-in-the-middle: split documents in three and put the middle last.
+"""Fill-in-the-middle: split documents into three parts and move the middle to the end.
 
 | order | share | a document becomes |
 |---|---|---|
 | PSM | 1 - spm_rate | prefix_id PREFIX suffix_id SUFFIX middle_id MIDDLE |
 | SPM | spm_rate | prefix_id suffix_id SUFFIX middle_id PREFIX MIDDLE |
 
-SPM is the paper's second variant: its start is that of a PSM document without prefix, so that a model learns both
-orders at once. It works on tokens, when a sample is read: the control tokens push a document's last three tokens out
-of the sample, and its end-of-document token stays where it was, so no document moves and no length changes.
+SPM is the paper's second variant: it starts like a PSM document with an empty prefix, so that a model learns both
+orders jointly. The transformation is applied to tokens when a sample is read. The three control tokens replace the
+last three tokens of the document, and the end-of-document token stays in place. Therefore, no document moves and no
+length changes.
 
 Source: Bavarian et al. 2022, "Efficient training of language models to fill in the middle", section 3 and appendix D.
 """
@@ -33,7 +34,7 @@ _WORDS_A_DOCUMENT = 4
 
 
 class Vocabulary(Protocol):
-    """What must be known of a tokenizer: ``megatron.tokenizer.Tokenizer``, or what stands in for one."""
+    """The part of the interface of ``megatron.tokenizer.Tokenizer`` that ``fim_from`` needs."""
 
     @property
     def has_eod(self) -> bool: ...
@@ -46,12 +47,13 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class Fim:
-    """How often documents are rearranged, and by which control tokens.
+    """The settings of fill-in-the-middle: rates and control tokens.
 
     Args:
-        rate: share of the documents, 0 ... 1.
-        spm_rate: share of these that are put in SPM order.
-        eod_id: ends a document in the text, besides what the index says; None where the vocabulary has none.
+        rate: share of documents to rearrange, 0 ... 1.
+        spm_rate: share of the rearranged documents that use SPM order.
+        eod_id: token that ends a document, in addition to the document boundaries of the index; None if the
+            vocabulary has none.
     """
 
     rate: float
@@ -63,33 +65,33 @@ class Fim:
 
     @property
     def key(self) -> str:
-        """A text that tells these settings from others; fingerprints in checkpoints hold it, so it never changes."""
+        """A unique key of the settings. It is part of fingerprints in checkpoints, so its format must never change."""
         ids = (self.prefix_id, self.middle_id, self.suffix_id, self.eod_id)
         return f"fim {float(self.rate)} {float(self.spm_rate)} {' '.join(map(str, ids))}"
 
     def apply(self, text: np.ndarray, sizes: Sequence[int], *key: int | str) -> np.ndarray:
-        """Return ``text``, int64[n], with some of its documents rearranged; the length stays.
+        """Return ``text``, int64[n], with some of its documents rearranged; the length is unchanged.
 
-        A document of fewer than six tokens stays as it is. The same ``key`` gives the same.
+        Documents of fewer than six tokens are not rearranged. The result is deterministic for a given ``key``.
 
         Args:
-            sizes: tokens of the parts of ``text`` that come from different documents, in order.
-            key: the seed, the number of the sample, and what else is to change it.
+            sizes: tokens of each document piece in ``text``, in order.
+            key: key of the random draws: the seed, the index of the sample, and optional additional values.
         """
         starts, lengths, ended = self._documents(text, sizes)
         words = random_words(_WORDS_A_DOCUMENT * len(starts), "fim", *key).reshape(-1, _WORDS_A_DOCUMENT)
-        shares = (words[:, :2] >> np.uint64(11)) * 2.0**-53  # in [0, 1), so that 0 is never and 1 always
+        shares = (words[:, :2] >> np.uint64(11)) * 2.0**-53  # in [0, 1), so that rate 0 means never and 1 always
         is_moved = (shares[:, 0] < self.rate) & (lengths >= _SHORTEST)
         if not is_moved.any():
             return text
-        kept = np.where(is_moved, lengths - _NUM_CONTROL_TOKENS, lengths)
-        cuts = _below(kept + 1, words[:, 2:])
-        low, high = np.where(is_moved, cuts.min(axis=1), kept), np.where(is_moved, cuts.max(axis=1), kept)
-        low[is_moved & (shares[:, 1] < self.spm_rate)] = 0  # SPM is PSM with the prefix as a part of the middle
-        return self._gather(text, starts, (low, high, kept), is_moved.astype(np.int64), ended)
+        ends = np.where(is_moved, lengths - _NUM_CONTROL_TOKENS, lengths)
+        splits = _below(ends + 1, words[:, 2:])
+        low, high = np.where(is_moved, splits.min(axis=1), ends), np.where(is_moved, splits.max(axis=1), ends)
+        low[is_moved & (shares[:, 1] < self.spm_rate)] = 0  # SPM is PSM whose middle includes the prefix
+        return self._gather(text, starts, (low, high, ends), is_moved.astype(np.int64), ended)
 
     def _documents(self, text: np.ndarray, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return start, tokens before the end-of-document token, and number of such tokens (0, 1) of each document."""
+        """Return (start, tokens before the end-of-document token, 1 if there is such a token else 0) per document."""
         is_eod = np.zeros(len(text), np.bool_) if self.eod_id is None else text == self.eod_id
         is_last = is_eod.copy()
         is_last[np.cumsum(sizes) - 1] = True
@@ -101,27 +103,31 @@ class Fim:
     def _gather(
         self, text: np.ndarray, starts: np.ndarray, bounds: tuple[np.ndarray, ...], moved: np.ndarray, ended: np.ndarray
     ) -> np.ndarray:
-        """Return the text with each document as prefix, suffix and middle; one that stays is all prefix.
+        """Return the text with each document in the order prefix, suffix, middle.
 
-        ``bounds`` are the ends of prefix, middle and suffix in the old order, ``moved`` and ``ended`` 0 or 1.
+        Args:
+            bounds: ends of the prefix, the middle and the suffix in the original order. A document that is not
+                rearranged consists only of a prefix.
+            moved: 1 for rearranged documents, else 0.
+            ended: 1 for documents with an end-of-document token, else 0.
         """
-        low, high, kept = bounds
+        low, high, ends = bounds
         control = len(text) + np.zeros_like(starts)
-        lengths = kept + moved * _NUM_CONTROL_TOKENS
+        lengths = ends + moved * _NUM_CONTROL_TOKENS
         begins = (control, starts, control + 1, starts + high, control + 2, starts + low, starts + lengths)
-        counts = (moved, low, moved, kept - high, moved, high - low, ended)
+        counts = (moved, low, moved, ends - high, moved, high - low, ended)
         source = np.concatenate([text, (self.prefix_id, self.suffix_id, self.middle_id)])
         return source[runs(np.array(begins).T.ravel(), np.array(counts).T.ravel())]
 
 
 def _below(limits: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Return a random number from 0 ... limits[i] - 1 for each of words[i]."""
+    """Map each random word in words[i] to an integer from 0 ... limits[i] - 1."""
     upper = words >> np.uint64(32)
     return (upper * limits.astype(np.uint64)[:, None] >> np.uint64(32)).view(np.int64)
 
 
 def fim_from(tokenizer: Vocabulary, rate: float, spm_rate: float) -> Fim | None:
-    """Return what ``--fim-rate`` and ``--fim-spm-rate`` ask for; None for a rate of 0.
+    """Return the settings for ``--fim-rate`` and ``--fim-spm-rate``; None for a rate of 0.
 
     Raises:
         ConfigError: a rate is outside 0 ... 1.

@@ -1,4 +1,4 @@
-"""The three data sets of a GPT run, checked before training starts."""
+"""The training, validation and test datasets of a GPT run, checked before training starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import IndexedDataset
 
 SHORTEST_PACKED = 2
-"""Tokens of a document that gives one label; best-fit packing pads what is left of its sample."""
+"""Tokens of the shortest useful document (one input and one label); best-fit packing pads the rest of its sample."""
 
 
 def build_train_valid_test(
@@ -30,16 +30,17 @@ def build_train_valid_test(
     packing: str = "concat",
     fim: Fim | None = None,
 ) -> Three:
-    """Return the samples of train, valid and test; None for a split that is not needed.
+    """Return the training, validation and test datasets; None for a split that is not needed.
 
     Args:
-        vocab_size: of the model's tokenizer; every token id must be below it.
-        tokenizer_identity: compared with the one in the sidecar where there is one.
-        flags_needing_eod: flags in use that work only where documents end with the end-of-document token.
-        packing, fim: as ``GPTDataset``.
+        vocab_size: vocabulary size of the model's tokenizer; every token id must be smaller.
+        tokenizer_identity: identity of the model's tokenizer; compared with the identity in the sidecar if there is
+            one.
+        flags_needing_eod: flags in use that require every document to end with the end-of-document token.
+        packing, fim: see ``GPTDataset``.
 
     Raises:
-        DataError: rows D02 and D09-D14 of the list of faults; paths and weights that cannot be used.
+        DataError: rows D02 and D09-D14 of the list of faults, or unusable paths or weights.
     """
 
     def open_corpus(prefix: str, cache: IndexCache) -> OpenCorpus:

@@ -1,4 +1,4 @@
-"""GPTDataset: windows or packed documents of a token file."""
+"""GPTDataset: samples from a token file, as windows over concatenated documents or as packed documents."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ _PADDING = 0
 
 
 class GPTDataset:
-    """Sample i, for any i >= 0, is L + 1 tokens; i // samples_per_epoch is its epoch.
+    """Endless samples of L + 1 tokens; sample i belongs to epoch i // samples_per_epoch.
 
-    | packing | sample | of an epoch's T tokens |
+    | packing | sample | use of an epoch's T tokens |
     |---|---|---|
-    | concat | int64[L + 1] | floor((T - 1) / L) samples; neighbours share one token, the tail is left out |
-    | best-fit | {"text": int64[L + 1], "segments": int32[L + 1]} | every token; documents are cut only where too long |
+    | concat | int64[L + 1] | floor((T - 1) / L) samples; neighbours share one token, the tail is dropped |
+    | best-fit | {"text": int64[L + 1], "segments": int32[L + 1]} | all tokens; only overlong documents are split |
 
-    ``segments`` counts the pieces of documents within the sample from 0, and is -1 where it is padded (with token 0,
-    which nothing sees and which has no loss).
+    ``segments`` numbers the pieces of documents within the sample from 0. Padding has segment -1 and token 0; no token
+    attends to it, and it has no loss.
 
     Args:
-        documents: (start, stop) of the documents to take, or their ascending numbers.
-        seq_length: L, tokens that a sample feeds to the model.
-        seed: the same on all ranks.
+        documents: (start, stop) of the documents to use, or their ascending indices.
+        seq_length: L, the tokens of a sample that are fed to the model.
+        seed: seed of the sample order; the same on all ranks.
         fim: rearranges documents for fill-in-the-middle, keyed by (seed, i).
-        cache: where the order of many documents is kept for all processes of this host; None: in each one's memory.
-        draws: changes what ``fim`` draws, so that corpora that are mixed do not draw alike.
+        cache: shares the document order of large corpora between the processes of this host; None: each process
+            computes the order in its own memory.
+        draws: additional key for the random draws of ``fim``, so that the corpora of a mixture draw differently.
 
     Raises:
-        DataError: the documents hold less than one sample.
+        DataError: the documents have fewer tokens than one sample.
     """
 
     def __init__(
@@ -81,12 +82,12 @@ class GPTDataset:
 
     @property
     def prefix(self) -> str:
-        """The path of the token files without their suffix."""
+        """The path of the token files without a suffix."""
         return self.token_file.prefix
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short text that changes with all that changes a sample or the order of samples."""
+        """A short digest of all settings and data that determine the samples and their order."""
         key = f"{self.token_file.fingerprint}:{documents_key(self.documents)}:{self.seq_length}:{self.seed}"
         if self.packing != "concat":
             key += f":{self.packing}"
@@ -95,14 +96,14 @@ class GPTDataset:
         return hashlib.sha256(key.encode()).hexdigest()[:16]
 
     def prefetch(self, index: int) -> None:
-        """Have what sample ``index`` is made of fetched, where the tokens lie in an object store."""
+        """Start to fetch the tokens of sample ``index`` if the token file is in an object store."""
         prefetch_pieces(self.token_file, self._windows.pieces(index))
 
     def __getitem__(self, index: int) -> np.ndarray | dict[str, np.ndarray]:
         """Return sample ``index``.
 
         Raises:
-            DataError: it cannot be read; names the sample, the document and the place in the file.
+            DataError: the sample cannot be read; the message names the sample, the document and the file position.
         """
         pieces = self._windows.pieces(index)
         text, sizes = read_pieces(self.token_file, index, pieces), [piece.length for piece in pieces]

@@ -1,4 +1,4 @@
-"""Inputs, labels, loss mask, positions and documents of raw GPT samples."""
+"""Model inputs of a GPT micro-batch: tokens, labels, loss mask, positions and segment ids."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ def gpt2_fields(
 
     Shapes:
         tokens [b, L+1], int64; segments [b, L+1], int32, the document of each token, -1 for padding
-        loss_mask [b, L+1], int32, 1 where a token is to be predicted; None: everywhere
-        all results [b, L]; loss_mask is float32, segment_ids int32 or None without ``reset_attention_mask``
+        loss_mask [b, L+1], int32, 1 for tokens to predict; None: all tokens
+        all results [b, L]; loss_mask is float32; segment_ids is int32, or None without ``segments`` and
+        ``reset_attention_mask``
 
-    An end-of-document token belongs to the document that it ends. ``eod_mask_loss`` leaves out the loss where the input
-    is such a token: what follows it is another document, which nothing can predict.
+    An end-of-document token belongs to the document that it ends. ``eod_mask_loss`` masks the loss where the input is
+    an end-of-document token, because its label is the unpredictable first token of another document.
 
-    With ``segments`` documents are kept apart by these alone: positions count from 0 in each, segment_ids are given,
-    and there is no loss where the label is of another document than the input, nor on padding. Padding sees padding.
+    With ``segments``, document boundaries come only from ``segments``: positions restart at 0 in each document,
+    segment_ids are returned, and the loss is masked on padding and where input and label belong to different
+    documents. Padding attends only to padding.
 
     Raises:
-        ValueError: one of the three options without ``eod_id``.
+        ValueError: one of the three options is set without ``eod_id``.
     """
     if eod_id is None and (reset_position_ids or reset_attention_mask or eod_mask_loss):
         raise ValueError(
@@ -57,7 +59,7 @@ def gpt2_fields(
 
 
 def _document_starts(is_eod: Tensor, positions: Tensor) -> Tensor:
-    """Return, for each position, where its document starts in the sample."""
+    """Return the start of each position's document within the sample."""
     starts = torch.zeros_like(positions)
     starts[:, 1:] = torch.where(is_eod[:, :-1], positions[:, 1:], 0)
     return starts.cummax(dim=1).values

@@ -1,4 +1,4 @@
-"""The ``.idx`` format: read, checked, written.
+"""The ``.idx`` format: layout, decoding and checks.
 
 | offset | type | content |
 |---|---|---|
@@ -8,9 +8,10 @@
 | 18, 26 | u64, u64 | S sequences; D = documents + 1 |
 | 34 | int32[S], int64[S], int64[D] | lengths in tokens; byte offsets into .bin; first sequence of each document |
 
-Little-endian throughout. The ``.bin`` is the tokens alone. Readers of Megatron-LM of any age open these files, and
-this one opens what its writers of 2020 and of today make. Tools that know no documents, as CPM's, leave one document
-start, 0: each sequence then is a document. Megatron's multimodal sets have int8[S] more at the end, and are refused.
+All numbers are little-endian. The ``.bin`` contains only the tokens. All versions of Megatron-LM can read these files,
+and this module reads the files that Megatron-LM has written from 2020 until today. Tools without a notion of documents,
+such as CPM's, write a single document start, 0; then each sequence is a document. Megatron-LM's multimodal files have
+an additional int8[S] at the end and are rejected.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ TOKEN_TYPES: dict[int, type[np.generic]] = {
     5: np.int64,
     8: np.uint16,
 }
-"""Codes 6 and 7 are left out: their meaning changed over the years, so nobody can know what such a file holds."""
+"""Token types by code. Codes 6 and 7 are not supported: their meaning changed between versions of Megatron-LM."""
 
 U16_BELOW_VOCAB_SIZE = 65_500
 _LAZY_MAGIC = b"TNTIDX\x00\x00"
 
 
 class Header(NamedTuple):
-    """What the first bytes of an ``.idx`` say, and where its three arrays begin."""
+    """The header of an ``.idx`` and the offsets of its arrays."""
 
     dtype: np.dtype
     num_sequences: int
@@ -61,16 +62,17 @@ class Header(NamedTuple):
 
 
 def token_type(vocab_size: int) -> np.dtype:
-    """Return the type that tokens of a vocabulary of this size are stored in."""
+    """Return the storage type of the tokens for a vocabulary of this size."""
     return np.dtype(np.uint16 if vocab_size < U16_BELOW_VOCAB_SIZE else np.int32)
 
 
 def decode_header(opening: bytes, file_bytes: int, path: Path) -> Header:
     """Return the header of an ``.idx`` of ``file_bytes`` bytes that starts with ``opening``.
 
+    The counts in the header are checked against the file size before memory is allocated for them.
+
     Raises:
-        DataError: not such a file, of a kind that cannot be read, or of another size than its counts need. Nothing is
-            allocated by counts that the file claims before they are seen to fit its size.
+        DataError: the file is not an index, has an unsupported format, or its size does not match its counts.
     """
     if file_bytes < HEADER.size:
         raise DataError(
@@ -97,10 +99,10 @@ def decode_index(data: bytes, path: Path) -> tuple[np.ndarray, np.dtype]:
     """Return (tokens of each document as int32, token type) from the bytes of an ``.idx``.
 
     Raises:
-        DataError: as ``decode_header``, or its three arrays disagree.
+        DataError: see ``decode_header``; or the three arrays are inconsistent.
     """
     header = decode_header(data[: HEADER.size], len(data), path)
-    # The arrays lie unaligned in the file; one aligned copy makes every later search some thousand times faster.
+    # The arrays are unaligned in the file. An aligned copy makes later searches about a thousand times faster.
     lengths = np.frombuffer(data, "<i4", header.num_sequences, HEADER.size).astype(np.int32)
     offsets = np.frombuffer(data, "<i8", header.num_sequences, header.offsets_at)
     starts = np.frombuffer(data, "<i8", header.num_starts, header.starts_at).astype(np.int64)
@@ -116,12 +118,12 @@ def decode_index(data: bytes, path: Path) -> tuple[np.ndarray, np.dtype]:
 
 
 def has_no_documents(starts: np.ndarray) -> bool:
-    """Whether these document starts are those of a tool that knows no documents."""
+    """Return True if the document starts were written by a tool without a notion of documents."""
     return len(starts) == 1 and starts[0] == 0
 
 
 def check_lengths(lengths: np.ndarray, first: int, path: Path) -> None:
-    """No length, the first of which is that of sequence ``first``, may be negative."""
+    """Raise DataError if a length is negative; ``lengths[0]`` is the length of sequence ``first``."""
     if len(lengths) and lengths.min() < 0:
         worst = int(np.flatnonzero(lengths < 0)[0])
         raise DataError(
@@ -130,19 +132,19 @@ def check_lengths(lengths: np.ndarray, first: int, path: Path) -> None:
 
 
 def offsets_error(path: Path) -> DataError:
-    """Return the error of an index whose second array is wrong."""
+    """Return the error for an index whose byte offsets (second array) are wrong."""
     return DataError(f"{path}: byte offsets do not follow from the lengths; the file is damaged. Build it again.")
 
 
 def starts_error(num_sequences: int, path: Path) -> DataError:
-    """Return the error of an index whose third array is wrong."""
+    """Return the error for an index whose document starts (third array) are wrong."""
     return DataError(
         f"{path}: document starts must rise from 0 to {num_sequences} sequences; the file is damaged. Build it again."
     )
 
 
 def joined_sizes(bounds: np.ndarray, first: int, path: Path) -> np.ndarray:
-    """Return the tokens of each document as int32, from where each begins and ends; the first is document ``first``."""
+    """Return the number of tokens of documents ``first``, ``first`` + 1, ... as int32, from their boundaries."""
     sizes = np.diff(bounds)
     if len(sizes) and sizes.max() > np.iinfo(np.int32).max:
         raise DataError(
@@ -173,7 +175,7 @@ def _check_kind(magic: bytes, version: int, code: int, path: Path) -> None:
 
 
 def _document_sizes(starts: np.ndarray, ends: np.ndarray, lengths: np.ndarray, path: Path) -> np.ndarray:
-    """Join the sequences of a document: Megatron's files may hold several (sentences) in one."""
+    """Return the tokens of each document; in Megatron-LM's files a document may have several sequences (sentences)."""
     if len(starts) == len(lengths) + 1 and np.array_equal(starts, np.arange(len(starts))):
         return lengths
     return joined_sizes(np.concatenate([np.zeros(1, np.int64), ends])[starts], 0, path)

@@ -1,4 +1,4 @@
-"""Writes the bytes of an ``.idx`` in chunks."""
+"""Write an ``.idx`` in chunks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _STARTS_AT_ONCE = 1 << 20
 def index_chunks(
     blocks: Callable[[], Iterable[np.ndarray]], num_documents: int, dtype: np.dtype
 ) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of an ``.idx`` with one sequence per document, in memory of one block.
+    """Yield the bytes of an ``.idx`` with one sequence per document, holding only one block in memory.
 
     Args:
-        blocks: gives the tokens of each document in order, as arrays of any length; called once per pass.
-        num_documents: how many there are in all blocks.
+        blocks: iterates over the document sizes in order, in arrays of any length; called once per pass.
+        num_documents: the number of documents in all blocks.
         dtype: type of the tokens in the ``.bin``.
     """
-    codes = {np.dtype(kind): code for code, kind in TOKEN_TYPES.items()}
+    codes = {np.dtype(token_type): code for code, token_type in TOKEN_TYPES.items()}
     yield HEADER.pack(MAGIC, VERSION, codes[dtype], num_documents, num_documents + 1)
     for sizes in blocks():
         yield sizes.astype("<i4").data.cast("B")

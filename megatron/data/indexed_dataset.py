@@ -1,4 +1,4 @@
-"""IndexedDataset: documents of ``PREFIX.bin`` and ``PREFIX.idx``."""
+"""IndexedDataset: read the documents of ``PREFIX.bin`` and ``PREFIX.idx``."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ _PROBE_BYTES = 1 << 16
 
 
 class IndexedDataset:
-    """The documents of one pair of token files; ours and Megatron's.
+    """The documents of a pair of token files, written by this project or by Megatron-LM.
 
-    ``sizes`` is the number of tokens of each document (int32); in a large file it lies unaligned in the mapped
-    ``.idx``, so index it in blocks. ``sidecar`` is None for files that have none.
+    Attributes:
+        sizes: the number of tokens of each document (int32). For a large file this array is an unaligned view of the
+            mapped ``.idx``, so index it in blocks.
+        sidecar: the content of ``PREFIX.meta.json``; None if the file does not exist.
 
     Args:
-        reader: "mmap", or "pread" for network file systems: the same results.
-        cache: where the sizes of a large file are shared by the processes of this host if they cannot be mapped as they
-            are: with "pread", and where documents have several sequences. None: 4 bytes a document in each process.
-            It also keeps what is read from an object store, which a ``prefix`` such as s3://bucket/corpus names.
+        prefix: path of the token files without a suffix; may name an object store, such as s3://bucket/corpus.
+        reader: "mmap", or "pread" for network file systems; the results are the same.
+        cache: shares the sizes of a large file between the processes of this host if they cannot be mapped directly
+            (with "pread", or if documents have several sequences). None: 4 bytes per document in each process. The
+            cache also stores the data read from an object store.
 
     Raises:
-        DataError: a file is missing, damaged, or the two do not belong together.
+        DataError: a file is missing or damaged, or the files do not belong together.
     """
 
     def __init__(self, prefix: str | Path, *, reader: str = "mmap", cache: IndexCache | None = None) -> None:
@@ -74,7 +77,7 @@ class IndexedDataset:
             self._file = RangeReader(self.token_path, ranges)
 
     def read(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return a copy of ``length`` tokens of ``document`` from ``offset`` on (all that follow if None)."""
+        """Return a copy of ``length`` tokens of ``document`` from ``offset`` on (None: up to the document's end)."""
         size = int(self.sizes[document])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
@@ -84,12 +87,12 @@ class IndexedDataset:
         return self.read_tokens(self._table.start(document) + offset, length)
 
     def read_tokens(self, start: int, count: int) -> np.ndarray:
-        """Return a copy of ``count`` tokens from number ``start`` of the whole file on, across documents."""
+        """Return a copy of ``count`` tokens from token ``start`` of the file on, across document boundaries."""
         width = self.dtype.itemsize
         return self._file.read(start * width, count * width).view(self.dtype)
 
     def prefetch(self, pieces: Sequence[Piece]) -> None:
-        """Have tokens fetched that ``read`` will be asked for, where they lie in an object store."""
+        """Start to fetch the tokens of ``pieces`` if the token file is in an object store."""
         if isinstance(self._file, RangeReader):
             width = self.dtype.itemsize
             self._file.prefetch(
@@ -98,49 +101,49 @@ class IndexedDataset:
 
     @property
     def changed_ns(self) -> int:
-        """When the tokens were written last."""
+        """The modification time of the token file in nanoseconds."""
         return object_store.status(self.token_path).time_ns
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """int64[num_documents + 1], where each document starts and the last one ends: not for large files."""
+        """int64[num_documents + 1], the start of each document and the end of the last one; not for large files."""
         return self.starts_of(0, self.num_documents)
 
     def starts_of(self, first: int, stop: int) -> np.ndarray:
-        """Return int64[stop - first + 1], where documents first ... stop - 1 start and where the last one ends."""
+        """Return int64[stop - first + 1], the starts of documents first ... stop - 1 and the end of the last one."""
         return self._table.starts_of(first, stop)
 
     def byte_offset(self, document: int, offset: int = 0) -> int:
-        """Return where in the ``.bin`` a token lies."""
+        """Return the byte offset in the ``.bin`` of token ``offset`` of ``document``."""
         return (self._table.start(document) + offset) * self.dtype.itemsize
 
     @property
     def max_token_id(self) -> int | None:
-        """The largest token id where a sidecar tells it, else None."""
+        """The largest token id according to the sidecar; None without a sidecar."""
         return self.sidecar.max_token_id if self.sidecar else None
 
     @property
     def has_eod(self) -> bool | None:
-        """Whether each document ends with an end-of-document token; None where no sidecar tells it."""
+        """True if each document ends with an end-of-document token; None without a sidecar."""
         return self.sidecar.has_eod if self.sidecar else None
 
     def first_outside(self, vocab_size: int) -> tuple[int, int, int] | None:
-        """Return (document, offset, id) of the first token id that is not in 0 ... vocab_size - 1, reading all."""
+        """Scan the file and return (document, offset, id) of the first token id not in 0 ... vocab_size - 1."""
         for start in range(0, self.num_tokens, _SCAN_TOKENS):
             block = self.read_tokens(start, min(_SCAN_TOKENS, self.num_tokens - start))
             if int(block.max()) < vocab_size and int(block.min()) >= 0:
                 continue
-            place = int(np.flatnonzero((block >= vocab_size) | (block < 0))[0])
-            document = self._table.find(start + place)
-            return document, start + place - self._table.start(document), int(block[place])
+            position = int(np.flatnonzero((block >= vocab_size) | (block < 0))[0])
+            document = self._table.find(start + position)
+            return document, start + position - self._table.start(document), int(block[position])
         return None
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short text that changes when the tokens do.
+        """A short digest of the tokens.
 
-        It covers the ``.idx`` (of a large one all lengths), and all of a small ``.bin``, evenly spaced parts of a large
-        one.
+        It covers the ``.idx`` (for a large file only the lengths) and the ``.bin`` (for a large file only evenly spaced
+        blocks).
         """
         digest = hashlib.sha256(f"{self.dtype.name}:{self.num_tokens}:{self._table.key}".encode())
         num_bytes = self.num_tokens * self.dtype.itemsize
@@ -156,12 +159,14 @@ class IndexedDataset:
         return digest.hexdigest()[:16]
 
     def _fetched(self, ranges: RangeCache) -> tuple[Path, Path]:
-        """Return the copies of the ``.idx`` and of the sidecar, which is missing where the store has none."""
+        """Return the local copies of the ``.idx`` and the sidecar; the latter path does not exist without a sidecar."""
         names = [self.prefix + suffix for suffix in (".idx", ".bin", ".meta.json")]
-        is_there = [object_store.size_of(name) is not None for name in names]
-        self._check_present([name for name, found in zip(names[:2], is_there[:2], strict=True) if not found])
+        are_present = [object_store.size_of(name) is not None for name in names]
+        self._check_present(
+            [name for name, is_present in zip(names[:2], are_present[:2], strict=True) if not is_present]
+        )
         index = ranges.whole(names[0])
-        return index, ranges.whole(names[2]) if is_there[2] else index.with_name("no sidecar")
+        return index, ranges.whole(names[2]) if are_present[2] else index.with_name("no sidecar")
 
     def _check_present(self, missing: Sequence[Path | str]) -> None:
         for path in missing:
@@ -173,11 +178,11 @@ class IndexedDataset:
             )
 
     def _check_bytes(self) -> None:
-        expected, found = self.num_tokens * self.dtype.itemsize, object_store.status(self.token_path).size
-        if expected != found:
+        expected, actual = self.num_tokens * self.dtype.itemsize, object_store.status(self.token_path).size
+        if expected != actual:
             raise DataError(
                 f"{self.token_path} must have {expected} bytes ({self.num_tokens} tokens of {self.dtype.itemsize} "
-                f"bytes by {self.index_path.name}), it has {found}. "
+                f"bytes by {self.index_path.name}), it has {actual}. "
                 "It was cut short or belongs to another .idx: build both again."
             )
 

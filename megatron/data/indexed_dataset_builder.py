@@ -1,4 +1,4 @@
-"""Writing a pair of token files, in memory that grows neither with the tokens nor with the documents."""
+"""Write a pair of token files; memory use is independent of the numbers of tokens and documents."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from megatron.errors import DataError
 
 
 def check_prefix(prefix: str) -> None:
-    """Check that a prefix of files to be written ends with a name: "data/" would give the hidden file "data/.bin".
+    """Check that an output prefix is a local path that ends with a name.
+
+    A prefix such as "data/" would create the hidden file "data/.bin".
 
     Raises:
-        DataError: it does not.
+        DataError: the prefix has no name, or it names an object store.
     """
     if os.path.basename(prefix) in ("", ".", ".."):
         raise DataError(f"--output-prefix must end with a name for the files, such as data/corpus, got {prefix!r}")
@@ -33,14 +35,16 @@ def check_prefix(prefix: str) -> None:
 
 
 class IndexedDatasetBuilder:
-    """Streams documents into ``PREFIX.bin``, ``.idx``, ``.meta.json``, which appear together when the block ends well.
+    """Stream documents into ``PREFIX.bin``, ``.idx`` and ``.meta.json``.
+
+    A context manager. The files appear together when the ``with`` block ends without an exception.
 
     Args:
-        vocab_size: ids must be below it; also chooses the token type. None: nobody knows it, ``dtype`` is given and no
-            ``.meta.json`` is written (an older one goes).
-        tokenizer: identity of the tokenizer, kept in the sidecar.
-        eod_id: id that ends every document given to ``add``, or None if documents have no such end.
-        dtype: type of the tokens in the file, if not the one that follows from ``vocab_size``.
+        vocab_size: exclusive upper bound of the token ids; also determines the token type. If None (unknown),
+            ``dtype`` is required, no ``.meta.json`` is written, and an existing one is deleted.
+        tokenizer: identity of the tokenizer, stored in the sidecar.
+        eod_id: id of the token that ends every added document; None if documents do not end with such a token.
+        dtype: token type of the file; by default it follows from ``vocab_size``.
     """
 
     def __init__(
@@ -87,14 +91,14 @@ class IndexedDatasetBuilder:
             self._close_and_remove()
 
     def _close_and_remove(self) -> None:
-        with suppress(OSError):  # a full disk fails a second time when what is buffered is written on closing
+        with suppress(OSError):  # on a full disk, flushing the buffers on close fails a second time
             self._open.close()
         for path in [self._sizes_path, *([] if file_io.is_pending(self.prefix) else self._temporary)]:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
     def add(self, tokens: np.ndarray, sizes: np.ndarray | None = None) -> None:
-        """Append documents: ``tokens`` holds them one after the other, ``sizes`` their lengths (None: one document)."""
+        """Append the concatenated documents ``tokens`` with lengths ``sizes`` (None: a single document)."""
         sizes = np.array([len(tokens)], np.int64) if sizes is None else sizes
         if int(sizes.sum(dtype=np.int64)) != len(tokens):
             raise ValueError(f"sizes sum to {sizes.sum()}, but {len(tokens)} tokens were given")
@@ -108,15 +112,15 @@ class IndexedDatasetBuilder:
     def append(
         self, path: Path, sizes: Iterable[np.ndarray], *, num_tokens: int, max_token_id: int, crc32: int | None = None
     ) -> None:
-        """Append a whole file of tokens of this writer's type, without looking at them.
+        """Append a file of tokens of this builder's token type without inspecting the tokens.
 
         Args:
             sizes: tokens of each document in ``path``, in arrays of any length; empty documents are dropped.
             max_token_id: the largest id in ``path``, for the sidecar.
-            crc32: that of ``path``, if it is known; else it is computed on the way, at half the speed.
+            crc32: checksum of ``path``. If None, it is computed while copying, at half the speed.
 
         Raises:
-            DataError: the file has another size than ``num_tokens`` need, or ``sizes`` have another sum.
+            DataError: the size of the file or the sum of ``sizes`` does not match ``num_tokens``.
         """
         if num_tokens:
             self._check_ids(0, max_token_id)
@@ -127,11 +131,11 @@ class IndexedDatasetBuilder:
         self.num_tokens += num_tokens
 
     def _add_sizes(self, sizes: np.ndarray) -> int:
-        kept = sizes[sizes > 0].astype("<i4")
-        if len(kept):
-            self._sizes.write(kept.data.cast("B"))
-        self.num_documents += len(kept)
-        return int(kept.sum(dtype=np.int64))
+        nonempty = sizes[sizes > 0].astype("<i4")
+        if len(nonempty):
+            self._sizes.write(nonempty.data.cast("B"))
+        self.num_documents += len(nonempty)
+        return int(nonempty.sum(dtype=np.int64))
 
     def _check_ids(self, lowest: int, highest: int) -> None:
         limit = np.iinfo(self.dtype).max + 1 if self._vocab_size is None else self._vocab_size
@@ -144,13 +148,13 @@ class IndexedDatasetBuilder:
         self._sizes.flush()
         blocks: Callable[[], Iterator[np.ndarray]] = lambda: read_sizes(self._sizes_path)  # noqa: E731
         _, index_crc32 = files.write_chunks(self._temporary[1], index_chunks(blocks, self.num_documents, self.dtype))
-        written, gone = self._paths, self._paths[2:]
+        written, obsolete = self._paths, self._paths[2:]
         if self._vocab_size is None:
             written = self._paths[:2]
         else:
-            gone = []
+            obsolete = []
             files.write_bytes(self._temporary[2], self._sidecar(self._vocab_size, index_crc32).to_json())
-        file_io.replace_together(self.prefix, written, gone)
+        file_io.replace_together(self.prefix, written, obsolete)
 
     def _sidecar(self, vocab_size: int, index_crc32: int) -> DatasetMetadata:
         return DatasetMetadata(

@@ -1,13 +1,13 @@
-"""LargeIndex: an ``.idx`` file read in place, too large to load in each process.
+"""LargeIndex: an ``.idx`` file that is too large to load in each process and is accessed in place.
 
-| part of the file | looked at |
+| part of the file | check |
 |---|---|
-| header, size of the file | whole |
-| lengths | each, in blocks: none negative; their sum must fit the ``.bin``; their crc32 is part of the fingerprint |
-| byte offsets | first, last and some thousand places; nothing is read by them |
-| document starts | as the offsets where a sidecar tells that our writer made the file, else each |
+| header, file size | complete |
+| lengths | all, in blocks: not negative, and their sum must match the ``.bin``; the fingerprint contains their crc32 |
+| byte offsets | the first, the last and a few thousand others; they are not used for reading |
+| document starts | like the byte offsets if a sidecar shows that this project wrote the file, otherwise all |
 
-Blocks are read by ``pread``: a mapping would leave all those pages with the process.
+Blocks are read by ``pread``, because the pages of a mapping would stay resident in the process.
 """
 
 from __future__ import annotations
@@ -38,10 +38,15 @@ _DOCUMENTS_JOINED = 1 << 16
 
 
 class LargeIndex:
-    """``sizes`` of all documents, ``starts`` of every ``STRIDE``-th one and of the end, ``crc32`` of the sizes.
+    """The content of a large ``.idx``.
+
+    Attributes:
+        sizes: tokens of each document.
+        starts: first token of every ``STRIDE``-th document, followed by the total number of tokens.
+        crc32: checksum of the sizes.
 
     Raises:
-        DataError: the file is damaged, as far as the table above says.
+        DataError: one of the checks in the table above fails.
     """
 
     def __init__(
@@ -61,7 +66,7 @@ class LargeIndex:
             self.sizes = np.ndarray(header.num_sequences, "<i4", mapped, HEADER.size)
 
     def _numbers(self, place: int, kind: str, first: int, count: int) -> np.ndarray:
-        """Return ``count`` numbers, from number ``first`` on, of the array that begins at byte ``place``."""
+        """Return ``count`` numbers, starting with number ``first``, of the array that begins at byte ``place``."""
         width = np.dtype(kind).itemsize
         return self._file.read(place + first * width, count * width).view(kind)
 
@@ -71,7 +76,7 @@ class LargeIndex:
             yield self._numbers(HEADER.size, "<i4", first, min(_BLOCK, count - first))
 
     def _scan(self, blocks: Iterable[np.ndarray]) -> tuple[np.ndarray, int]:
-        """Return (tokens before every ``STRIDE``-th of the sizes in ``blocks`` and of all, crc32 of the sizes)."""
+        """Return (cumulative tokens before every ``STRIDE``-th document and in total, crc32 of the sizes)."""
         sums, crc32, first = [np.zeros(1, np.int64)], 0, 0
         for block in blocks:
             check_lengths(block, first, self._path)
@@ -86,42 +91,44 @@ class LargeIndex:
         expected = {count - 1: int(self.starts[-1]) - last}
         for block in _spread(-(-count // STRIDE)):
             expected[block * STRIDE] = int(self.starts[block])
-        for place, start in expected.items():
-            if int(self._numbers(self._header.offsets_at, "<i8", place, 1)[0]) != start * width:
+        for sequence, start in expected.items():
+            if int(self._numbers(self._header.offsets_at, "<i8", sequence, 1)[0]) != start * width:
                 raise offsets_error(self._path)
 
     def _is_document_each(self, has_metadata: bool) -> bool:
-        """Whether each sequence is a document."""
-        count, at = self._header.num_starts, self._header.starts_at
-        if has_no_documents(self._numbers(at, "<i8", 0, min(count, 2))):
+        """Return True if each sequence is a document."""
+        count, starts_at = self._header.num_starts, self._header.starts_at
+        if has_no_documents(self._numbers(starts_at, "<i8", 0, min(count, 2))):
             return True
         if count != self._header.num_sequences + 1:
             return False
         if not has_metadata:
-            blocks = ((first, self._numbers(at, "<i8", first, min(_BLOCK, count - first))) for first in _firsts(count))
+            blocks = (
+                (first, self._numbers(starts_at, "<i8", first, min(_BLOCK, count - first))) for first in _firsts(count)
+            )
             return all(np.array_equal(block, np.arange(first, first + len(block))) for first, block in blocks)
-        if any(int(self._numbers(at, "<i8", place, 1)[0]) != place for place in _spread(count)):
+        if any(int(self._numbers(starts_at, "<i8", idx, 1)[0]) != idx for idx in _spread(count)):
             raise starts_error(self._header.num_sequences, self._path)
         return True
 
     def _joined(self) -> Iterator[np.ndarray]:
-        """Yield the sizes of documents of several sequences (sentences), in blocks."""
+        """Yield document sizes in blocks, for documents that consist of several sequences (sentences)."""
         num_documents, num_sequences = self._header.num_starts - 1, self._header.num_sequences
-        at, wrong = self._header.starts_at, starts_error(self._header.num_sequences, self._path)
-        if num_documents < 1 or int(self._numbers(at, "<i8", 0, 1)[0]) != 0:
-            raise wrong
+        starts_at, error = self._header.starts_at, starts_error(self._header.num_sequences, self._path)
+        if num_documents < 1 or int(self._numbers(starts_at, "<i8", 0, 1)[0]) != 0:
+            raise error
         for first in range(0, num_documents, _DOCUMENTS_JOINED):
-            starts = self._numbers(at, "<i8", first, min(_DOCUMENTS_JOINED, num_documents - first) + 1)
+            starts = self._numbers(starts_at, "<i8", first, min(_DOCUMENTS_JOINED, num_documents - first) + 1)
             if (np.diff(starts) < 0).any() or starts[0] < 0 or starts[-1] > num_sequences:
-                raise wrong
+                raise error
             lengths = self._numbers(HEADER.size, "<i4", int(starts[0]), int(starts[-1] - starts[0]))
             ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
             yield joined_sizes(ends[starts - starts[0]], first, self._path)
         if starts[-1] != num_sequences:
-            raise wrong
+            raise error
 
     def _kept(self, kind: str, blocks: Callable[[], Iterator[np.ndarray]]) -> np.ndarray:
-        """Return all blocks as one array: in a file of the cache, else in memory."""
+        """Return the concatenated blocks, from a cache file if there is a cache, else in memory."""
         if self._cache is None:
             return np.concatenate(list(blocks()))
         status = self._path.stat()
@@ -135,5 +142,5 @@ def _firsts(count: int) -> range:
 
 
 def _spread(count: int) -> list[int]:
-    """Return the first, the last and evenly spaced numbers below ``count``."""
+    """Return evenly spaced integers from 0 to ``count - 1``."""
     return sorted(set(np.linspace(0, count - 1, min(count, NUM_PROBES)).astype(np.int64).tolist()))

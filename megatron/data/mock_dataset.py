@@ -1,4 +1,4 @@
-"""A tokenizer and texts without files, for parity runs: random tokens that are the same on every machine."""
+"""A mock tokenizer and random tokens that are the same on every machine, for parity runs without files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LONGEST_DOCUMENT = 48
 
 
 class MockTokens:
-    """A data set of random tokens; item i is a function of (seed, i). About one token in eight ends a document."""
+    """A dataset of random tokens; item i depends only on (seed, i). About one token in eight ends a document."""
 
     def __init__(self, vocab_size: int, seq_length: int, seed: int = 0) -> None:
         self.vocab_size, self.seq_length, self.seed = vocab_size, seq_length, seed
@@ -26,10 +26,10 @@ class MockTokens:
 
 
 class RandomDocuments:
-    """Documents of random tokens and unequal lengths that end with an end-of-document token, as a token file has them.
+    """A mock token file: documents of random tokens with different lengths, each with an end-of-document token.
 
     Args:
-        vocab_size: ids of text are below it.
+        vocab_size: exclusive upper bound of the token ids.
     """
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
@@ -39,7 +39,7 @@ class RandomDocuments:
         self.vocab_size, self.seed = vocab_size, seed
 
     def read(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return ``length`` tokens of ``document`` from ``offset`` on (all that follow if None)."""
+        """Return ``length`` tokens of ``document`` from ``offset`` on (None: up to the document's end)."""
         size = int(self.sizes[document])
         tokens = np.random.default_rng((self.seed, document)).integers(1, self.vocab_size, size)
         tokens[-1] = EOD_ID
@@ -48,7 +48,7 @@ class RandomDocuments:
 
 @dataclass(frozen=True)
 class MockTokenizer:
-    """What scripts read of a tokenizer, for a vocabulary of which nothing else is known."""
+    """The tokenizer attributes that training scripts read, for a vocabulary without text."""
 
     vocab_size: int
     eod_id: int = EOD_ID

@@ -14,21 +14,21 @@ from megatron.data.permutation import Permutation
 from megatron.data.sample_index import Piece, TokenSource
 from megatron.errors import DataError
 
-# Best-fit-decreasing packing, done by counts: pieces of one length are interchangeable, and so are equal samples.
+# Best-fit-decreasing packing by counts: pieces of the same length are interchangeable, and so are equal samples.
 #
-# Pieces are placed from the longest to the shortest, each in the open sample whose room it leaves smallest, or in a new
-# one. Samples with the same pieces form a group, and a step places all pieces of one length that fit into one group.
-# The number of steps therefore follows from the number of lengths: ten million documents take no longer than ten
-# thousand.
+# Pieces are placed in descending order of length. Each is added to the open sample with the smallest sufficient room,
+# or to a new sample. Samples with the same pieces form a group, and one iteration places all pieces of a length that
+# fit into a group. The number of iterations therefore depends on the number of distinct lengths: ten million documents
+# take no longer than ten thousand.
 #
 # Source: Ding et al. 2024, "Fewer truncations improve language modeling", section 3 (arXiv 2404.10830).
 
 
 class Share(NamedTuple):
-    """What each sample of a group holds of one length: ``per_sample`` pieces.
+    """The ``per_sample`` pieces of one length in each sample of a group.
 
-    The pieces of a length are numbered from 0; the group's k-th sample holds ``first`` + k * ``per_sample`` and what
-    follows.
+    The pieces of a length are numbered from 0. The k-th sample of the group contains the pieces from ``first`` +
+    k * ``per_sample`` on.
     """
 
     length: int
@@ -37,7 +37,7 @@ class Share(NamedTuple):
 
 
 class Group(NamedTuple):
-    """``num_samples`` samples alike, each with the pieces of ``shares``, the longest first."""
+    """``num_samples`` samples with the same piece lengths ``shares``, in descending order."""
 
     num_samples: int
     shares: tuple[Share, ...] = ()
@@ -49,12 +49,12 @@ class Group(NamedTuple):
         )
 
     def taking(self, share: Share) -> Group:
-        """Return these samples with ``share`` in addition."""
+        """Return a copy of the group with ``share`` appended."""
         return Group(self.num_samples, (*self.shares, share))
 
 
 class _Open:
-    """Groups of open samples by their room."""
+    """Groups of open samples, by the number of tokens that still fit."""
 
     def __init__(self) -> None:
         self.groups: dict[int, list[Group]] = {}
@@ -66,7 +66,7 @@ class _Open:
             self._rooms |= 1 << room
 
     def tightest(self, length: int) -> int | None:
-        """Return the least room of at least ``length``."""
+        """Return the smallest room of at least ``length``; None if there is none."""
         rooms = self._rooms >> length
         return length + (rooms & -rooms).bit_length() - 1 if rooms else None
 
@@ -79,97 +79,101 @@ class _Open:
 
 
 def best_fit(counts: np.ndarray, capacity: int) -> list[Group]:
-    """Return the samples that hold ``counts[length]`` pieces of each length, at most ``capacity`` tokens in each.
+    """Pack pieces into samples of at most ``capacity`` tokens and return the groups of samples.
 
     Args:
-        counts: int64[capacity + 1]; ``counts[0]`` is 0.
+        counts: int64[capacity + 1], the number of pieces of each length; ``counts[0]`` is 0.
     """
-    samples = _Open()
+    open_samples = _Open()
     for length in np.flatnonzero(counts)[::-1].tolist():
         first, stop = 0, int(counts[length])
         while first < stop:
-            room = samples.tightest(length)
-            group = Group(stop - first) if room is None else samples.take(room)
-            first = _place(samples, group, capacity if room is None else room, length, first, stop)
-    return [group for room in sorted(samples.groups) for group in samples.groups[room]]
+            room = open_samples.tightest(length)
+            group = Group(stop - first) if room is None else open_samples.take(room)
+            first = _place(open_samples, group, capacity if room is None else room, length, first, stop)
+    return [group for room in sorted(open_samples.groups) for group in open_samples.groups[room]]
 
 
 def _place(samples: _Open, group: Group, room: int, length: int, first: int, stop: int) -> int:
-    """Put pieces ``first`` ... ``stop`` - 1 into ``group``, as far as they fit; return the first that is left.
+    """Add as many of the pieces ``first`` ... ``stop`` - 1 to ``group`` as fit; return the first remaining piece.
 
-    A sample that took a piece has less room than those beside it, so it is filled up before the next is begun.
+    A sample is filled before the next one is opened, because best fit prefers the sample with the smallest room.
     """
-    most, num = room // length, group.num_samples
-    whole = min(num, (stop - first) // most)
-    samples.add(room - most * length, group.part(0, whole).taking(Share(length, most, first)))
-    first += whole * most
-    left = stop - first
-    if left and whole < num:
-        samples.add(room - left * length, group.part(whole, whole + 1).taking(Share(length, left, first)))
-        first, whole = stop, whole + 1
-    if group.shares:  # what is left of new samples was never opened
-        samples.add(room, group.part(whole, num))
+    per_sample, num_samples = room // length, group.num_samples
+    filled = min(num_samples, (stop - first) // per_sample)
+    samples.add(room - per_sample * length, group.part(0, filled).taking(Share(length, per_sample, first)))
+    first += filled * per_sample
+    num_left = stop - first
+    if num_left and filled < num_samples:
+        samples.add(room - num_left * length, group.part(filled, filled + 1).taking(Share(length, num_left, first)))
+        first, filled = stop, filled + 1
+    if group.shares:  # unused new samples were never opened
+        samples.add(room, group.part(filled, num_samples))
     return first
 
 
-# The pieces that documents are cut into for packing, in order of length.
+# The pieces of documents for packing, ordered by length.
 #
-# A sample of L inputs and L labels is L + 1 tokens. A document of at most that many is one piece. A longer one is cut
-# every L tokens, and neighbouring pieces share one token: the last label of the one is the first input of the other. So
-# each token of a document but its first is a label exactly once. Of a long document only the last piece is packed, for
-# the others fill a sample each. A document of fewer than two tokens has no label and is left out.
+# A sample with L inputs and L labels has L + 1 tokens. A document of at most L + 1 tokens is one piece. A longer
+# document is split every L tokens, and neighbouring pieces share one token: the last label of one piece is the first
+# input of the next. Every token of a document except the first is therefore a label exactly once. Only the last piece
+# of a long document needs to be packed, because each of the others fills a sample. Documents of fewer than two tokens
+# have no label and are dropped.
 #
-# What is kept is one number a document, 4 bytes while it fits: the documents sorted by the length of their last piece
-# (a counting sort, in blocks). It is the same for all epochs.
+# The stored index is the list of documents sorted by the length of their last piece (a counting sort, in blocks), with
+# 4 bytes per document if the document indices fit. It is the same for all epochs.
 
 Keep = Callable[[str, Callable[[], np.ndarray]], np.ndarray]
-"""Returns the array that the function makes, or the one kept under this name since another process made it."""
+"""A function (name, build) that returns the cached array ``name``, or builds it."""
 
 _BLOCK = 1 << 20
 
 
 class Pieces:
-    """Pieces of the documents of one split.
+    """The pieces of the documents of one split.
 
-    ``last_counts`` int64[capacity + 1] says how many last pieces have each length; ``num_full`` counts the others. The
-    documents whose last piece has n tokens are ``by_length[starts[n] : starts[n] + last_counts[n]]``.
+    Attributes:
+        last_counts: int64[capacity + 1], the number of last pieces of each length.
+        num_full: the number of all other pieces; each fills a sample.
+        by_length: documents sorted by the length of their last piece. The documents whose last piece has n tokens are
+            ``by_length[starts[n] : starts[n] + last_counts[n]]``.
     """
 
     def __init__(
         self, sizes: np.ndarray, documents: Documents, capacity: int, keep: Keep = lambda name, make: make()
     ) -> None:
-        """Look at ``sizes``, those of all documents of the file, three times."""
-        cut = _Cut(sizes, documents, capacity)
+        """Build the index in three passes over ``sizes``, the sizes of all documents of the file."""
+        cutter = _Cut(sizes, documents, capacity)
         self.step = capacity - 1
-        *counts, self.num_tokens, num_long = keep("counts", cut.counts).tolist()
+        *counts, self.num_tokens, num_long = keep("counts", cutter.counts).tolist()
         self.last_counts = np.array(counts, np.int64)
         self.starts: list[int] = (self.last_counts.cumsum() - self.last_counts).tolist()
-        self.by_length = keep("by-length", lambda: cut.sorted_by_length(np.array(counts)))
-        long = keep("long", lambda: cut.long(num_long))
+        self.by_length = keep("by-length", lambda: cutter.sorted_by_length(np.array(counts)))
+        long = keep("long", lambda: cutter.long(num_long))
         self._long, self._full_ends = long[:num_long], long[num_long:]
         self.num_full = int(self._full_ends[-1]) if num_long else 0
         self.last_counts[:2] = 0
 
     def full(self, place: int) -> tuple[int, int]:
-        """Return (document, offset) of a piece that fills a sample and is not the last of its document."""
+        """Return (document, offset) of the full piece (not the last of its document) with index ``place``."""
         row = int(np.searchsorted(self._full_ends, place, "right"))
-        before = int(self._full_ends[row - 1]) if row else 0
-        return int(self._long[row]), (place - before) * self.step
+        num_before = int(self._full_ends[row - 1]) if row else 0
+        return int(self._long[row]), (place - num_before) * self.step
 
     @property
     def num_bytes(self) -> int:
-        """How much memory this takes."""
+        """Memory of the index in bytes."""
         return self.by_length.nbytes + self._long.nbytes + self._full_ends.nbytes
 
 
 class _Cut:
-    """Computes the arrays of ``Pieces``."""
+    """The computation of the arrays of ``Pieces``."""
 
     def __init__(self, sizes: np.ndarray, documents: Documents, capacity: int) -> None:
         self.sizes, self.documents, self.capacity = sizes, documents, capacity
 
     def counts(self) -> np.ndarray:
-        """Return how many last pieces have 0, 1 ... capacity tokens, then the number of tokens, of long documents."""
+        """Return [last pieces with 0, ..., capacity tokens, total number of tokens, number of long documents]."""
         counts, num_tokens, num_long = np.zeros(self.capacity + 1, np.int64), 0, 0
         for _, sizes in self._blocks():
             counts += np.bincount(self._last(sizes), minlength=len(counts))
@@ -178,26 +182,26 @@ class _Cut:
         return np.append(counts, [num_tokens, num_long])
 
     def sorted_by_length(self, counts: np.ndarray) -> np.ndarray:
-        """Return the documents in the order of their last piece's length, those of one length in their own order."""
+        """Return the documents stably sorted by the length of their last piece."""
         result = np.empty(int(counts.sum()), number_type(self.documents))
         key_type = np.uint16 if self.capacity < 1 << 16 else np.uint32  # numpy sorts 16 bits by counting
         filled = np.cumsum(counts) - counts
-        for numbers, sizes in self._blocks():
+        for documents, sizes in self._blocks():
             lengths = self._last(sizes)
             order = np.argsort(lengths.astype(key_type), kind="stable")
-            here = np.bincount(lengths, minlength=len(counts))
-            shift = filled - (np.cumsum(here) - here)
-            result[np.arange(len(order)) + np.repeat(shift, here)] = numbers[order]
-            filled += here
+            block_counts = np.bincount(lengths, minlength=len(counts))
+            shift = filled - (np.cumsum(block_counts) - block_counts)
+            result[np.arange(len(order)) + np.repeat(shift, block_counts)] = documents[order]
+            filled += block_counts
         return result
 
     def long(self, num_long: int) -> np.ndarray:
-        """Return int64[2 x num_long]: documents of more than one piece; the full pieces of each and all before it."""
+        """Return int64[2 x num_long]: the documents of several pieces, then the cumulative counts of full pieces."""
         result, filled = np.empty((2, num_long), np.int64), 0
-        for numbers, sizes in self._blocks():
+        for documents, sizes in self._blocks():
             is_long = sizes > self.capacity
             stop = filled + int(is_long.sum())
-            result[0, filled:stop], result[1, filled:stop] = numbers[is_long], self._num_full(sizes[is_long])
+            result[0, filled:stop], result[1, filled:stop] = documents[is_long], self._num_full(sizes[is_long])
             filled = stop
         np.cumsum(result[1], out=result[1])
         return result.ravel()
@@ -209,7 +213,7 @@ class _Cut:
         return sizes - self._num_full(sizes) * (self.capacity - 1)
 
     def _blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield document numbers and their sizes, both int64."""
+        """Yield blocks of (document indices, their sizes), both int64."""
         documents, sizes = self.documents, self.sizes
         start, stop = documents if isinstance(documents, tuple) else (0, len(documents))
         for first in range(start, stop, _BLOCK):
@@ -220,30 +224,33 @@ class _Cut:
                 yield documents[first:last].astype(np.int64), sizes_of(sizes, documents[first:last]).astype(np.int64)
 
 
-# Samples of whole documents, packed best-fit: the counterpart of ``windows`` for ``--packing best-fit``.
+# Samples of packed documents: the counterpart of ``SampleIndex`` for ``--packing best-fit``.
 #
-# How many pieces of which length meet in a sample follows from the lengths alone and is worked out once. An epoch
-# chooses which of the documents of a length takes which of its places, and then the order of the samples, by
-# permutations that are computed from (seed, epoch). So an epoch stores nothing, and is the same in every process.
+# The piece lengths of each sample depend only on the document lengths and are computed once. Each epoch assigns the
+# documents of a length to the slots of this length, and orders the samples, by permutations computed from (seed,
+# epoch). An epoch therefore stores no data, and is the same in every process.
 
 _FORMAT = 1
-_KEPT_FROM = 1 << 22  # documents; fewer are sorted faster than files are looked for
-_ARRAY_FROM = 20  # so many values of a permutation take longer one by one than as an array
+_KEPT_FROM = 1 << 22  # documents; sorting fewer is faster than using the cache
+_ARRAY_FROM = 20  # number of values from which a vectorized permutation is faster
 
 
 class PackedSampleIndex:
-    """Sample i, for any i >= 0, is up to ``capacity`` tokens of pieces of documents; i // per_epoch is its epoch.
+    """Endless samples of document pieces with up to ``capacity`` tokens; sample i belongs to epoch i // per_epoch.
 
-    ``fill`` is the part of all samples that is not padding; ``num_bytes`` is the memory that the order takes.
+    Attributes:
+        fill: share of the sample tokens that are not padding.
+        num_bytes: memory of the index in bytes.
 
     Args:
-        documents: (start, stop) of the documents to take, or their ascending numbers.
+        documents: (start, stop) of the documents to use, or their ascending indices.
         capacity: tokens of a sample, at least 2.
-        seed: the same on all ranks.
-        cache: where the order of many documents is kept for all processes of this host; None: in each one's memory.
+        seed: seed of the order; the same on all ranks.
+        cache: shares the index of large corpora between the processes of this host; None: each process computes it in
+            its own memory.
 
     Raises:
-        DataError: no document has two tokens.
+        DataError: no document has at least two tokens.
     """
 
     def __init__(
@@ -282,30 +289,30 @@ class PackedSampleIndex:
         return lambda kind, make: cache.array(f"{name}-{kind}", make)
 
     def pieces(self, index: int) -> list[Piece]:
-        """Return the pieces of documents that sample ``index`` is made of, the longest first."""
+        """Return the document pieces of sample ``index``, the longest first."""
         if index < 0:
             raise IndexError(f"samples count from 0, got {index}")
-        epoch, place = divmod(int(index), self.per_epoch)
-        place = Permutation(self.per_epoch, "samples", self.seed, epoch)(place)
-        if place < self._pieces.num_full:
-            return [Piece(*self._pieces.full(place), self.capacity)]
-        group = int(np.searchsorted(self._group_starts, place, "right")) - 1
-        return self._packed(self._shares[group], place - int(self._group_starts[group]), epoch)
+        epoch, sample_idx = divmod(int(index), self.per_epoch)
+        sample_idx = Permutation(self.per_epoch, "samples", self.seed, epoch)(sample_idx)
+        if sample_idx < self._pieces.num_full:
+            return [Piece(*self._pieces.full(sample_idx), self.capacity)]
+        group = int(np.searchsorted(self._group_starts, sample_idx, "right")) - 1
+        return self._packed(self._shares[group], sample_idx - int(self._group_starts[group]), epoch)
 
     def _packed(self, shares: Sequence[Share], in_group: int, epoch: int) -> list[Piece]:
-        """Return the pieces of one sample of a group."""
-        places: list[int] = []
+        """Return the document pieces of sample ``in_group`` of a group."""
+        rows: list[int] = []
         lengths: list[int] = []
         for length, count, first in shares:
             first += in_group * count
             order = Permutation(self._counts[length], "pieces", self.seed, epoch, length)
             if count < _ARRAY_FROM:
-                chosen = [order(number) for number in range(first, first + count)]
+                slots = [order(idx) for idx in range(first, first + count)]
             else:
-                chosen = order.array(np.arange(first, first + count)).tolist()
+                slots = order.array(np.arange(first, first + count)).tolist()
             start = self._pieces.starts[length]
-            places += [start + place for place in chosen]
+            rows += [start + slot for slot in slots]
             lengths += [length] * count
-        documents = self._pieces.by_length[places]
+        documents = self._pieces.by_length[rows]
         offsets = sizes_of(self.token_file.sizes, documents) - np.array(lengths)
         return list(map(Piece, documents.tolist(), offsets.tolist(), lengths))

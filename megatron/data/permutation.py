@@ -1,4 +1,4 @@
-"""Feistel permutation and counter-based random words: order as arithmetic."""
+"""Stateless shuffling and random numbers: a Feistel permutation and counter-based random words."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import hashlib
 
 import numpy as np
 
-# A shuffle that needs no memory: a six-round Feistel network over the smallest square of a power of two that holds the
-# range, repeated until the value falls inside (cycle walking).
+# A shuffle without stored state: a six-round Feistel network over the smallest square of a power of two that covers the
+# range. It is applied repeatedly until the value is inside the range (cycle walking).
 #
-# The same arithmetic runs on Python ints and on uint64 arrays. It depends on nothing but (size, key), so an order is
-# the same on every machine and under every version of numpy.
+# The same arithmetic is implemented for Python ints and for uint64 arrays. It depends only on (size, key), so an order
+# is the same on every machine and with every version of numpy.
 #
 # Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", sections 3 and 4.
 
@@ -18,9 +18,9 @@ _NUM_ROUNDS = 6
 _MASK64 = 0xFFFF_FFFF_FFFF_FFFF
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _IN_CACHE = 1 << 14
-"""Values that go through all rounds together: with the scratch space they stay in the processor's second cache."""
+"""Values per block of the rounds; together with the scratch space they fit into the L2 cache."""
 _AT_ONCE = 1 << 18
-"""Values that are walked together: many, since what is still outside shrinks to short arrays."""
+"""Values per block of cycle walking; large, because the array of values outside the range shrinks quickly."""
 
 
 class Permutation:
@@ -34,21 +34,21 @@ class Permutation:
         self._keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_NUM_ROUNDS)]
 
     def __call__(self, index: int) -> int:
-        """Return where ``index`` goes."""
+        """Return the image of ``index``."""
         value = self._once(index)
         while value >= self.size:
             value = self._once(value)
         return value
 
     def array(self, indices: np.ndarray) -> np.ndarray:
-        """Return where each of ``indices`` goes, as int64."""
+        """Return the images of ``indices`` as int64."""
         values = indices.astype(np.uint64)
         for begin in range(0, len(values), _AT_ONCE):
             self._walk(values[begin : begin + _AT_ONCE])
         return values.astype(np.int64)
 
     def fill(self, places: np.ndarray, start: int) -> None:
-        """Write into ``places``, of any integer type that holds the size, where start, start + 1, ... go."""
+        """Write the images of start, start + 1, ... into ``places``, which may have any sufficient integer type."""
         for begin in range(0, len(places), _AT_ONCE):
             part = places[begin : begin + _AT_ONCE]
             values = np.arange(start + begin, start + begin + len(part), dtype=np.uint64)
@@ -62,16 +62,16 @@ class Permutation:
         return (left << self._half_bits) | right
 
     def _walk(self, values: np.ndarray) -> None:
-        """Replace each of ``values`` by where it goes."""
+        """Replace each of ``values`` by its image."""
         scratch = np.empty((3, min(len(values), _IN_CACHE)), np.uint64)
         size = np.uint64(self.size)
         self._once_in_place(values, scratch)
         outside = np.flatnonzero(values >= size)
         while len(outside):
-            again = values[outside]
-            self._once_in_place(again, scratch)
-            values[outside] = again
-            outside = outside[again >= size]
+            outside_values = values[outside]
+            self._once_in_place(outside_values, scratch)
+            values[outside] = outside_values
+            outside = outside[outside_values >= size]
 
     def _once_in_place(self, values: np.ndarray, scratch: np.ndarray) -> None:
         half_bits, mask = np.uint64(self._half_bits), np.uint64(self._mask)
@@ -98,7 +98,7 @@ def _mix(value: int) -> int:
 
 
 def _mix_in_place(values: np.ndarray, scratch: np.ndarray) -> None:
-    """``_mix`` of each of ``values``; overwrites ``scratch`` of the same length."""
+    """Apply ``_mix`` to each of ``values`` in place; ``scratch`` has the same length and is overwritten."""
     np.multiply(values, np.uint64(_MULTIPLIERS[0]), out=values)
     np.right_shift(values, np.uint64(27), out=scratch)
     np.bitwise_xor(values, scratch, out=values)
@@ -106,10 +106,10 @@ def _mix_in_place(values: np.ndarray, scratch: np.ndarray) -> None:
     np.right_shift(values, np.uint64(32), out=values)
 
 
-# Random numbers that follow from a key alone, for samples that are the same in every layout, worker and resumed run.
+# Random numbers that depend only on a key, for samples that are the same in every layout, worker and resumed run.
 #
-# Word i is ``mix(start + i * step)`` with start and step from a hash of the key: nothing is kept between calls, and the
-# arithmetic is our own, so that no version of numpy changes a sample.
+# Word i is ``mix(start + i * step)`` with start and step from a hash of the key. There is no state between calls, and
+# numpy's generators are not used, so that samples do not depend on the version of numpy.
 #
 # Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators", section 3 (SplitMix64).
 
@@ -117,7 +117,7 @@ _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def random_words(count: int, *key: int | str) -> np.ndarray:
-    """Return uint64[count], uniform over all values."""
+    """Return uint64[count], uniformly distributed over all values."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=16).digest()
     start, step = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little") | 1
     words = np.arange(count, dtype=np.uint64)

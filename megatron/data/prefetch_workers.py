@@ -1,7 +1,8 @@
-"""Forked processes that read micro-batches ahead of training.
+"""Forked worker processes that prefetch micro-batches.
 
-They are forked, so they import nothing and share what the data set holds with the process that trains. A signal for
-the whole job is for that process alone: it may save and go on reading meanwhile. They end with it, however it ends.
+Because the workers are forked, they do not import anything again and share the dataset's memory with the training
+process. They ignore signals that are sent to the whole job, because the training process may still read data while it
+saves a checkpoint. They exit when the training process exits, for any reason.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ _DEATH_SEEN_AFTER_S = 2.0
 
 
 class PrefetchWorkers:
-    """Iterates over the micro-batches that are ``asked`` for, which ``num_workers`` processes read in their order.
+    """Iterator over the micro-batches ``asked``, which ``num_workers`` processes read; the order is preserved.
 
     Args:
-        prefetch_factor: micro-batches that each process reads ahead.
-        pin_memory: give tensors in pinned memory, which a GPU copies from while it computes.
-        predictions: as ``Collate``.
+        asked: the micro-batches to read.
+        prefetch_factor: micro-batches that each worker reads ahead.
+        pin_memory: return tensors in pinned memory, which allows asynchronous copies to a GPU.
+        predictions: see ``Collate``.
 
     Raises:
-        DataError: the data set is empty.
-        SampleError: as ``Collate``.
-        RuntimeError: a reading process died.
+        DataError: the dataset is empty.
+        SampleError: see ``Collate``.
+        RuntimeError: a worker died.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class PrefetchWorkers:
             pin_memory=pin_memory,
             multiprocessing_context="fork",
             worker_init_fn=partial(_become_reader, os.getpid()),
-            generator=torch.Generator(),  # else it draws a seed from the generator that users' dropout draws from
+            generator=torch.Generator(),  # the default would draw a seed from the global generator, used by dropout
         )
         self._batches: Iterator[Any] | None = iter(loader)
         self._pids = [process.pid for process in getattr(self._batches, "_workers", ())]
@@ -75,37 +77,37 @@ class PrefetchWorkers:
             batch = next(self._batches)
         except RuntimeError as error:
             raise self.explained(error) from error
-        except (EOFError, OSError) as error:  # the pipe to a reader broke before torch saw it dead
+        except (EOFError, OSError) as error:  # the pipe to a worker broke before torch noticed its death
             raise self._broken(error) from error
         if isinstance(batch, str):
             raise SampleError(batch)
         return batch
 
     def explained(self, error: RuntimeError) -> RuntimeError:
-        """Return what to say of ``error`` if it tells of the death of a reading process, else ``error`` itself.
+        """Return a clearer error if ``error`` reports the death of a worker, else ``error`` itself.
 
-        Torch raises such an error by a signal, wherever this process happens to be.
+        Torch raises this error from a signal handler, at an arbitrary point of the training process.
         """
         first_line = str(error).splitlines()[0] if str(error) else ""
         match = re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", first_line)
         if match is None:
             return error
         dead = [int(pid) for pid in match.group(1).split(",")]
-        known = [f"reader {self._pids.index(pid)} (pid {pid})" for pid in dead if pid in self._pids]
-        return _death(", ".join(known or [f"pid {pid}" for pid in dead]), match.group(2).rstrip(". "))
+        readers = [f"reader {self._pids.index(pid)} (pid {pid})" for pid in dead if pid in self._pids]
+        return _death(", ".join(readers or [f"pid {pid}" for pid in dead]), match.group(2).rstrip(". "))
 
     def _broken(self, error: Exception) -> Exception:
-        """Return what to say of a broken pipe: which reader has died, or ``error`` itself if all live."""
+        """Return an error that names the workers that died after a broken pipe, or ``error`` if all are alive."""
         workers = getattr(self._batches, "_workers", ())
         wait([worker.sentinel for worker in workers], timeout=_DEATH_SEEN_AFTER_S)
-        dead = [f"reader {number} (pid {w.pid})" for number, w in enumerate(workers) if not w.is_alive()]
+        dead = [f"reader {idx} (pid {w.pid})" for idx, w in enumerate(workers) if not w.is_alive()]
         codes = [str(worker.exitcode) for worker in workers if not worker.is_alive()]
         return _death(", ".join(dead), f"ended with exit code {', '.join(codes)}") if dead else error
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the worker processes."""
         batches, self._batches = self._batches, None
-        del batches  # ends them, and waits until they have
+        del batches  # stops the workers and waits for them
 
 
 def _death(who: str, how: str) -> RuntimeError:
@@ -116,8 +118,8 @@ def _death(who: str, how: str) -> RuntimeError:
 
 
 def _become_reader(parent: int, number: int) -> None:
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(each, signal.SIG_IGN)
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(signal_number, signal.SIG_IGN)
     die_with_parent()
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before die_with_parent() took effect
         os._exit(1)

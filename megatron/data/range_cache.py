@@ -1,13 +1,14 @@
-"""Token files of object stores: read in blocks, which a cache on this host's disk keeps for all of its processes.
+"""Read token files from object stores in blocks, with a disk cache that is shared by all processes of this host.
 
-| in the folder of the cache | is |
+| path in the cache folder | content |
 |---|---|
-| ``<object>/00000003.block`` | one block of an object, and behind it the crc32 of that block |
-| ``<object>/whole`` | a copy of a whole one (an index); ``whole.crc32`` has its checksum |
-| ``used`` | bytes of all of these; who adds one locks it, and deletes what was used longest ago if they are too many |
+| ``<object>/00000003.block`` | one block of an object, followed by the crc32 of the block |
+| ``<object>/whole`` | a copy of a complete object (an index); ``whole.crc32`` contains its checksum |
+| ``used`` | total bytes of these files; a process that adds a file locks it and evicts the least recently used files |
 
-``<object>`` follows from name, size and version of the object, so one that was written again is another. A file appears
-by a rename, whole. One whose checksum does not fit is fetched again; a process compares it the first time it reads it.
+``<object>`` is a digest of the name, size and version of the object, so a modified object has another folder. Files
+are created by a rename, so they are never incomplete. A process verifies the checksum of a file on its first read; a
+file with a wrong checksum is fetched again.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from megatron.errors import DataError
 from megatron.file_lock import FileLock
 
 BLOCK_BYTES = 1 << 18
-"""Bytes of a block. Documents are read in random order, so most of a larger one would be read for nothing."""
+"""Bytes of a block. Documents are read in random order, so most of a larger block would not be used."""
 
 DEFAULT_BYTES = 16 * 10**9
 NUM_THREADS = 16
-"""Requests at a time of each process that reads an object."""
+"""Concurrent requests of each process that reads an object."""
 
 _STALE_S = 3600.0
 _MOST_ON_THE_WAY = 1024
-"""Blocks that the processes of a host write at a time, at most."""
+"""Maximum number of blocks that the processes of a host write concurrently."""
 
 _MOST_COMING = 1 << 14
 _NUM_LOCKS = 64
@@ -50,16 +51,16 @@ _own = threading.RLock()
 
 def _renew_lock() -> None:
     global _own
-    _own = threading.RLock()  # a thread of the process that forked this one may have held it
+    _own = threading.RLock()  # a thread of the parent process may have held the old lock during the fork
 
 
 os.register_at_fork(after_in_child=_renew_lock)
 
 
 class RangeCache:
-    """A folder of blocks of objects, of ``limit_bytes`` at most, which the processes of a host share.
+    """A folder of cached blocks, limited to ``limit_bytes`` and shared by the processes of a host.
 
-    Where it cannot be written, blocks are used and not kept, which is said once.
+    If the folder is not writable, blocks are not cached, and a warning is logged once.
     """
 
     def __init__(self, folder: Path, limit_bytes: int = DEFAULT_BYTES) -> None:
@@ -68,26 +69,26 @@ class RangeCache:
         self._is_writable = True
 
     def read(self, key: str, number: int, start: int, stop: int) -> bytes | None:
-        """Return bytes ``start`` to ``stop`` of a block, None where it is not there whole."""
+        """Return bytes ``start`` ... ``stop`` - 1 of a block; None if the block is not cached or is damaged."""
         name = _block_name(number)
         path = self.folder / key / name
         try:
             with open(path, "rb", buffering=0) as file:
-                found = os.fstat(file.fileno())
-                if self._compared.get((key, name)) == found.st_ino:
+                status = os.fstat(file.fileno())
+                if self._compared.get((key, name)) == status.st_ino:
                     return os.pread(file.fileno(), stop - start, start)
                 content = file.readall()
             if len(content) < 4 or zlib.crc32(content[:-4]) != int.from_bytes(content[-4:], "little"):
                 log.warn_once(f"{path} is damaged: its checksum does not fit; it is fetched again")
                 return None
-            self._compared[key, name] = found.st_ino
-            os.utime(path)  # used now: the oldest go first
+            self._compared[key, name] = status.st_ino
+            os.utime(path)  # mark as recently used; the oldest files are evicted first
             return content[start:stop]
         except OSError:
             return None
 
     def add(self, key: str, number: int, data: bytes) -> None:
-        """Keep a block."""
+        """Add a block to the cache."""
         if not self._is_writable:
             return
         name, content = _block_name(number), data + zlib.crc32(data).to_bytes(4, "little")
@@ -106,10 +107,10 @@ class RangeCache:
             )
 
     def whole(self, path: str) -> Path:
-        """Return a copy of a whole object, fetched once for all processes of this host.
+        """Return the path to a local copy of a complete object, fetched once per host.
 
         Raises:
-            DataError: the store does not give it, or it cannot be kept here.
+            DataError: the object cannot be fetched or stored.
         """
         size, key = identity(path)
         target, noted = self.folder / key / "whole", self.folder / key / "whole.crc32"
@@ -121,7 +122,7 @@ class RangeCache:
         try:
             with self._locked(f"{key}.lock"):
                 if not _is_whole(target, noted, size):
-                    self._keep(key, target.name, size + 8, fetch)  # its checksum, too
+                    self._keep(key, target.name, size + 8, fetch)  # 8 bytes for whole.crc32
                 os.utime(target)
         except OSError as error:
             raise DataError(
@@ -131,10 +132,10 @@ class RangeCache:
         return target
 
     def _keep(self, key: str, name: str, num_bytes: int, write: Callable[[Path], object]) -> None:
-        """Have a file of ``num_bytes`` written, and then give it its name.
+        """Reserve ``num_bytes``, write the file under a temporary name, and rename it.
 
         Raises:
-            OSError: it cannot be written, or is larger than all may be.
+            OSError: the file cannot be written, or is larger than the limit of the cache.
         """
         if num_bytes > self.limit_bytes:
             raise OSError(f"it has {num_bytes} bytes, of all are {self.limit_bytes} allowed")
@@ -145,31 +146,32 @@ class RangeCache:
             if used[0] + num_bytes > self.limit_bytes:
                 used[0] = self._make_room(used[0], num_bytes)
             used[0] += num_bytes
-        gone = num_bytes  # if it is not written
+        unused = num_bytes  # reserved bytes to release if the file cannot be written
         try:
             write(temporary)
             with self._counted() as used:
-                gone = target.stat().st_size if target.exists() else 0  # another process has fetched it, too
+                unused = target.stat().st_size if target.exists() else 0  # another process may have fetched it too
                 os.replace(temporary, target)
-                used[0] -= gone
-                gone = 0
+                used[0] -= unused
+                unused = 0
         finally:
             temporary.unlink(missing_ok=True)
-            if gone:
+            if unused:
                 with self._counted() as used:
-                    used[0] -= gone
+                    used[0] -= unused
 
     def _make_room(self, used: int, num_bytes: int) -> int:
-        """Delete the oldest files until ``num_bytes`` and some more have room; return how many bytes are used then."""
-        found = []
+        """Delete the oldest files until ``num_bytes`` plus a margin fit; return the number of bytes then in use."""
+        entries = []
         for path in self.folder.glob("*/*"):
             with suppress(OSError):
                 status = path.stat()
-                if path.suffix == ".tmp" and time.time() - status.st_mtime < _STALE_S:  # somebody is writing it
+                if path.suffix == ".tmp" and time.time() - status.st_mtime < _STALE_S:  # another process is writing it
                     continue
-                found.append((path.name.startswith("whole"), status.st_mtime, status.st_size, path))
-        used = min(used, sum(size for _, _, size, _ in found) + _MOST_ON_THE_WAY * BLOCK_BYTES)  # killed ones count not
-        for _, _, size, path in sorted(found):
+                entries.append((path.name.startswith("whole"), status.st_mtime, status.st_size, path))
+        # Do not count bytes that killed processes have reserved but never written.
+        used = min(used, sum(size for _, _, size, _ in entries) + _MOST_ON_THE_WAY * BLOCK_BYTES)
+        for _, _, size, path in sorted(entries):
             if used <= max(self.limit_bytes * _SHARE_LEFT - num_bytes, 0):
                 break
             with suppress(OSError):
@@ -179,7 +181,7 @@ class RangeCache:
 
     @contextmanager
     def _counted(self) -> Iterator[list[int]]:
-        """Hold the count of bytes, which may be changed."""
+        """Lock the byte count and yield it as a list of one number, which the caller may change."""
         with self._locked("used") as lock:
             used = [int(lock.left) if lock.left.isdigit() else 0]
             yield used
@@ -187,7 +189,7 @@ class RangeCache:
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[FileLock]:
-        """Hold a lock of the folder: among processes by the kernel, among threads of this one by another."""
+        """Hold a lock of the folder: a kernel lock between processes, and a thread lock within this process."""
         with _own:
             lock = FileLock(
                 self.folder / name,
@@ -205,10 +207,10 @@ class RangeCache:
 
 
 def identity(path: str) -> tuple[int, str]:
-    """Return size of an object, and a text that is another when it was written again.
+    """Return the size of an object, and a key that changes when the object is modified.
 
     Raises:
-        DataError: there is no such object, or the store cannot be asked.
+        DataError: the object does not exist, or the store cannot be accessed.
     """
     size, version = object_store.version(path)
     return size, hashlib.sha256(f"{path}\n{size}\n{version}".encode()).hexdigest()[:24]
@@ -226,11 +228,11 @@ def _is_whole(path: Path, noted: Path, size: int) -> bool:
 
 
 Range = tuple[int, int]
-"""Of bytes: where it begins, and how many there are."""
+"""A byte range: (offset, number of bytes)."""
 
 
 class _Requests:
-    """What one process has asked for: its threads, and what they bring."""
+    """The thread pool and the pending requests of one process."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -240,12 +242,12 @@ class _Requests:
 
 
 class RangeReader:
-    """Reads an object through a cache, as ``megatron.data.file_io.Reader``; what ``prefetch`` names is fetched ahead.
+    """A ``megatron.data.file_io.Reader`` that reads an object through a cache and can prefetch ranges.
 
-    It may be used in processes forked after it was made: each has requests of its own.
+    It may be used in processes forked after its creation; each process has its own requests.
 
     Raises:
-        DataError: there is no such object.
+        DataError: the object does not exist.
     """
 
     def __init__(self, path: str, cache: RangeCache) -> None:
@@ -254,26 +256,26 @@ class RangeReader:
         self._requests: _Requests | None = None
 
     def read(self, offset: int, count: int) -> np.ndarray:
-        """Return bytes ``offset`` ... ``offset + count - 1`` as uint8, in memory of their own.
+        """Return a copy of bytes ``offset`` ... ``offset + count - 1`` as uint8.
 
         Raises:
-            DataError: the store does not give them.
+            DataError: the bytes cannot be fetched from the store.
         """
-        own, asked = self._own(), (offset, count)
-        coming = own.coming.pop(asked, None)
+        requests, span = self._own(), (offset, count)
+        coming = requests.coming.pop(span, None)
         if coming is not None:
-            return np.frombuffer(coming.result().pop(asked), np.uint8)
+            return np.frombuffer(coming.result().pop(span), np.uint8)
         parts = list(_parts(offset, count))
-        found = map(self._part, parts) if len(parts) == 1 else own.pool.map(self._part, parts)
-        return np.frombuffer(bytearray().join(found), np.uint8)
+        chunks = map(self._part, parts) if len(parts) == 1 else requests.pool.map(self._part, parts)
+        return np.frombuffer(bytearray().join(chunks), np.uint8)
 
     def prefetch(self, ranges: Sequence[Range]) -> None:
-        """Have ``ranges`` fetched one after another, beside those of other calls, each for one ``read`` of it."""
-        own = self._own()
-        new = [each for each in dict.fromkeys(ranges) if each not in own.coming]
-        own.coming.update(dict.fromkeys(new, own.pool.submit(self._bring, new)))
-        while len(own.coming) > _MOST_COMING:  # named by somebody who then did not read
-            own.coming.popitem(last=False)
+        """Start to fetch ``ranges`` in one thread, concurrently with other calls. Each range serves one ``read``."""
+        requests = self._own()
+        new = [span for span in dict.fromkeys(ranges) if span not in requests.coming]
+        requests.coming.update(dict.fromkeys(new, requests.pool.submit(self._bring, new)))
+        while len(requests.coming) > _MOST_COMING:  # drop the oldest ranges, which were never read
+            requests.coming.popitem(last=False)
 
     def _own(self) -> _Requests:
         if self._requests is None or self._requests.pid != os.getpid():
@@ -281,26 +283,26 @@ class RangeReader:
         return self._requests
 
     def _bring(self, ranges: Sequence[Range]) -> dict[Range, bytearray]:
-        return {each: bytearray().join(map(self._part, _parts(*each))) for each in ranges}
+        return {span: bytearray().join(map(self._part, _parts(*span))) for span in ranges}
 
     def _part(self, part: tuple[int, int, int]) -> bytes:
-        number, start, stop = part
-        found = self._cache.read(self._key, number, start, stop)
-        if found is not None:
-            return found
-        with self._own().locks[number % _NUM_LOCKS]:  # of several threads that need it one fetches it
-            found = self._cache.read(self._key, number, start, stop)
-            if found is None:
-                first = number * BLOCK_BYTES
+        block_idx, start, stop = part
+        data = self._cache.read(self._key, block_idx, start, stop)
+        if data is not None:
+            return data
+        with self._own().locks[block_idx % _NUM_LOCKS]:  # only one of the threads that need the block fetches it
+            data = self._cache.read(self._key, block_idx, start, stop)
+            if data is None:
+                first = block_idx * BLOCK_BYTES
                 block = object_store.read_range(self.path, first, min(first + BLOCK_BYTES, self.size))
-                self._cache.add(self._key, number, block)
-                found = block[start:stop]
-        return found
+                self._cache.add(self._key, block_idx, block)
+                data = block[start:stop]
+        return data
 
 
 def _parts(offset: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the numbers of the blocks that hold these bytes, and from where to where in each."""
+    """Yield (block number, start, stop) for each block that contains these bytes."""
     end = offset + count
-    for number in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-        first = number * BLOCK_BYTES
-        yield number, max(offset - first, 0), min(end - first, BLOCK_BYTES)
+    for block_idx in range(offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+        first = block_idx * BLOCK_BYTES
+        yield block_idx, max(offset - first, 0), min(end - first, BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""Document order of an epoch and windows over it (Megatron's document_index and sample_index, computed)."""
+"""Document order of an epoch and windows over it: Megatron-LM's document and sample index, computed on demand."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.permutation import Permutation
 from megatron.errors import DataError, SampleError
 
-# The order of the documents of one epoch, and what lies where when they are laid end to end in it.
+# Document order of one epoch, and the token positions of the documents when they are concatenated in this order.
 #
-# The order is a permutation by (seed, epoch). It is kept in segments of some million places: the document at each place
-# (int32 while that holds the numbers) and, for every 64th place, the tokens of the segment before it. A search ends
-# with the sizes of 64 documents. One segment stays in memory; several are shared by the processes of a host through a
-# ``IndexCache``, as nothing else of an epoch grows with the corpus.
+# The order is a permutation computed from (seed, epoch). It is stored in segments of 4 million positions. A segment
+# contains the document at each position (int32 if the document indices fit) and, for every 64th position, the number of
+# tokens that precede it in the segment. The final step of a search reads the sizes of 64 documents. A single segment is
+# stored in memory; several segments are shared by the processes of a host through an ``IndexCache``. No other data of
+# an epoch grows with the corpus.
 
 FORMAT = 1
 SEGMENT = 1 << 22
@@ -41,15 +42,15 @@ _EPOCHS_KEPT = 2
 
 
 class _Segment(NamedTuple):
-    starts: np.ndarray  # int64, tokens of this segment before every _STRIDE-th place, and last of all its places
-    numbers: np.ndarray  # int32 or int64, the document at each place
+    starts: np.ndarray  # int64, tokens of this segment before every _STRIDE-th position; last, the segment's tokens
+    numbers: np.ndarray  # int32 or int64, the document at each position
 
 
 class DocumentIndex:
-    """``documents`` in the order of one epoch, laid end to end.
+    """``documents`` concatenated in the order of one epoch.
 
     Args:
-        cache: where several segments are kept; None: in this process's memory.
+        cache: stores the segments if there are several; None: they are stored in this process's memory.
     """
 
     def __init__(
@@ -62,35 +63,37 @@ class DocumentIndex:
         if cache is None or num_segments <= 1:
             self._segments = [self._build(segment) for segment in range(num_segments)]
         else:
-            opening = _name_of_epochs(source, documents, seed)
-            contents = cache.arrays(f"{opening}{epoch}", num_segments, self._content)
-            cache.keep_newest(opening, _EPOCHS_KEPT)
-            self._segments = [self._from_content(each, segment) for segment, each in enumerate(contents)]
+            name_prefix = _name_of_epochs(source, documents, seed)
+            contents = cache.arrays(f"{name_prefix}{epoch}", num_segments, self._content)
+            cache.keep_newest(name_prefix, _EPOCHS_KEPT)
+            self._segments = [self._from_content(content, segment) for segment, content in enumerate(contents)]
         self._ends = list(accumulate(int(segment.starts[-1]) for segment in self._segments))
 
     def pieces(self, start: int, stop: int) -> list[Piece]:
-        """Return what tokens ``start`` ... ``stop - 1`` of all laid end to end are made of, no piece of them empty."""
-        found: list[Piece] = []
-        for numbers, bounds in self._blocks(start):
+        """Return the nonempty document pieces that make up tokens ``start`` ... ``stop - 1`` of the epoch."""
+        pieces: list[Piece] = []
+        for documents, bounds in self._blocks(start):
             first = int(bounds.searchsorted(start, "right")) - 1
             last = int(bounds.searchsorted(stop, "left"))
-            near = bounds[first : last + 1].tolist()
-            for number, begin, end in zip(numbers[first:last].tolist(), near, near[1:], strict=False):
-                until = min(end, stop)
-                if until > start:
-                    found.append(Piece(number, start - begin, until - start))
-                    start = until
+            piece_bounds = bounds[first : last + 1].tolist()
+            for document, begin, end in zip(
+                documents[first:last].tolist(), piece_bounds, piece_bounds[1:], strict=False
+            ):
+                piece_end = min(end, stop)
+                if piece_end > start:
+                    pieces.append(Piece(document, start - begin, piece_end - start))
+                    start = piece_end
             if start >= stop:
                 break
-        return found
+        return pieces
 
     def _blocks(self, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield blocks of places from that of token ``start`` on: their documents, and where these begin and end."""
-        at = bisect_right(self._ends, start)
-        for segment in range(at, len(self._segments)):
+        """Yield (documents, token bounds) of blocks of positions, from the block that contains token ``start``."""
+        first_segment = bisect_right(self._ends, start)
+        for segment in range(first_segment, len(self._segments)):
             starts, numbers = self._segments[segment]
             base = self._ends[segment - 1] if segment else 0
-            first = int(starts.searchsorted(start - base, "right")) - 1 if segment == at else 0
+            first = int(starts.searchsorted(start - base, "right")) - 1 if segment == first_segment else 0
             for block in range(first, len(starts) - 1):
                 documents = numbers[block * _STRIDE : (block + 1) * _STRIDE]
                 bounds = np.zeros(len(documents) + 1, np.int64)
@@ -99,7 +102,7 @@ class DocumentIndex:
                 yield documents, bounds
 
     def _content(self, segment: int) -> list[np.ndarray]:
-        """Return a segment as one file of the cache holds it."""
+        """Return a segment in the form in which a cache file stores it."""
         starts, numbers = self._build(segment)
         return [starts.view(np.uint8), numbers.view(np.uint8)]
 
@@ -111,7 +114,7 @@ class DocumentIndex:
         return min(SEGMENT, self._count - segment * SEGMENT)
 
     def _build(self, segment: int) -> _Segment:
-        """Compute a segment, in parts that stay small."""
+        """Compute a segment block by block, to limit the size of temporary arrays."""
         length = self._length(segment)
         numbers = np.empty(length, self._type)
         starts = np.zeros(_num_blocks(length) + 1, np.int64)
@@ -130,16 +133,17 @@ def _num_blocks(length: int) -> int:
 
 
 def _name_of_epochs(source: TokenSource, documents: Documents, seed: int) -> str:
-    """Return what the names of all epochs of one order start with: it changes with all that the order depends on."""
+    """Return the cache name prefix shared by all epochs; it contains a digest of everything that affects the order."""
     key = repr((FORMAT, SEGMENT, _STRIDE, source.fingerprint, documents_key(documents), seed))
     return f"order-{hashlib.sha256(key.encode()).hexdigest()[:16]}-epoch-"
 
 
-# Windows over a token file, in an order that is computed: what samples of both models are cut from.
+# Windows over a token file in a computed order; the samples of GPT and T5 models are taken from them.
 #
-# Each epoch permutes its documents, lays them end to end (T tokens), cuts windows of ``length + overlap`` tokens of
-# which neighbours share ``overlap``, drops the tail, and permutes the windows. Nothing crosses epochs. The order
-# follows from (seed, epoch) alone, so it is the same in every layout and no process needs another one's index.
+# Each epoch permutes its documents, concatenates them (T tokens), splits them into windows of ``length + overlap``
+# tokens (neighbours share ``overlap`` tokens), drops the tail, and permutes the windows. No window crosses an epoch
+# boundary. The order depends only on (seed, epoch). It is therefore the same in every layout, and processes do not need
+# to exchange an index.
 
 __all__ = ["Piece", "SampleIndex", "TokenSource", "read_pieces"]
 
@@ -150,16 +154,17 @@ class _Epoch(NamedTuple):
 
 
 class SampleIndex:
-    """Window i, for any i >= 0, is int64[length + overlap]; i // per_epoch is its epoch.
+    """Endless windows int64[length + overlap]; window i belongs to epoch i // per_epoch.
 
     Args:
-        documents: (start, stop) of the documents to take, or their ascending numbers.
-        seed: the same on all ranks.
-        asked_by: the flag with its value that asks for windows of this length; an error names it.
-        cache: where the order of many documents is kept for all processes of this host; None: in each one's memory.
+        documents: (start, stop) of the documents to use, or their ascending indices.
+        seed: seed of the order; the same on all ranks.
+        asked_by: the flag and value that determine ``length``, for error messages.
+        cache: shares the document order of large corpora between the processes of this host; None: each process
+            computes the order in its own memory.
 
     Raises:
-        DataError: the documents hold less than one window.
+        DataError: the documents have fewer tokens than one window.
     """
 
     def __init__(
@@ -189,20 +194,20 @@ class SampleIndex:
         return self.read(index, self.pieces(index))
 
     def pieces(self, index: int) -> list[Piece]:
-        """Return the pieces of documents that window ``index`` is made of, none of them empty."""
+        """Return the nonempty document pieces of window ``index``."""
         if index < 0:
             raise IndexError(f"samples count from 0, got {index}")
-        number, index_in_epoch = divmod(int(index), self.per_epoch)
-        epoch = self._epoch(number)
+        epoch_idx, index_in_epoch = divmod(int(index), self.per_epoch)
+        epoch = self._epoch(epoch_idx)
         start = epoch.windows(index_in_epoch) * self.length
         return epoch.documents.pieces(start, start + self.length + self.overlap)
 
     def run(self, epoch: int, start: int, length: int) -> list[Piece]:
-        """Return the pieces of ``length`` tokens from ``start`` on, as the documents of an epoch lie end to end."""
+        """Return the pieces of ``length`` tokens from ``start`` on in the concatenated documents of an epoch."""
         return self._epoch(epoch).documents.pieces(start, start + length)
 
     def read(self, index: int, pieces: Sequence[Piece]) -> np.ndarray:
-        """Return the tokens of ``pieces``: ``read_pieces`` of this file."""
+        """Return the tokens of ``pieces``; see ``read_pieces``."""
         return read_pieces(self.token_file, index, pieces)
 
     def _epoch(self, number: int) -> _Epoch:
@@ -217,10 +222,10 @@ class SampleIndex:
 
 
 def read_pieces(source: TokenSource, index: int, pieces: Sequence[Piece]) -> np.ndarray:
-    """Return the tokens of ``pieces`` one after another as int64.
+    """Return the concatenated tokens of ``pieces`` as int64.
 
     Raises:
-        SampleError: they cannot be read; names the sample ``index``, the document and the place in the file.
+        SampleError: a piece cannot be read; the message names sample ``index``, the document and the file position.
     """
     tokens = np.empty(sum(piece.length for piece in pieces), np.int64)
     filled = 0
@@ -237,7 +242,7 @@ def read_pieces(source: TokenSource, index: int, pieces: Sequence[Piece]) -> np.
 
 
 def prefetch_pieces(source: TokenSource, pieces: Sequence[Piece]) -> None:
-    """Have ``pieces`` fetched for ``read_pieces``, where the tokens of ``source`` lie in an object store."""
+    """Start to fetch ``pieces`` for ``read_pieces`` if the tokens of ``source`` are in an object store."""
     if isinstance(source, IndexedDataset):
         source.prefetch(pieces)
 
@@ -254,12 +259,12 @@ def _place(source: TokenSource, document: int, offset: int) -> str:
     return source.prefix
 
 
-# Arrays put together from stretches of another one, all at once.
+# Ranges of indices, vectorized.
 
 
 def runs(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return starts[0], starts[0] + 1, ... (``lengths[0]`` numbers), then as many from starts[1] on, and so forth."""
+    """Return the concatenation of the ranges starts[i] ... starts[i] + lengths[i] - 1."""
     ends = lengths.cumsum()
-    numbers = (starts - ends + lengths).repeat(lengths)
-    numbers += np.arange(len(numbers))
-    return numbers
+    indices = (starts - ends + lengths).repeat(lengths)
+    indices += np.arange(len(indices))
+    return indices

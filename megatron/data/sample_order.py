@@ -1,7 +1,7 @@
-"""Ordered: data sets that know the order of their samples and their corpora.
+"""Ordered: datasets that expose their sample order and their corpora.
 
-A data set of a user's own may have attributes of the same names that mean something else, so all that asks goes
-through here.
+A user-defined dataset may have unrelated attributes with the same names. Callers therefore use ``as_ordered`` instead
+of accessing the attributes directly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.data.blended_dataset import MegatronDataset
 
 
 class Ordered(Protocol):
-    """``BlendedDataset``, or a data set of a user's own that passes on what one has."""
+    """``BlendedDataset``, or a user-defined dataset that forwards the attributes of one."""
 
     @property
     def order(self) -> BlendSchedule: ...
@@ -26,7 +26,7 @@ class Ordered(Protocol):
 
 
 def as_ordered(dataset: object) -> Ordered | None:
-    """Return ``dataset`` if it has an order, the corpora of that order, and can take another; else None."""
+    """Return ``dataset`` if it has a ``BlendSchedule``, the corpora of the schedule and ``use_order``; else None."""
     order, parts = getattr(dataset, "order", None), getattr(dataset, "parts", None)
     if not isinstance(order, BlendSchedule) or not isinstance(parts, Mapping):
         return None

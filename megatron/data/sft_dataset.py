@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: conversations as documents of tokens, of which some have a loss."""
+"""Supervised fine-tuning: conversations as tokenized documents with a loss on some of the tokens."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 from megatron.tokenizer.chat import ChatTemplate
 
-# A conversation is one document. A file is encoded in parts of some thousand conversations, by all processes of a host
-# together, and saved in its cache. A part is one array of int32:
+# A conversation is one document. A file is encoded in parts of 2048 conversations. All processes of a host share this
+# work, and the parts are stored in the host's cache. A part is one array of int32:
 #
 # | number of values | content |
 # |---|---|
-# | 4 | conversations cut, those left out because no token with a loss is left, those that v1 read otherwise, and k |
-# | k | UTF-8 bytes of a JSON list: the keys of the records that have no effect |
-# | n | number of tokens of each conversation; 0 if it is left out |
-# | n | the line of each, counted from 1 |
-# | the rest | token ids; an id with a loss is stored as ~id, a negative number |
+# | 4 | numbers of conversations that are truncated, are dropped (no loss) or were read differently by v1; k |
+# | k | UTF-8 bytes of a JSON list: the record keys that have no effect |
+# | n | number of tokens of each conversation; 0 if it is dropped |
+# | n | the line of each conversation, counted from 1 |
+# | remaining | token ids; the id of a token with a loss is stored as ~id, a negative number |
 
 OVERLONG = ("cut", "refuse")
 _LINES_AT_ONCE = 2048
@@ -45,7 +45,7 @@ _KEYS_SHOWN = 8
 
 @dataclass(frozen=True)
 class _Part:
-    """An array of the table at the top of this file, taken apart."""
+    """A decoded part; see the table at the top of this file."""
 
     num_cut: int
     num_left_out: int
@@ -57,7 +57,7 @@ class _Part:
 
     @classmethod
     def of(cls, array: np.ndarray, count: int) -> _Part:
-        """Return the content of ``array``, a part of ``count`` conversations."""
+        """Decode ``array``, a part of ``count`` conversations."""
         num_cut, num_left_out, num_changed, num_bytes = array[:_COUNTS].tolist()
         start = _COUNTS + num_bytes
         unread = json.loads(array[_COUNTS:start].astype(np.uint8).tobytes())
@@ -66,18 +66,19 @@ class _Part:
 
 
 class ConversationFile:
-    """The conversations of a file (``RecordFile``) as documents; stands in for an ``IndexedDataset``.
+    """The conversations of a file (``RecordFile``) as tokenized documents, with the interface of ``IndexedDataset``.
 
-    ``sizes`` int32 is the number of tokens of each, 0 of one without a loss. What is read are signed ids: ``~id``,
-    which is negative, where the token has a loss.
+    ``sizes`` (int32) has the number of tokens of each conversation, 0 for a conversation without a loss. ``read``
+    returns signed ids: ``~id``, which is negative, for tokens with a loss.
 
     Args:
-        capacity: tokens of a sample; a longer conversation is cut from its end, or refused.
-        overlong: a name of ``OVERLONG``.
-        cache: where the tokens are kept for the processes of this host, and for later runs; None: in memory.
+        capacity: tokens of a sample; a longer conversation is truncated at its end, or rejected.
+        overlong: "cut" to truncate or "refuse" to reject overlong conversations (``OVERLONG``).
+        cache: stores the tokens for the processes of this host and for later runs; None: they are stored in memory.
 
     Raises:
-        DataError: a record that is no conversation, that the template refuses, or that is too long; no conversation.
+        DataError: a record is not a conversation, is rejected by the template, or is too long; or there is no
+            conversation.
     """
 
     sidecar = None
@@ -99,7 +100,7 @@ class ConversationFile:
         with RecordFile(path) as self._records:
             self._digest = self._records.digest
             arrays = self._parts(cache)
-        parts = [_Part.of(array, self._count_in(number)) for number, array in enumerate(arrays)]
+        parts = [_Part.of(array, self._count_in(part_idx)) for part_idx, array in enumerate(arrays)]
         self.sizes = np.concatenate([part.sizes for part in parts])
         self._lines, self._tokens = [part.lines for part in parts], [part.tokens for part in parts]
         self._bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes, dtype=np.int64)])
@@ -107,22 +108,22 @@ class ConversationFile:
         self.num_cut, self.num_left_out = sum(part.num_cut for part in parts), sum(part.num_left_out for part in parts)
         self._differs_from_v1 = any(part.num_changed for part in parts)
         self.unread = sorted({name for part in parts for name in part.unread})
-        """Keys of the records that have no effect."""
+        """Record keys that have no effect."""
         self._note_lengths()
 
     @cached_property
     def fingerprint(self) -> str:
-        """A short text that changes with the file, the template, and how the file's records are read.
+        """A short digest of the file, the template and the interpretation of the records.
 
-        A file that earlier releases read in the same way has the fingerprint that their checkpoints contain.
+        If earlier releases read the file in the same way, the fingerprint equals the one in their checkpoints.
         """
-        named = f"{self._digest}:{self.template.key}"
+        key = f"{self._digest}:{self.template.key}"
         if self._differs_from_v1:
-            named += f":2:{self.template.tools_key}"
-        return hashlib.sha256(named.encode()).hexdigest()[:16]
+            key += f":2:{self.template.tools_key}"
+        return hashlib.sha256(key.encode()).hexdigest()[:16]
 
     def read(self, document: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Return a copy of ``length`` signed ids of a conversation from ``offset`` on (all that follow if None)."""
+        """Return a copy of ``length`` signed ids of a conversation from ``offset`` on (None: up to its end)."""
         size = int(self.sizes[document])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
@@ -132,28 +133,28 @@ class ConversationFile:
         return self._tokens[part][start : start + length].copy()
 
     def read_tokens(self, start: int, count: int) -> np.ndarray:
-        """Return ``count`` signed ids from number ``start`` of the whole file on, across conversations."""
+        """Return ``count`` signed ids from token ``start`` of the file on, across conversations."""
         bounds = np.cumsum([0, *map(len, self._tokens)])
-        found = [np.zeros(0, np.int32)]
+        chunks = [np.zeros(0, np.int32)]
         for part in range(int(np.searchsorted(bounds, start, "right")) - 1, len(self._tokens)):
             first = int(bounds[part])
-            found.append(self._tokens[part][max(start - first, 0) : max(start + count - first, 0)])
+            chunks.append(self._tokens[part][max(start - first, 0) : max(start + count - first, 0)])
             if start + count <= bounds[part + 1]:
                 break
-        return np.concatenate(found)
+        return np.concatenate(chunks)
 
     def starts_of(self, first: int, stop: int) -> np.ndarray:
-        """Return int64[stop - first + 1], where conversations first ... stop - 1 start and where the last one ends."""
+        """Return int64[stop - first + 1], the starts of conversations first ... stop - 1 and the end of the last."""
         return self._bounds[first : stop + 1]
 
     def place(self, document: int) -> str:
-        """Return file and line of a conversation."""
+        """Return the file and line of a conversation as "FILE:LINE"."""
         return f"{self.prefix}:{int(self._lines[document // _LINES_AT_ONCE][document % _LINES_AT_ONCE])}"
 
     def _parts(self, cache: IndexCache | None) -> list[np.ndarray]:
         count = -(-len(self._records.spans) // _LINES_AT_ONCE)
         if cache is None or self._records.size < _IN_MEMORY_BELOW_BYTES:
-            return [np.concatenate(list(self._encoded(number))) for number in range(count)]
+            return [np.concatenate(list(self._encoded(part_idx))) for part_idx in range(count)]
         key = (
             _FORMAT,
             _LINES_AT_ONCE,
@@ -171,14 +172,14 @@ class ConversationFile:
         return min(_LINES_AT_ONCE, len(self._records.spans) - part * _LINES_AT_ONCE)
 
     def _encoded(self, part: int) -> Iterator[np.ndarray]:
-        """Yield the arrays of a part, as the table at the top of this file has them."""
+        """Encode a part and yield its arrays in the order of the table at the top of this file."""
         if part == 1:
             log.info(f"{self.prefix}: encoding {len(self._records.spans)} conversations")
         first = part * _LINES_AT_ONCE
         lines = self._records.spans[first : first + _LINES_AT_ONCE, 0]
         rows, counts, unread = list[np.ndarray](), np.zeros(_COUNTS, np.int32), set[str]()
-        for idx, number in enumerate(lines.tolist(), first):
-            row, conversation = self._row(self._records.read(idx), number)
+        for idx, line in enumerate(lines.tolist(), first):
+            row, conversation = self._row(self._records.read(idx), line)
             counts[0] += len(row) > self.capacity
             row = row[: self.capacity]
             has_loss = bool((row[1:] < 0).any())  # a first token is never predicted
@@ -196,10 +197,10 @@ class ConversationFile:
         yield np.concatenate(rows)
 
     def _row(self, record: bytes, number: int) -> tuple[np.ndarray, Conversation]:
-        """Return the signed ids of a record that begins on line ``number``, and its conversation.
+        """Return the signed ids and the conversation of a record that begins on line ``number``.
 
         Raises:
-            DataError: naming the line.
+            DataError: the record is invalid or too long; the message names the line.
         """
         try:
             conversation = parse_record(record)
@@ -224,24 +225,24 @@ class ConversationFile:
                 "loss and are left out. --sft-overlong refuse names the first instead"
             )
         if self.unread:
-            shown = ", ".join(self.unread[:_KEYS_SHOWN]) + (", ..." if len(self.unread) > _KEYS_SHOWN else "")
-            shown = shown.encode("utf-8", "backslashreplace").decode()  # a log cannot show a lone surrogate
-            log.warn_once_per_job(f"{self.prefix}: keys that have no effect, neither here nor in the template: {shown}")
+            names = ", ".join(self.unread[:_KEYS_SHOWN]) + (", ..." if len(self.unread) > _KEYS_SHOWN else "")
+            names = names.encode("utf-8", "backslashreplace").decode()  # a log cannot show a lone surrogate
+            log.warn_once_per_job(f"{self.prefix}: keys that have no effect, neither here nor in the template: {names}")
 
 
 class SFTDataset(GPTDataset):
-    """Sample i, for any i >= 0, are conversations packed best-fit and kept apart.
+    """Endless samples of conversations packed best-fit into separate segments.
 
-    A sample is {"text": int64[L + 1], "segments": int32[L + 1], "loss_mask": int32[L + 1]}: as ``GPTDataset`` with
-    best-fit packing, and 1 where the assistant says the token.
+    A sample is {"text": int64[L + 1], "segments": int32[L + 1], "loss_mask": int32[L + 1]}. "text" and "segments" are
+    those of ``GPTDataset`` with best-fit packing. "loss_mask" is 1 for the tokens of the assistant that have a loss.
     """
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         sample = super().__getitem__(index)
         assert isinstance(sample, dict)
         signed = sample["text"]
-        is_said = signed < 0
-        return {**sample, "text": np.where(is_said, ~signed, signed), "loss_mask": is_said.astype(np.int32)}
+        has_loss = signed < 0
+        return {**sample, "text": np.where(has_loss, ~signed, signed), "loss_mask": has_loss.astype(np.int32)}
 
 
 def build_sft_train_valid_test(
@@ -253,15 +254,15 @@ def build_sft_train_valid_test(
     overlong: str = "cut",
     needed: Sequence[bool] = (True, True, True),
 ) -> Three:
-    """Return the samples of train, valid and test from files of conversations; None for a split that is not needed.
+    """Return the training, validation and test datasets from conversations; None for a split that is not needed.
 
     Args:
-        paths: files of conversations where token files are named else (``DataConfig.corpora``).
+        paths: paths of conversation files instead of token files (``DataConfig.corpora``).
         template: the chat template with the tokenizer of the run.
-        overlong: as ``ConversationFile``.
+        overlong: see ``ConversationFile``.
 
     Raises:
-        DataError: as ``ConversationFile``; paths, weights and splits that cannot be used.
+        DataError: see ``ConversationFile``; or paths, weights or splits are invalid.
     """
 
     if problem := template.end_of_turn_problem:
@@ -281,7 +282,9 @@ def build_sft_train_valid_test(
                 draws=draws,
             )
 
-        found = cast(IndexedDataset, file)  # it has all that is asked of one
-        return OpenCorpus(found, file.fingerprint, make, SHORTEST_PACKED, f"--seq-length {seq_length}", is_drawn=False)
+        token_file = cast(IndexedDataset, file)  # it implements the required part of the interface
+        return OpenCorpus(
+            token_file, file.fingerprint, make, SHORTEST_PACKED, f"--seq-length {seq_length}", is_drawn=False
+        )
 
     return build_datasets(paths, needed, open_corpus, template.tokenizer.identity, lambda parts: seq_length)

@@ -1,4 +1,4 @@
-"""--split by place or by hash of the text."""
+"""Split a corpus into training, validation and test documents, by position or by a hash of the text (--split)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron.data.cache import IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import DataError
 
-# A hash of each document's tokens, for splits that follow from the text alone.
+# A hash of each document's tokens, for splits that depend only on the text.
 #
-# The hash of tokens t_0 ... t_{n-1} is ``mix(sum_j (t_j + 1) r^j + n s)`` modulo 2^64, with r odd. Sums over a document
-# are differences of one running sum over a block of tokens, multiplied by the inverse power of r for the place where
-# the document begins: a few operations for each token, whatever the documents' lengths.
+# The hash of tokens t_0 ... t_{n-1} is ``mix(sum_j (t_j + 1) r^j + n s)`` modulo 2^64, with r odd. The sum over a
+# document is the difference of two values of a running sum over a block of tokens, multiplied by the inverse power of r
+# at the document's start. This takes a few vectorized operations per token, independent of the document lengths.
 
 _BLOCK = 1 << 16
 _BASE = 0x9E3779B97F4A7C15
@@ -30,7 +30,7 @@ _MODULUS = 1 << 64
 def document_hashes(token_file: IndexedDataset, first: int, stop: int) -> np.ndarray:
     """Return uint32[stop - first], the upper half of the hash of documents first ... stop - 1.
 
-    It follows from the token ids alone: not from the type they are stored in, nor from where the document lies.
+    The hash depends only on the token ids, not on their storage type or on the position of the document.
     """
     starts = token_file.starts_of(first, stop)
     sums = np.zeros(stop - first, np.uint64)
@@ -42,7 +42,7 @@ def document_hashes(token_file: IndexedDataset, first: int, stop: int) -> np.nda
 
 
 def _add_block(sums: np.ndarray, starts: np.ndarray, begin: int, tokens: np.ndarray) -> None:
-    """Add to ``sums`` what ``tokens``, the first of which is token ``begin`` of the file, add to their documents."""
+    """Add the contributions of ``tokens``, a block that starts at token ``begin``, to the sums of their documents."""
     powers, inverse_powers = _powers()
     running = np.zeros(len(tokens) + 1, np.uint64)
     terms = tokens.astype(np.uint64)
@@ -54,23 +54,23 @@ def _add_block(sums: np.ndarray, starts: np.ndarray, begin: int, tokens: np.ndar
     bounds = np.clip(starts[low : high + 1] - begin, 0, len(tokens))
     parts = running[bounds[1:]] - running[bounds[:-1]]
     scale = inverse_powers[np.minimum(bounds[:-1], _BLOCK - 1)]
-    scale[0] = pow(_BASE, begin - int(starts[low]), _MODULUS)  # this one may have begun in an earlier block
+    scale[0] = pow(_BASE, begin - int(starts[low]), _MODULUS)  # this document may begin in an earlier block
     sums[low:high] += parts * scale
 
 
 @cache
 def _powers() -> tuple[np.ndarray, np.ndarray]:
-    """Return uint64[_BLOCK] each: the powers of the base, and their inverses modulo 2^64."""
-    both = []
+    """Return the powers of the base and their inverses modulo 2^64, uint64[_BLOCK] each."""
+    powers = []
     for base in (_BASE, pow(_BASE, -1, _MODULUS)):
         factors = np.full(_BLOCK, base, np.uint64)
         factors[0] = 1
-        both.append(np.multiply.accumulate(factors))
-    return both[0], both[1]
+        powers.append(np.multiply.accumulate(factors))
+    return powers[0], powers[1]
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Spread what differs in any bit over all bits (SplitMix64's last steps), in place."""
+    """Mix the bits of each value in place (the final steps of SplitMix64)."""
     values ^= values >> np.uint64(30)
     values *= np.uint64(_FIRST)
     values ^= values >> np.uint64(27)
@@ -79,7 +79,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return values
 
 
-# Cutting a corpus into training, validation and test documents by ``--split``: by their place, or by their text.
+# Division of a corpus by ``--split``, by position or by hash.
 
 NAMES = ("train", "valid", "test")
 _FORMAT = 1
@@ -91,11 +91,11 @@ def split_documents(num_documents: int, split: str) -> list[tuple[int, int]]:
     """Return (start, stop) of the documents of train, valid and test.
 
     Args:
-        split: up to three weights, "949,50,1" or "949/50/1"; what is left out is 0. Boundaries lie at the rounded
-            cumulative fractions.
+        split: up to three weights, "949,50,1" or "949/50/1"; missing weights are 0. The boundaries are the rounded
+            cumulative fractions of the documents.
 
     Raises:
-        DataError: not such a text.
+        DataError: ``split`` is malformed.
     """
     weights = _parse(split)
     bounds, total, reached = [0], sum(weights), Fraction(0)
@@ -106,16 +106,17 @@ def split_documents(num_documents: int, split: str) -> list[tuple[int, int]]:
 
 
 def split_by_hash(token_file: IndexedDataset, split: str, cache: IndexCache | None) -> list[np.ndarray]:
-    """Return the ascending document numbers (int32 while that holds them) of train, valid and test.
+    """Return the ascending document indices (int32 if they fit) of train, valid and test.
 
-    A document's split follows from its tokens and ``split`` alone: equal documents fall in the same one, and no
-    document moves when others are added. Validation takes hashes from the bottom, the test from the top: as long as the
-    share of each only grows, it keeps what it had, and takes from the training split alone.
+    The split of a document depends only on its tokens and ``split``. Equal documents are in the same split, and no
+    document moves when other documents are added. The validation split has the lowest hashes and the test split the
+    highest. If their shares only grow, they therefore retain their documents and take others only from the training
+    split.
 
-    All tokens are read once. What is found is kept in ``cache``, for all processes and later runs; None: in memory.
+    All tokens are read once. The result is stored in ``cache`` for all processes and later runs; None: in memory.
 
     Raises:
-        DataError: ``split`` is no such text.
+        DataError: ``split`` is malformed.
     """
     limits = _limits(split)
     if cache is None or token_file.num_tokens * token_file.dtype.itemsize < _IN_MEMORY_BELOW_BYTES:
@@ -127,7 +128,7 @@ def split_by_hash(token_file: IndexedDataset, split: str, cache: IndexCache | No
 
 
 def _hashes(token_file: IndexedDataset, key: str, cache: IndexCache) -> list[np.ndarray]:
-    """Return the hashes of all documents, in parts: each process of the host computes some of them."""
+    """Return the hashes of all documents in parts; the processes of the host share their computation."""
     count = token_file.num_documents
 
     def build(part: int) -> list[np.ndarray]:
@@ -139,19 +140,19 @@ def _hashes(token_file: IndexedDataset, key: str, cache: IndexCache) -> list[np.
 
 
 def _numbers(hashes: list[np.ndarray], limits: tuple[int, int], part: int) -> Iterator[np.ndarray]:
-    """Yield the document numbers of one split: of those whose hashes lie between its limits."""
-    kind = np.int32 if sum(map(len, hashes)) <= 1 << 31 else np.int64
+    """Yield the indices of the documents of one split, those whose hashes are within its limits."""
+    index_type = np.int32 if sum(map(len, hashes)) <= 1 << 31 else np.int64
     valid_below, test_from = limits
     low, high = ((valid_below, test_from), (0, valid_below), (test_from, 1 << 32))[part]
     first = 0
     for block in hashes:
-        wide = block.astype(np.int64)
-        yield (np.flatnonzero((wide >= low) & (wide < high)) + first).astype(kind)
+        hashes_64 = block.astype(np.int64)
+        yield (np.flatnonzero((hashes_64 >= low) & (hashes_64 < high)) + first).astype(index_type)
         first += len(block)
 
 
 def _limits(split: str) -> tuple[int, int]:
-    """Return (hashes below it are validation, hashes from it on are test)."""
+    """Return (exclusive upper limit of validation hashes, lowest test hash)."""
     train, valid, test = _parse(split)
     total = train + valid + test
     valid_below = int(valid / total * (1 << 32))
@@ -163,11 +164,11 @@ def _digest(*parts: object) -> str:
 
 
 def _parse(split: str) -> list[Fraction]:
-    wrong = f"--split must be one to three weights, not negative and not all 0, such as 949,50,1; got {split!r}"
+    message = f"--split must be one to three weights, not negative and not all 0, such as 949,50,1; got {split!r}"
     try:
         weights = [Fraction(part.strip()) for part in split.replace("/", ",").split(",")]
     except (ValueError, ZeroDivisionError) as error:
-        raise DataError(wrong) from error
+        raise DataError(message) from error
     if len(weights) > len(NAMES) or min(weights) < 0 or sum(weights) == 0:
-        raise DataError(wrong)
+        raise DataError(message)
     return weights + [Fraction(0)] * (len(NAMES) - len(weights))

@@ -1,8 +1,8 @@
-"""Number of predicted tokens of a step, for losses averaged over different numbers of tokens.
+"""Predicted tokens per step, for losses averaged over a varying number of tokens.
 
-A data set whose samples say it by their number alone (``num_predicted``) gives each micro-batch "step_predictions",
-int64[2]: the tokens to predict and the samples of the step that it is part of. It is the same in every layout, needs
-no message between replicas, and is known before the first backward of the step.
+If a dataset can compute the predicted tokens of a sample from its index (``num_predicted``), each micro-batch contains
+"step_predictions", int64[2]: the numbers of predicted tokens and samples in its step. The values are the same in every
+layout, need no communication between replicas, and are known before the first backward of the step.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ KEY = "step_predictions"
 
 
 class StepPredictions:
-    """From the number of a sample to the tokens to predict and the samples of its step.
+    """Computes the numbers of predicted tokens and samples of the step that contains a given sample.
 
     Args:
-        num_predicted: of a sample, by its number.
-        sizes: samples of a step by samples consumed.
-        samples_consumed: before the first step that will be asked for.
+        num_predicted: number of predicted tokens of a sample, by its index.
+        sizes: samples per step, by samples consumed.
+        samples_consumed: samples consumed before the first step.
     """
 
     def __init__(self, num_predicted: Callable[[int], int], sizes: BatchSizes, samples_consumed: int) -> None:
@@ -33,7 +33,7 @@ class StepPredictions:
         self._known = np.zeros(2, np.int64)
 
     def of(self, index: int) -> np.ndarray:
-        """Return int64[2]: the tokens to predict and the samples of the step that sample ``index`` is part of."""
+        """Return int64[2], the numbers of predicted tokens and samples in the step that contains ``index``."""
         if not self._start <= index < self._stop:
             self._find(index)
         return self._known.copy()
@@ -47,17 +47,17 @@ class StepPredictions:
 
 
 def predictions_of(dataset: Any) -> Callable[[int], int] | None:
-    """Return what tells how many tokens of a sample are predicted; None for a data set that does not say it."""
+    """Return the function sample index -> number of predicted tokens; None if the dataset does not provide it."""
     ordered = as_ordered(dataset)
     if ordered is None:
-        own = getattr(dataset, "num_predicted", None)
-        return own if callable(own) else None
+        num_predicted = getattr(dataset, "num_predicted", None)
+        return num_predicted if callable(num_predicted) else None
     counts = [getattr(part, "num_predicted", None) for part in ordered.parts.values()]
     if not all(map(callable, counts)):
         return None
 
     def of_any(index: int) -> int:
-        number, place = ordered.order.locate(index)
-        return counts[number](place)  # type: ignore[misc]
+        corpus_idx, sample_idx = ordered.order.locate(index)
+        return counts[corpus_idx](sample_idx)  # type: ignore[misc]
 
     return of_any

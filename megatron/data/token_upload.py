@@ -1,7 +1,7 @@
-"""Token files into an object store: made on the disk, uploaded, looked through there, the index last.
+"""Upload token files to an object store: they are built on the local disk, uploaded and verified, the index last.
 
-Whoever finds ``PREFIX.idx`` in the store finds the other files whole: an earlier one is deleted before anything else is
-sent, and the new one comes when all else is there with its size and checksum.
+If ``PREFIX.idx`` is in the store, the other files are complete: an earlier index is deleted first, and the new index is
+uploaded after the size and checksum of the other files have been verified.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from megatron.data import dataset_metadata
 from megatron.errors import DataError
 
 ORDER = (".bin", ".meta.json", ".idx")
-"""Uploaded so; ``.meta.json`` is not there for files whose vocabulary nobody knows."""
+"""Upload order; there is no ``.meta.json`` for files whose vocabulary is unknown."""
 
 
 def local_prefix(target: str, work_dir: Path) -> str:
-    """Return where the token files ``target`` of a store are made: a name for this target alone in ``work_dir``."""
+    """Return a prefix in ``work_dir``, unique to ``target``, under which the token files are built."""
     name = target.rstrip("/").rpartition("/")[2]
     return str(work_dir / f"{name}-{hashlib.sha256(target.encode()).hexdigest()[:8]}")
 
 
 def check_target(target: str) -> None:
-    """Check that the store takes files at ``target``, before hours are spent: a small one is put there, and deleted.
+    """Check that ``target`` is writable before a long job, by uploading and deleting a small file.
 
     Raises:
-        DataError: it does not.
+        DataError: the target is not writable.
     """
     try:
         object_store.check_writable(target)
@@ -37,19 +37,19 @@ def check_target(target: str) -> None:
 
 
 def upload(prefix: str, target: str) -> None:
-    """Put the token files ``prefix`` of this machine into a store as ``target``, and delete them here.
+    """Upload the local token files ``prefix`` to ``target`` and delete the local files.
 
     Raises:
-        DataError: the store does not take them; they stay here, and no ``target.idx`` is there.
+        DataError: the upload failed; the local files are not deleted, and ``target.idx`` does not exist.
     """
     paths = {suffix: Path(prefix + suffix) for suffix in ORDER if Path(prefix + suffix).exists()}
     try:
         for suffix in reversed(ORDER):
             object_store.remove(target + suffix)
         sidecar = dataset_metadata.read(Path(prefix + ".meta.json"))
-        known = {".bin": sidecar.bin_crc32, ".idx": sidecar.idx_crc32} if sidecar else {}
+        checksums = {".bin": sidecar.bin_crc32, ".idx": sidecar.idx_crc32} if sidecar else {}
         for suffix, path in paths.items():
-            crc32 = known[suffix] if suffix in known else files.size_and_crc(path)[1]
+            crc32 = checksums[suffix] if suffix in checksums else files.size_and_crc(path)[1]
             object_store.upload(path, target + suffix, crc32=crc32)
             log.info(f"uploaded {target}{suffix}: {path.stat().st_size / 1e6:.1f} MB, read back, checksum {crc32:08x}")
     except DataError as error:

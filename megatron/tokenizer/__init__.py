@@ -1,4 +1,4 @@
-"""One small interface over the tokenizer libraries."""
+"""A common interface for the tokenizer libraries."""
 
 from megatron.tokenizer.build import TYPES, build, with_gigatoken
 from megatron.tokenizer.tokenizer import Tokenizer

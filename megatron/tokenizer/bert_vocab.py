@@ -19,21 +19,22 @@ _MAX_WORD_CHARACTERS = 100
 
 
 def from_lower_case_bert_files(path: Path) -> LibraryTokenizer:
-    """Return the tokenizer of a ``vocab.txt``, or of a folder with one, that makes text lower case, without accents."""
+    """Return the tokenizer of a ``vocab.txt`` or a folder with one; it converts text to lower case without accents."""
     return from_bert_files(path, is_lower_case=True)
 
 
 def from_cased_bert_files(path: Path) -> LibraryTokenizer:
-    """Return the tokenizer of a ``vocab.txt``, or of a folder with one, that leaves text as it is."""
+    """Return the tokenizer of a ``vocab.txt`` or a folder with one; it preserves case and accents."""
     return from_bert_files(path, is_lower_case=False)
 
 
 def from_bert_files(path: Path, is_lower_case: bool | None = None) -> LibraryTokenizer:
-    """Return the tokenizer of a ``vocab.txt``, or of a folder with one.
+    """Return the tokenizer of a ``vocab.txt`` or a folder with one. Each Chinese character is a word.
 
-    Where ``is_lower_case`` is None it makes text lower case and drops accents if ``tokenizer_config.json`` beside it
-    says ``"do_lower_case": true``; if it says nothing, then if no token of the vocabulary has a letter in upper case.
-    Chinese characters are words of their own.
+    Args:
+        is_lower_case: convert text to lower case and remove accents. None: the value of ``"do_lower_case"`` in
+            ``tokenizer_config.json`` next to the vocabulary; without such a value, True if no token of the vocabulary
+            has an upper-case letter.
     """
     vocab = path / "vocab.txt" if path.is_dir() else path
     if not vocab.exists():

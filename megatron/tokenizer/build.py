@@ -1,4 +1,4 @@
-"""From --tokenizer-type and files to a tokenizer; vocabularies of one token a line."""
+"""Build a tokenizer from --tokenizer-type and its files; read vocabularies with one token per line."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from megatron.errors import DataError
 from megatron.tokenizer.null import null_tokenizer
 from megatron.tokenizer.tokenizer import Tokenizer
 
-# From the tokenizer flags to a tokenizer.
+# Tokenizers by type.
 #
-# | --tokenizer-type | --tokenizer-path, or --vocab-file in its place |
+# | --tokenizer-type | --tokenizer-path (or --vocab-file) |
 # |---|---|
 # | TokenizersJSON | FILE.json of the `tokenizers` library, or a folder with tokenizer.json |
 # | GPT2BPETokenizer | --vocab-file vocab.json and --merge-file merges.txt |
 # | SentencePiece | FILE.model |
-# | T5SentencePiece | T5's FILE.model, or a folder with spiece.model; 100 sentinels are added behind its pieces |
-# | BertWordPiece | vocab.txt, or a folder with it; lower case by its tokenizer_config.json or its tokens |
-# | BertWordPieceLowerCase, BertWordPieceCase | the same, in lower case or not |
-# | CPM1 | FILE.model, or a folder with chinese_vocab.model and perhaps vocab.json |
+# | T5SentencePiece | T5's FILE.model, or a folder with spiece.model; 100 sentinels are added after its pieces |
+# | BertWordPiece | vocab.txt, or a folder with it; case from tokenizer_config.json or from the tokens |
+# | BertWordPieceLowerCase, BertWordPieceCase | the same, lower case or cased |
+# | CPM1 | FILE.model, or a folder with chinese_vocab.model and optionally vocab.json |
 # | CPM2 | vocab.txt, or a folder with it, or a JSON file of ids by token |
-# | NullTokenizer | no file: --vocab-size ids that stand for nothing |
+# | NullTokenizer | no file: --vocab-size ids without text |
 # | not given | TokenizersJSON, SentencePiece for a FILE.model, GPT2BPETokenizer with --merge-file |
 #
-# A kind's library is imported when a tokenizer of that kind is built.
+# The library of a type is imported when a tokenizer of this type is built.
 
 _BUILDERS = {
     "TokenizersJSON": ("huggingface", "from_json_files"),
@@ -56,17 +56,17 @@ def build(
     vocab_size: int | None = None,
     eod_token: str | None = None,
 ) -> Tokenizer:
-    """Return the tokenizer that the flags name: the table at the top of this file.
+    """Build the tokenizer that the flags describe; see the table at the top of this file.
 
     Args:
-        vocab_size: ids of a NullTokenizer.
+        vocab_size: number of ids of a NullTokenizer.
         eod_token: name of the end-of-document token, or ``BY_NAME``; None: by the rule of ``Tokenizer.eod_name``.
 
     Raises:
-        DataError: unknown type, a file that is missing or not of that type, a library that is not installed.
+        DataError: the type is unknown, a file is missing or has another type, or a library is not installed.
     """
-    given = tokenizer_path or vocab_file
-    kind = tokenizer_type or _guess(given, merge_file)
+    path = tokenizer_path or vocab_file
+    kind = tokenizer_type or _guess(path, merge_file)
     if kind not in TYPES:
         raise DataError(f"--tokenizer-type must be one of {', '.join(TYPES)}, got {kind}")
     tokenizer = _build(kind, vocab_file, merge_file, tokenizer_path, vocab_size)
@@ -85,18 +85,18 @@ def _build(
     if kind == "NullTokenizer":
         return null_tokenizer(vocab_size, (vocab_file, merge_file, tokenizer_path))
     module, name = _BUILDERS[kind]
-    given = tokenizer_path or vocab_file
+    path = tokenizer_path or vocab_file
     if kind == "GPT2BPETokenizer":
         files = [_present(vocab_file, "--vocab-file", kind), _present(merge_file, "--merge-file", kind)]
     else:
-        files = [_present(given, "--tokenizer-path", kind)]
+        files = [_present(path, "--tokenizer-path", kind)]
     try:
-        found = importlib.import_module(f"megatron.tokenizer.{module}")
+        imported = importlib.import_module(f"megatron.tokenizer.{module}")
     except ModuleNotFoundError as error:
         raise DataError(
             f"--tokenizer-type {kind} needs {error.name}, which is not installed. Run: pip install {error.name}"
         ) from error
-    tokenizer: Tokenizer = getattr(found, name)(*files)
+    tokenizer: Tokenizer = getattr(imported, name)(*files)
     return tokenizer
 
 
@@ -121,7 +121,7 @@ def _present(path: str | Path | None, flag: str, kind: str) -> Path:
     return Path(path)
 
 
-# Whether ``gigatoken`` may stand in for ``tokenizers``: only where each id of a sample agrees.
+# Replacement of ``tokenizers`` by ``gigatoken``, only if all ids of a sample are equal.
 
 _PROBES = (
     "",
@@ -133,20 +133,20 @@ _PROBES = (
     "🙂👩‍👩‍👧🏽🇩🇪 \u200b\ufeff\u00a0\u3000\u2028\x00\x07\x7f\U00020000\U0010fffd",
     "a" * 300 + " " * 100 + "=" * 77,
 )
-"""Texts on which tokenizers are apt to differ; they are compared whatever the sample is."""
+"""Texts on which tokenizers are likely to differ; they are always compared in addition to the sample."""
 
 
 def with_gigatoken(tokenizer: Tokenizer, sample: Sequence[str], *, is_required: bool = False) -> Tokenizer:
-    """Return the same tokenizer with its BPE done by gigatoken, if that gives each id of ``sample`` and of hard texts.
+    """Return ``tokenizer`` with BPE by gigatoken, if its ids are equal on ``sample`` and on difficult texts.
 
-    Otherwise warn with the reason, the first difference if there is one, and return ``tokenizer``.
+    Otherwise, log a warning with the reason (such as the first difference) and return ``tokenizer``.
 
     Args:
-        is_required: gigatoken was asked for by name, so that it must be there and fit the kind of tokenizer; even then
-            an id that differs is only a warning.
+        is_required: the user has requested gigatoken, so raise an error if it is not installed or does not support the
+            tokenizer. Different ids only cause a warning even then.
 
     Raises:
-        DataError: ``is_required``, and gigatoken or what it needs is not installed, or the tokenizer is no BPE.
+        DataError: ``is_required``, and gigatoken or a dependency is not installed, or the tokenizer is not a BPE.
     """
     reason = _why_not(tokenizer)
     if reason and is_required:
@@ -165,7 +165,7 @@ def with_gigatoken(tokenizer: Tokenizer, sample: Sequence[str], *, is_required: 
 
 
 class _DiffersError(Exception):
-    """gigatoken cannot stand in."""
+    """gigatoken cannot replace the tokenizer; the message has the reason."""
 
 
 def _why_not(tokenizer: Tokenizer) -> str:
@@ -177,11 +177,11 @@ def _why_not(tokenizer: Tokenizer) -> str:
 
 
 def _verified(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokenizer:
-    giga = importlib.import_module("megatron.tokenizer.gigatoken")
+    gigatoken_module = importlib.import_module("megatron.tokenizer.gigatoken")
     try:
-        fast = giga.standing_in_for(tokenizer)
+        fast = gigatoken_module.standing_in_for(tokenizer)
         difference = _first_difference(tokenizer, fast, texts)
-    except Exception as error:  # what a young library raises is not settled
+    except Exception as error:  # the library does not document its exceptions
         raise _DiffersError(f"gigatoken cannot do this vocabulary: {error}") from error
     if difference:
         raise _DiffersError(f"gigatoken differs from `tokenizers`: {difference}")
@@ -193,45 +193,45 @@ def _spellings(tokenizer: Tokenizer) -> list[str]:
 
 
 def _first_difference(slow: Tokenizer, fast: Tokenizer, texts: Sequence[str]) -> str:
-    expected, got = slow.encode_arrays(texts), fast.encode_arrays(texts)
-    if all(map(np.array_equal, expected, got)):
+    expected, actual = slow.encode_arrays(texts), fast.encode_arrays(texts)
+    if all(map(np.array_equal, expected, actual)):
         return ""
-    starts = [np.cumsum(sizes) - sizes for _, sizes in (expected, got)]
-    for text, *spans in zip(texts, *starts, expected[1], got[1], strict=True):
-        right = expected[0][spans[0] : spans[0] + spans[2]]
-        wrong = got[0][spans[1] : spans[1] + spans[3]]
-        if not np.array_equal(right, wrong):
-            return _format_difference(slow, text, right.tolist(), wrong.tolist())
+    starts = [np.cumsum(sizes) - sizes for _, sizes in (expected, actual)]
+    for text, *spans in zip(texts, *starts, expected[1], actual[1], strict=True):
+        expected_ids = expected[0][spans[0] : spans[0] + spans[2]]
+        actual_ids = actual[0][spans[1] : spans[1] + spans[3]]
+        if not np.array_equal(expected_ids, actual_ids):
+            return _format_difference(slow, text, expected_ids.tolist(), actual_ids.tolist())
     return ""
 
 
 def _format_difference(tokenizer: Tokenizer, text: str, right: list[int], wrong: list[int]) -> str:
-    place = next(
-        (at for at, (a, b) in enumerate(zip(right, wrong, strict=False)) if a != b), min(len(right), len(wrong))
+    first = next(
+        (idx for idx, (a, b) in enumerate(zip(right, wrong, strict=False)) if a != b), min(len(right), len(wrong))
     )
-    before = tokenizer.decode(right[:place])
+    text_before = tokenizer.decode(right[:first])
     return (
-        f"token {place} of the text that begins {text[:40]!r} is {wrong[place : place + 3]} rather than "
-        f"{right[place : place + 3]}, behind {before[-20:]!r}"
+        f"token {first} of the text that begins {text[:40]!r} is {wrong[first : first + 3]} rather than "
+        f"{right[first : first + 3]}, behind {text_before[-20:]!r}"
     )
 
 
-# Vocabularies of one token a line, or of one JSON object.
+# Vocabularies with one token per line, or as a JSON object.
 
 
 def read_vocabulary(path: Path, needed: str) -> dict[str, int]:
-    """Return the ids by token: the line number from 0 on, or the number that the JSON file gives.
+    """Return token -> id; the id is the line number from 0, or the number in the JSON file.
 
-    Only ``\\n`` and ``\\r\\n`` end a line, spaces around a token are dropped, and of equal lines the last counts, as in
-    the programs that these files were made for.
+    Like in the programs that these files were made for, only ``\\n`` and ``\\r\\n`` end a line, whitespace around a
+    token is removed, and the last of several equal lines counts.
 
     Raises:
-        DataError: the file cannot be read, is no such list, or does not have the token ``needed``.
+        DataError: the file cannot be read, is not a vocabulary, or does not have the token ``needed``.
     """
     try:
         with open(path, encoding="utf-8") as file:
             vocabulary = (
-                json.load(file) if path.suffix == ".json" else {line.strip(): at for at, line in enumerate(file)}
+                json.load(file) if path.suffix == ".json" else {line.strip(): idx for idx, line in enumerate(file)}
             )
     except (OSError, ValueError) as error:
         raise DataError(f"{path} must be a list of tokens in UTF-8, one a line; reading it failed: {error}") from error

@@ -1,4 +1,4 @@
-"""Chat templates: a conversation to text and to token ids, and which tokens the assistant says."""
+"""Chat templates: render and encode a conversation, and determine the tokens of the assistant."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron.tokenizer.huggingface import LibraryTokenizer
 from megatron.tokenizer.sibling_files import read_object
 from megatron.tokenizer.tokenizer import Tokenizer
 
-# Where a template is read from; the first source that exists is used:
+# Sources of a template; the first existing source is used:
 #
 # | source | content |
 # |---|---|
@@ -30,41 +30,41 @@ from megatron.tokenizer.tokenizer import Tokenizer
 # | chat_template.jinja next to the tokenizer's file, with additional_chat_templates/NAME.jinja | "default", others |
 # | tokenizer_config.json next to it | "chat_template": the text, or a list of named templates with a "default" |
 #
-# A conversation with tools is rendered by the template named "tool_use" if there is one, all others by "default", as
-# `transformers.PreTrainedTokenizerBase.get_chat_template` chooses.
+# A conversation with tools is rendered by the template "tool_use" if it exists, and other conversations by "default",
+# as in `transformers.PreTrainedTokenizerBase.get_chat_template`.
 #
-# It is rendered as `transformers` does: jinja2 in its sandbox, with `messages`, `tools`, `add_generation_prompt` and
-# the names of control tokens (`bos_token`, `eos_token`, ...), with the tag `{% generation %}` and the functions
-# `raise_exception` and `strftime_now`. Each conversation is encoded whole, and no token is added to it. A control token
-# that a message spells becomes that token, as there.
+# Rendering follows `transformers`: sandboxed jinja2 with the variables `messages`, `tools`, `add_generation_prompt` and
+# the names of control tokens (`bos_token`, `eos_token`, ...), the tag `{% generation %}`, and the functions
+# `raise_exception` and `strftime_now`. Each conversation is encoded as a whole, without added tokens. As in
+# `transformers`, a control token that a message spells becomes this token.
 
 TEMPLATE, SETTINGS, SPECIAL = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
 NAMED = "additional_chat_templates"
-"""Folder of further templates next to ``TEMPLATE``, each in a file NAME.jinja."""
+"""Folder next to ``TEMPLATE`` with additional templates in files NAME.jinja."""
 DEFAULT, TOOL_USE = "default", "tool_use"
 ASSISTANT = "assistant"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _SPECIAL_NAMES = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names that reasoning goes by in a message; templates read the first two."""
+"""Keys of the reasoning in a message; templates read the first two."""
 
 _SAMPLE_QUESTION, _SAMPLE_ANSWER = "plum", "melon"
 _CONTROL_LIKE = re.compile(r"<[^\s<>]+>")
-"""Text that templates use as control tokens, such as <|im_end|> or </s>."""
+"""Pattern of texts that templates use as control tokens, such as <|im_end|> or </s>."""
 
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 
 
 class TemplateError(DataError):
-    """A template does not take a conversation; the text says why."""
+    """A template rejects a conversation; the message has the reason."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %} ... {% endgeneration %}`` puts marks around what is rendered in between.
+    """The block ``{% generation %} ... {% endgeneration %}``, which puts marks around its rendered content.
 
-    The marks are characters that no text may hold; ``_without_marks`` takes them out and says where they stood. So a
-    block within a macro, a filter or a set block is found where its text ends up.
+    The marks are characters that texts must not contain. ``_without_marks`` removes them and returns their positions.
+    Blocks within a macro, a filter or a set block are therefore located in the final text.
     """
 
     tags = {"generation"}
@@ -83,22 +83,22 @@ class _Generation(jinja2.ext.Extension):
 
 
 _HAS_LOSS = "_megatron_has_loss"
-"""Template variable: for each message by its ``id``, whether its tokens have a loss. Set if some have none."""
+"""Template variable: ``id`` of a message -> True if its tokens have a loss. Only set if some messages have none."""
 
 
 def _block_has_loss(context: jinja2.runtime.Context, has_loss: Mapping[int, bool]) -> bool:
-    """Return whether the message that a ``{% generation %}`` block renders has a loss.
+    """Return True if the message that a ``{% generation %}`` block renders has a loss.
 
-    The message is the value of a variable that the block can see: the variable of the loop over the messages, or a
+    The message is the value of a variable in the scope of the block: the variable of the loop over the messages, or a
     parameter of a macro.
     """
-    found = {has_loss[id(value)] for value in context.get_all().values() if id(value) in has_loss}
-    if len(found) != 1:
+    values = {has_loss[id(value)] for value in context.get_all().values() if id(value) in has_loss}
+    if len(values) != 1:
         raise jinja2.exceptions.TemplateError(
             "a message without a loss (weight 0, loss false or train false) needs a template in which every "
             "{% generation %} block sees one message as a variable, such as that of the loop over the messages"
         )
-    return found.pop()
+    return values.pop()
 
 
 _BEGIN, _END = "\ufdd0", "\ufdd1"
@@ -108,14 +108,14 @@ _UNUSABLE = re.compile(f"[{_BEGIN}{_END}\ud800-\udfff]")
 
 
 def _without_marks(text: str) -> tuple[str, list[Span]]:
-    """Return ``text`` without marks, and where the marked parts lie in it."""
-    parts, spans, length, begins = list[str](), list[Span](), 0, list[int]()
-    for found in re.finditer(f"[^{_BEGIN}{_END}]+|{_BEGIN}|{_END}", text):
-        part = found.group()
+    """Return ``text`` without marks, and the spans of the marked parts."""
+    parts, spans, length, starts = list[str](), list[Span](), 0, list[int]()
+    for match in re.finditer(f"[^{_BEGIN}{_END}]+|{_BEGIN}|{_END}", text):
+        part = match.group()
         if part == _BEGIN:
-            begins.append(length)
+            starts.append(length)
         elif part == _END:
-            spans.append((begins.pop(), length))
+            spans.append((starts.pop(), length))
         else:
             parts.append(part)
             length += len(part)
@@ -129,7 +129,7 @@ def _raise(message: str) -> None:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """The filter ``tojson`` without jinja's escapes for HTML."""
+    """The filter ``tojson`` without jinja's HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -150,7 +150,7 @@ def _compiled(text: str, source: str) -> jinja2.Template:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A conversation as tokens: ``ids``, and for each whether the assistant says it."""
+    """The token ids of a conversation; ``is_said`` is True for tokens of the assistant that have a loss."""
 
     ids: list[int]
     is_said: list[bool]
@@ -160,13 +160,13 @@ class ChatTemplate:
     """A chat template with its tokenizer.
 
     Args:
-        text: of the default template.
-        source: the file that it came from, for messages.
-        special: names of control tokens as the template calls them, "eos_token" and the like.
-        named: texts of further templates by name. "tool_use" renders conversations with tools.
+        text: text of the default template.
+        source: file of the template, for messages.
+        special: template variable -> control token, such as "eos_token" -> "</s>".
+        named: texts of additional templates by name; "tool_use" renders conversations with tools.
 
     Raises:
-        DataError: jinja2 cannot read the text, or the tokenizer does not tell where its tokens lie in a text.
+        DataError: jinja2 cannot parse the text, or the tokenizer cannot return the positions of its tokens in a text.
     """
 
     def __init__(
@@ -185,25 +185,25 @@ class ChatTemplate:
             )
         self.text, self.tokenizer, self.source, self.special = text, tokenizer, source, dict(special)
         self.named = dict(named or {})
-        used = {DEFAULT: text} | {name: text for name, text in self.named.items() if name == TOOL_USE}
-        self._templates = {DEFAULT: _compiled(text, source)}  # "tool_use" when the first conversation needs it
-        self._marks_generation = {name: _GENERATION.search(text) is not None for name, text in used.items()}
-        self._texts = "\n".join(used.values())
+        used_texts = {DEFAULT: text} | {name: text for name, text in self.named.items() if name == TOOL_USE}
+        self._templates = {DEFAULT: _compiled(text, source)}  # "tool_use" is compiled on first use
+        self._marks_generation = {name: _GENERATION.search(text) is not None for name, text in used_texts.items()}
+        self._texts = "\n".join(used_texts.values())
 
     @property
     def key(self) -> str:
-        """A text that changes with all that changes what is rendered; fingerprints hold it, so it never changes."""
-        named = json.dumps([self.text, self.special], sort_keys=True)
-        return hashlib.sha256(named.encode()).hexdigest()[:16]
+        """A digest of everything that affects the rendered text. Fingerprints contain it, so it must never change."""
+        content = json.dumps([self.text, self.special], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
     def tools_key(self) -> str:
-        """A text that changes with the rendering of conversations with tools; empty without a "tool_use" template."""
+        """A digest of the "tool_use" template, which renders conversations with tools; empty if there is none."""
         text = self.named.get(TOOL_USE)
         return "" if text is None else hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def reads(self, name: str) -> bool:
-        """Return whether a template's text mentions ``name``, a variable or a key of a message."""
+        """Return True if the text of a template mentions ``name``, a variable or a key of a message."""
         names = _REASONING if name in _REASONING else (name,)
         return any(re.search(rf"\b{re.escape(name)}\b", self._texts) for name in names)
 
@@ -214,28 +214,30 @@ class ChatTemplate:
         """Return the text of a conversation.
 
         Args:
-            add_generation_prompt: open the assistant's next turn.
-            knows_date: give the template ``strftime_now``; without it the same conversation is the same text each day.
-            more: further variables of the template, such as ``enable_thinking``.
+            add_generation_prompt: append the beginning of the assistant's next turn.
+            knows_date: define ``strftime_now``; without it, a conversation has the same text on every day.
+            more: additional template variables, such as ``enable_thinking``.
 
         Raises:
-            TemplateError: the template refuses the conversation.
+            TemplateError: the template rejects the conversation.
         """
         return self._rendered(messages, add_generation_prompt, knows_date, {"tools": tools, **more})[0]
 
     def encode(self, messages: Sequence[Message], *, without_loss: Collection[int] = (), **more: Any) -> Encoded:
-        """Return the tokens of a whole conversation, and which the assistant says.
+        """Return the tokens of a complete conversation, and mark the tokens of the assistant.
 
-        With ``{% generation %}`` in the template these are the tokens that the blocks overlap. Without it they are, for
-        each turn of the assistant, what ``messages`` up to and with that turn have behind the generation prompt of
-        those ahead of it; white space behind the last control token of a turn is nobody's.
+        If the template has ``{% generation %}`` blocks, the tokens of the assistant are those that overlap the blocks.
+        Otherwise, each turn of the assistant is located by two renderings: the messages before the turn with the
+        generation prompt, and the messages up to and including the turn. The text that the second rendering appends to
+        the first belongs to the assistant, except white space after the last control token of the turn.
 
         Args:
             without_loss: indices of messages whose tokens have no loss.
-            more: further variables of the template, such as ``tools``.
+            more: additional template variables, such as ``tools``.
 
         Raises:
-            TemplateError: the template refuses it, or the prefixes of the conversation are not prefixes of its text.
+            TemplateError: the template rejects the conversation, or it renders the first messages to a text that is not
+                a prefix of the complete text.
         """
         text, spans = self._rendered(messages, False, False, more, without_loss)
         if not self._marks_generation[self._name_for(more)]:
@@ -244,33 +246,35 @@ class ChatTemplate:
         return Encoded(ids, _overlap(offsets, spans))
 
     def prompt_ids(self, messages: Sequence[Message], **more: Any) -> list[int]:
-        """Return the tokens after which the assistant speaks.
+        """Return the tokens of a conversation including the generation prompt.
 
         Raises:
-            TemplateError: the template refuses the conversation.
+            TemplateError: the template rejects the conversation.
         """
         text = self.render(messages, add_generation_prompt=True, knows_date=True, **more)
         return self.tokenizer.encode_rendered(text)[0]
 
     @cached_property
     def stop_id(self) -> int | None:
-        """The token that ends a turn of the assistant: the first control token behind what it says; None: none does."""
+        """The token that ends a turn of the assistant: the first control token after its text; None without one."""
         text, end = self._sample_turn()
         control = set(self.tokenizer.control_tokens.values())
         ids, offsets = self.tokenizer.encode_rendered(text)
-        behind = [token for token, (start, _) in zip(ids, offsets, strict=True) if start >= end and token in control]
-        return behind[0] if behind else None
+        end_tokens = [
+            token for token, (start, _) in zip(ids, offsets, strict=True) if start >= end and token in control
+        ]
+        return end_tokens[0] if end_tokens else None
 
     @property
     def end_of_turn_problem(self) -> str | None:
-        """Why nothing marks the end of an answer, with the fix; None if a control token ends the assistant's turns.
+        """The reason why no control token ends the assistant's turns, with a fix; None if there is such a token.
 
-        A model that is fine-tuned with such a template writes on after its answer, here and in other programs.
+        A model that is fine-tuned with such a template does not stop after its answer, in this and in other programs.
         """
         try:
             if self.stop_id is not None:
                 return None
-        except TemplateError:  # the template rejects a question with its answer: the data report it
+        except TemplateError:  # the template rejects a question with an answer, which is reported for the data
             return None
         text, end = self._sample_turn()
         closing = text[end:].strip()
@@ -293,7 +297,7 @@ class ChatTemplate:
         )
 
     def _sample_turn(self) -> tuple[str, int]:
-        """Return the text of a question with its answer, and the index after the answer."""
+        """Return the rendered text of a sample question and answer, and the index after the answer."""
         messages = [{"role": "user", "content": _SAMPLE_QUESTION}, {"role": ASSISTANT, "content": _SAMPLE_ANSWER}]
         text = self.render(messages)
         return text, text.rfind(_SAMPLE_ANSWER) + len(_SAMPLE_ANSWER)
@@ -306,20 +310,20 @@ class ChatTemplate:
         more: Mapping[str, Any],
         without_loss: Collection[int] = (),
     ) -> tuple[str, list[Span]]:
-        given: dict[str, Any] = {"tools": None, "documents": None, **self.special, **more}
+        variables: dict[str, Any] = {"tools": None, "documents": None, **self.special, **more}
         if knows_date:
-            given["strftime_now"] = lambda form: datetime.now().strftime(form)
-        own = [_with_reasoning(message) for message in messages]
+            variables["strftime_now"] = lambda form: datetime.now().strftime(form)
+        cleaned = [_with_reasoning(message) for message in messages]
         if without_loss:
-            given[_HAS_LOSS] = {id(message): idx not in without_loss for idx, message in enumerate(own)}
+            variables[_HAS_LOSS] = {id(message): idx not in without_loss for idx, message in enumerate(cleaned)}
         try:
-            if unusable := _UNUSABLE.search(json.dumps([own, more], ensure_ascii=False, default=str)):
+            if unusable := _UNUSABLE.search(json.dumps([cleaned, more], ensure_ascii=False, default=str)):
                 raise TemplateError(
                     f"a conversation must not contain U+{ord(unusable.group()):04X}, which is no character "
                     "(a lone surrogate, or reserved for internal use). Remove it"
                 )
             text = self._template(self._name_for(more)).render(
-                messages=own, add_generation_prompt=add_generation_prompt, **given
+                messages=cleaned, add_generation_prompt=add_generation_prompt, **variables
             )
         except DataError:
             raise
@@ -342,59 +346,59 @@ class ChatTemplate:
         self, messages: Sequence[Message], text: str, more: Mapping[str, Any], without_loss: Collection[int]
     ) -> list[Span]:
         spans = []
-        for place, message in enumerate(messages):
-            if message["role"] != ASSISTANT or place in without_loss:
+        for idx, message in enumerate(messages):
+            if message["role"] != ASSISTANT or idx in without_loss:
                 continue
-            ahead = self._rendered(messages[:place], True, False, more)[0] if place else ""
-            through = self._rendered(messages[: place + 1], False, False, more)[0]
-            if not through.startswith(ahead) or not text.startswith(through):
+            prompt = self._rendered(messages[:idx], True, False, more)[0] if idx else ""
+            prefix = self._rendered(messages[: idx + 1], False, False, more)[0]
+            if not prefix.startswith(prompt) or not text.startswith(prefix):
                 raise TemplateError(
-                    f"the template ({self.source}) must render a conversation up to message {place + 1} as the "
+                    f"the template ({self.source}) must render a conversation up to message {idx + 1} as the "
                     "beginning of the whole, since it does not mark what the assistant says, got another text "
-                    f"({_difference(ahead, through) if not through.startswith(ahead) else _difference(through, text)})."
+                    f"({_difference(prompt, prefix) if not prefix.startswith(prompt) else _difference(prefix, text)})."
                     " Put {% generation %} and {% endgeneration %} around what the assistant says in a copy of the "
                     "template, and give it as --chat-template FILE"
                 )
-            spans.append((len(ahead), len(ahead) + len(self._said(through[len(ahead) :]))))
+            spans.append((len(prompt), len(prompt) + len(self._said(prefix[len(prompt) :]))))
         return spans
 
     def _said(self, turn: str) -> str:
-        """Return a turn without the white space behind its last control token."""
-        kept = turn.rstrip()
-        ends = any(kept.endswith(name) for name in self.tokenizer.control_tokens)
-        return kept if ends else turn
+        """Return a turn without the white space after its last control token."""
+        stripped = turn.rstrip()
+        ends = any(stripped.endswith(name) for name in self.tokenizer.control_tokens)
+        return stripped if ends else turn
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
-    """Return ``message`` without what is None, and its reasoning under each name that templates read."""
-    own = {name: value for name, value in message.items() if value is not None}
-    found = next((own[name] for name in _REASONING if name in own), None)
-    return own if found is None else {"thinking": found, **own, "reasoning_content": found}
+    """Return ``message`` without None values, with its reasoning under each key that templates read."""
+    cleaned = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((cleaned[name] for name in _REASONING if name in cleaned), None)
+    return cleaned if reasoning is None else {"thinking": reasoning, **cleaned, "reasoning_content": reasoning}
 
 
 def _overlap(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Return for each token whether it overlaps one of ``spans``; both are in order."""
-    result, at = [], 0
+    """Return a list with True for each token that overlaps a span; both arguments must be in ascending order."""
+    result, span_idx = [], 0
     for start, end in offsets:
-        while at < len(spans) and start >= spans[at][1]:
-            at += 1
-        result.append(at < len(spans) and end > spans[at][0])
+        while span_idx < len(spans) and start >= spans[span_idx][1]:
+            span_idx += 1
+        result.append(span_idx < len(spans) and end > spans[span_idx][0])
     return result
 
 
 def _difference(short: str, long: str) -> str:
-    place = next((at for at, pair in enumerate(zip(short, long, strict=False)) if pair[0] != pair[1]), len(long))
-    return f"from character {place} on {short[place : place + 20]!r}, and then {long[place : place + 20]!r}"
+    start = next((idx for idx, pair in enumerate(zip(short, long, strict=False)) if pair[0] != pair[1]), len(long))
+    return f"from character {start} on {short[start : start + 20]!r}, and then {long[start : start + 20]!r}"
 
 
-# From files to a template.
+# Locate and read templates.
 
 
 def find_template(tokenizer: Tokenizer, given: str | Path | None = None) -> ChatTemplate:
-    """Return the chat template of ``tokenizer``, or the one in the file ``given``: the table at the top of this file.
+    """Return the chat template of ``tokenizer``, or of the file ``given``; see the table at the top of this file.
 
     Raises:
-        DataError: there is none, or it cannot be read.
+        DataError: there is no template, or it cannot be read.
     """
     special = special_names(tokenizer)
     if given is not None:
@@ -413,42 +417,42 @@ def find_template(tokenizer: Tokenizer, given: str | Path | None = None) -> Chat
 
 
 def _templates_in(folder: Path) -> tuple[str, dict[str, str]]:
-    """Return the file that messages name, and the templates of a tokenizer's folder by name."""
+    """Return (file to name in messages, template name -> text) for a tokenizer's folder."""
     files = {DEFAULT: folder / TEMPLATE} if (folder / TEMPLATE).is_file() else {}
     files.update((path.stem, path) for path in sorted((folder / NAMED).glob("*.jinja")))
     if files:
         return str(next(iter(files.values()))), {name: _read(path) for name, path in files.items()}
-    found = read_object(folder / SETTINGS).get("chat_template")
-    listed = found if isinstance(found, list) else [{"name": DEFAULT, "template": found}]
-    texts = {one.get("name"): one.get("template") for one in listed if isinstance(one, dict)}
+    setting = read_object(folder / SETTINGS).get("chat_template")
+    listed = setting if isinstance(setting, list) else [{"name": DEFAULT, "template": setting}]
+    texts = {entry.get("name"): entry.get("template") for entry in listed if isinstance(entry, dict)}
     return str(folder / SETTINGS), {
         name: text for name, text in texts.items() if isinstance(name, str) and isinstance(text, str)
     }
 
 
 def special_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the names of control tokens as templates call them: those of the tokenizer's folder, else its own.
+    """Return template variable -> control token from the tokenizer's folder, or else from the tokenizer itself.
 
-    As in transformers, special_tokens_map.json overrides tokenizer_config.json, unless the latter is complete, which
-    its "added_tokens_decoder" shows.
+    As in transformers, special_tokens_map.json overrides tokenizer_config.json, unless the latter has an
+    "added_tokens_decoder" and is therefore complete.
     """
     folder = tokenizer.paths[0].parent if tokenizer.paths else None
     settings = read_object(folder / SETTINGS) if folder else {}
     is_complete = "added_tokens_decoder" in settings
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for content in (settings, read_object(folder / SPECIAL) if folder and not is_complete else {}):
-        for kind in _SPECIAL_NAMES:
-            token = content.get(kind)
+        for variable in _SPECIAL_NAMES:
+            token = content.get(variable)
             token = token.get("content") if isinstance(token, dict) else token
             if isinstance(token, str):
-                found[kind] = token
-    if found:
-        return found
+                names[variable] = token
+    if names:
+        return names
     by_id: dict[int | None, str] = {token: name for name, token in reversed(tokenizer.control_tokens.items())}
     eod = tokenizer.eod_name
-    own = {"bos_token": eod, "eos_token": eod, "pad_token": by_id.get(tokenizer.pad_id)}
-    own["unk_token"] = by_id.get(tokenizer.unk_id)
-    return {kind: name for kind, name in own.items() if name is not None}
+    defaults = {"bos_token": eod, "eos_token": eod, "pad_token": by_id.get(tokenizer.pad_id)}
+    defaults["unk_token"] = by_id.get(tokenizer.unk_id)
+    return {variable: name for variable, name in defaults.items() if name is not None}
 
 
 def _read(path: Path) -> str:

@@ -1,15 +1,14 @@
-"""Chinese word segmentation with jieba's results, about twenty times as fast.
+"""Chinese word segmentation that is identical to jieba's and about twenty times as fast.
 
-Each character begins a word, goes on with it, ends it or is one. Sums are taken in jieba's order in float64, and
-equal ones are decided as jieba decides them, so that the words are the same to the last one.
+`rjieba` finds the same route through the same dictionary as jieba, with four exceptions: the words in runs of unknown
+characters (its probabilities are rounded); the marks ``.``, ``-`` and ``_`` within such runs; Chinese characters
+outside U+4E00 ... U+9FD5, which jieba treats as marks; and the sum of all frequencies, in which jieba counts a
+duplicate word of its dictionary twice. Therefore, rjieba (with a corrected sum) only computes the route, for text
+without such characters. This module segments the remaining runs of single characters with jieba's rules and tables.
+jieba's dictionary is never loaded, which saves the loading time and the cache file.
 
-
-`rjieba` follows the same route through the same dictionary, but for four things: the words that it makes of runs of
-unknown characters (its probabilities are rounded), the marks ``.``, ``-`` and ``_`` within such runs, Chinese
-characters outside U+4E00 ... U+9FD5, which jieba takes for marks, and the sum of all frequencies, in which jieba
-counts a word twice that its dictionary has twice. So rjieba, with that sum put right, does the route alone, on text
-without such characters, and the runs that are left as single characters are joined here by jieba's own rules and
-tables. jieba's dictionary is never loaded: no wait, no cache file.
+For these runs, each character has a state: it begins, continues or ends a word, or is a word. Sums are computed in
+jieba's order in float64, and ties are broken as in jieba, so that all words are the same.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from jieba.finalseg import MIN_FLOAT, emit_P, start_P, trans_P
 
 _STATES = "BMES"
 _BEFORE = {"B": "ES", "M": "BM", "E": "BM", "S": "ES"}
-"""What may stand before each state; of equal paths jieba takes the second."""
+"""Possible predecessors of each state; for equal scores, jieba selects the second."""
 _FIRST, _LAST = 0x4E00, 0x9FD5
 _UTF_32 = "utf-32-le"
 
@@ -41,10 +40,10 @@ _EMITTED = {state: _table(emit_P[state]) for state in _STATES}
 
 
 def mark_chinese_words(runs: Sequence[str], mark: str) -> dict[str, str]:
-    """Return each run of characters between U+4E00 and U+9FD5 with ``mark`` between its words.
+    """Return run -> run with ``mark`` between its words.
 
     Args:
-        runs: from long to short, none empty.
+        runs: nonempty runs of characters in U+4E00 ... U+9FD5, sorted by descending length.
     """
     lengths = np.array([len(run) for run in runs], np.int64)
     starts = np.cumsum(lengths) - lengths
@@ -53,23 +52,23 @@ def mark_chinese_words(runs: Sequence[str], mark: str) -> dict[str, str]:
     marked = np.insert(characters, np.flatnonzero(ends) + 1, ord(mark)).tobytes().decode(_UTF_32, "surrogatepass")
     stops = np.cumsum(lengths + np.add.reduceat(ends, starts)) if len(runs) else lengths
     return {
-        run: marked[start : stop - 1]  # without the mark behind the last word
+        run: marked[start : stop - 1]  # without the mark after the last word
         for run, start, stop in zip(runs, [0, *stops.tolist()], stops.tolist(), strict=False)
     }
 
 
 def _word_ends(codes: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Return for each character whether a word ends with it."""
+    """Return 1 for each character that ends a word, else 0."""
     took_second = {state: np.zeros(len(codes), bool) for state in _STATES}
     longest = int(lengths[0]) if len(lengths) else 0
     first = codes[starts]
     score = {state: start_P[state] + _EMITTED[state][first] for state in _STATES}
     final_is_single = np.zeros(len(lengths), bool)
     for step in range(1, longest + 1):
-        going_on = int(np.searchsorted(-lengths, -step, side="left"))  # runs longer than `step`
-        final_is_single[going_on : len(score["S"])] = (score["S"] >= score["E"])[going_on:]
-        places = starts[:going_on] + step
-        score = {state: _step(state, score, codes[places], places, took_second[state]) for state in _STATES}
+        num_longer = int(np.searchsorted(-lengths, -step, side="left"))  # runs longer than `step`
+        final_is_single[num_longer : len(score["S"])] = (score["S"] >= score["E"])[num_longer:]
+        positions = starts[:num_longer] + step
+        score = {state: _step(state, score, codes[positions], positions, took_second[state]) for state in _STATES}
     return _follow_back(took_second, final_is_single, lengths, starts)
 
 
@@ -78,7 +77,8 @@ def _step(
 ) -> np.ndarray:
     emitted = _EMITTED[state][codes]
     first, second = (
-        score[before][: len(codes)] + trans_P[before].get(state, MIN_FLOAT) + emitted for before in _BEFORE[state]
+        score[predecessor][: len(codes)] + trans_P[predecessor].get(state, MIN_FLOAT) + emitted
+        for predecessor in _BEFORE[state]
     )
     took_second[places] = second >= first
     return np.maximum(first, second)
@@ -87,24 +87,24 @@ def _step(
 def _follow_back(
     took_second: dict[str, np.ndarray], final_is_single: np.ndarray, lengths: np.ndarray, starts: np.ndarray
 ) -> np.ndarray:
-    """Walk each best path from its last character to its first; states are numbers, 0 ... 3 for B, M, E, S."""
+    """Follow each best path from its last character to its first one; the states 0 ... 3 are B, M, E, S."""
     second = np.stack([took_second[state] for state in _STATES])
-    before = np.array([[_STATES.index(name) for name in _BEFORE[state]] for state in _STATES])
+    predecessors = np.array([[_STATES.index(name) for name in _BEFORE[state]] for state in _STATES])
     ends = np.zeros(second.shape[1], np.int64)
     state = np.where(final_is_single, 3, 2)
     for back in range(int(lengths[0]) if len(lengths) else 0):
         active = int(np.searchsorted(-lengths, -back, side="left"))  # runs longer than `back`
-        place = starts[:active] + lengths[:active] - 1 - back
-        now = state[:active]
-        ends[place] = now >= 2
-        state = before[now, second[now, place].astype(np.int64)]
+        positions = starts[:active] + lengths[:active] - 1 - back
+        current = state[:active]
+        ends[positions] = current >= 2
+        state = predecessors[current, second[current, positions].astype(np.int64)]
     return ends
 
 
 MARK = "\ud800"
-"""Stands between words: a lone surrogate, which no text that can be encoded has."""
+"""Separator of words: a lone surrogate, which does not occur in any text that can be encoded."""
 NO_PIECE = "\ufffd"
-"""Stands in a text for an id that the vocabulary does not have."""
+"""Replacement text for an id that the vocabulary does not have."""
 _TEXT_END = "\ud801"
 _HAN = "\u4e00-\u9fd5"
 _UNIT = f"(?:[{_HAN}]|[a-zA-Z0-9]+|[-+#&._%])"
@@ -113,7 +113,7 @@ _OTHER_HAN = re.compile("([\u3400-\u4dbf\u9fd6-\u9fff\uf900-\ufaff\U00020000-\U0
 _MOST_KNOWN = 1 << 18
 _known_runs: dict[str, str] = {}
 _dictionary = rjieba.Jieba()
-# No text contains this word; its count of 3 makes up for a word that jieba's list holds twice.
+# No text contains this word. Its count of 3 corrects the sum for a word that jieba's list contains twice.
 _dictionary.add_word("\0", 3, None)
 
 
@@ -121,33 +121,33 @@ _SPACE, _LINE_END = "\u2582", "\u2583"
 
 
 def to_pieces(text: str) -> str:
-    """Return ``text`` with the characters that stand for a space and a line end in CPM's vocabularies."""
+    """Replace spaces and line ends by the characters that represent them in CPM's vocabularies."""
     return text.replace(" ", _SPACE).replace("\n", _LINE_END)
 
 
 def to_text(pieces: str) -> str:
-    """Undo ``to_pieces``."""
+    """Invert ``to_pieces``."""
     return pieces.replace(_SPACE, " ").replace(_LINE_END, "\n")
 
 
 def mark_words(texts: Sequence[str]) -> list[str]:
-    """Return each text with ``MARK`` between its words; they are those of ``jieba.cut(text)``."""
+    """Return each text with ``MARK`` between its words, which are equal to those of ``jieba.cut(text)``."""
     if not texts:
         return []
-    parts = _RUN.split(_TEXT_END.join(_route(text) for text in texts))  # what no run holds, a run, and so on
+    parts = _RUN.split(_TEXT_END.join(_route(text) for text in texts))  # alternating: text outside runs, run, ...
     _learn(parts[1::2])
     parts[1::2] = map(_known_runs.__getitem__, parts[1::2])
     return [marked[1:-1] for marked in "".join(parts).split(_TEXT_END)]
 
 
 def _route(text: str) -> str:
-    """Return jieba's route through the dictionary: a mark before and behind each word or character without one."""
+    """Return jieba's route through the dictionary, with a mark before and after each word or unknown character."""
     if _OTHER_HAN.search(text) is None:
         return f"{MARK}{MARK.join(_dictionary.cut(text, False))}{MARK}"
     words = (
         word
-        for place, part in enumerate(_OTHER_HAN.split(text))
-        for word in ([part] if place % 2 else _dictionary.cut(part, False))
+        for idx, part in enumerate(_OTHER_HAN.split(text))
+        for word in ([part] if idx % 2 else _dictionary.cut(part, False))
     )
     return f"{MARK}{MARK.join(words)}{MARK}"
 
@@ -157,14 +157,14 @@ def _learn(runs: Iterable[str]) -> None:
         _known_runs.clear()
     plain = {run: run.replace(MARK, "") for run in set(runs).difference(_known_runs)}
     marked = _mark_runs([text for text in plain.values() if not _dictionary.has_word(text)])
-    for run, text in plain.items():  # a word of the dictionary that the route left in characters stays in characters
+    for run, text in plain.items():  # a dictionary word that the route has split into characters remains split
         _known_runs[run] = MARK + (marked.get(text) or MARK.join(text))
 
 
 def _mark_runs(runs: Sequence[str]) -> dict[str, str]:
-    """Cut runs of characters without a word: Chinese by probability, letters, digits and signs by jieba's pattern.
+    """Segment runs of unknown characters: Chinese by probability; letters, digits and signs by jieba's pattern.
 
-    The result holds ``runs`` and nothing else: a Chinese part of one of them may be a word of the dictionary.
+    The keys of the result are exactly ``runs``, because a Chinese part of a run may be a word of the dictionary.
     """
     mixed = {run: finalseg.re_han.split(run) for run in runs if finalseg.re_han.fullmatch(run) is None}
     chinese = {part for parts in mixed.values() for part in parts[1::2]}.union(run for run in runs if run not in mixed)
@@ -173,5 +173,5 @@ def _mark_runs(runs: Sequence[str]) -> dict[str, str]:
 
 
 def _marked_parts(parts: list[str], chinese: dict[str, str]) -> Iterator[str]:
-    for place, part in enumerate(parts):  # other, Chinese, other, and so on
-        yield from [chinese[part]] if place % 2 else filter(None, finalseg.re_skip.split(part))
+    for idx, part in enumerate(parts):  # alternating: other, Chinese, other, ...
+        yield from [chinese[part]] if idx % 2 else filter(None, finalseg.re_skip.split(part))

@@ -1,7 +1,7 @@
-"""SentencePiece for a chunk of text that continues another chunk.
+"""SentencePiece for pieces of text that continue an earlier piece.
 
-Most models put a space in front of a text, and drop spaces at both ends and all but one of several. A piece that goes
-on within a word must get no space, one that begins behind a space must get just one.
+Most models add a space before a text, remove spaces at both ends, and collapse repeated spaces. A piece that continues
+a word must not get a space; a piece that begins with a space must get exactly one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MAYBE_BLANK = ("Cc", "Cf", "Zl", "Zp", "Zs")
 
 
 class Continued:
-    """Encodes pieces that go on where another piece of the same text stopped.
+    """An encoder of pieces that continue an earlier piece of the same text.
 
     Args:
-        model: the content of the ``.model`` file.
+        model: content of the ``.model`` file.
     """
 
     def __init__(self, model: bytes) -> None:
@@ -33,13 +33,17 @@ class Continued:
 
     @cached_property
     def _blanks(self) -> str:
-        """The characters of which the model leaves nothing where they stand alone."""
-        every = map(chr, range(sys.maxunicode + 1))
-        maybe = [character for character in every if unicodedata.category(character) in _MAYBE_BLANK]
-        return "".join(one for one, ids in zip(maybe, self._within_word.encode(maybe), strict=True) if not ids)
+        """The characters that the model encodes to no token."""
+        characters = map(chr, range(sys.maxunicode + 1))
+        candidates = [character for character in characters if unicodedata.category(character) in _MAYBE_BLANK]
+        return "".join(
+            candidate
+            for candidate, ids in zip(candidates, self._within_word.encode(candidates), strict=True)
+            if not ids
+        )
 
     def blanks_in_front(self, pieces: Iterable[str]) -> Iterable[str]:
-        """Return the pieces of a text so that none ends in blanks which the model would drop."""
+        """Move blanks at the end of each piece to the next piece if the model would drop them."""
         return with_blanks_in_front(pieces, self._blanks) if self._drops_blanks else pieces
 
     def encode(self, texts: Iterable[str]) -> Iterator[list[int]]:

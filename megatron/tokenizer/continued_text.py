@@ -1,7 +1,7 @@
-"""Encoding a chunk of text as the continuation of an earlier chunk.
+"""Encode a piece of text as the continuation of an earlier piece.
 
-Many tokenizers put a space in front of a text, and some drop spaces at both ends. Where a text was cut, its second
-part must not get a space, and its first must not lose one, or the text would come back otherwise than it was.
+Many tokenizers add a space before a text, and some remove spaces at both ends. If a text is split, its second part must
+not get a space, and its first part must not lose one; otherwise, decoding would not restore the text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _FIRST_WORD = re.compile(r"\S*")
 
 
 def without_prefix(description: str) -> str:
-    """Return the JSON text of the same tokenizer that puts no space in front of a text and drops none."""
+    """Return the JSON text of the tokenizer with the addition and the removal of spaces disabled."""
     fields = json.loads(description)
     for name in ("normalizer", "pre_tokenizer"):
         fields[name] = _changed(fields.get(name))
@@ -34,33 +34,35 @@ def _changed(part: Any) -> Any:
 
 
 def strips_end(description: str) -> bool:
-    """Whether the tokenizer drops the spaces at the end of a text."""
+    """Return True if the tokenizer removes spaces at the end of a text."""
     return '"strip_right": true' in json.dumps(json.loads(description).get("normalizer"))
 
 
 def with_blanks_in_front(pieces: Iterable[str], blanks: Collection[str] | None = None) -> Iterator[str]:
-    """Yield the pieces of a text, the blanks at the end of each moved to the front of the next; the last are dropped.
+    """Yield the pieces of a text, moving blanks at the end of a piece to the beginning of the next piece.
+
+    Blanks at the end of the text are dropped.
 
     Args:
-        blanks: the characters that are blanks; those of ``str.isspace`` if not given.
+        blanks: the blank characters; None: white space as defined by ``str.isspace``.
     """
     characters = None if blanks is None else "".join(blanks)
     carried = ""
     for piece in pieces:
-        whole = carried + piece
-        kept = whole.rstrip(characters)
-        carried = whole[len(kept) :]
-        if kept:
-            yield kept
+        joined = carried + piece
+        stripped = joined.rstrip(characters)
+        carried = joined[len(stripped) :]
+        if stripped:
+            yield stripped
 
 
 def splits_words(description: str) -> bool:
-    """Whether the tokenizer splits at spaces first, as T5's does: then each word has a space put in front."""
+    """Return True if the tokenizer first splits at spaces, like T5's, and then adds a space before each word."""
     return '"WhitespaceSplit"' in json.dumps(json.loads(description).get("pre_tokenizer"))
 
 
 def behind_first_word(text: str) -> tuple[str, str]:
-    """Return what goes on with the word before, and the rest from the next space on."""
-    found = _FIRST_WORD.match(text)
-    stop = found.end() if found else 0
+    """Split a continuing text into (the rest of the word that it continues, the text from the next space on)."""
+    match = _FIRST_WORD.match(text)
+    stop = match.end() if match else 0
     return text[:stop], text[stop:]

@@ -1,4 +1,4 @@
-"""Names of control tokens in published vocabularies, and text that spells one."""
+"""Names of control tokens in published vocabularies, and detection of their spellings in texts."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ EOD_NAMES = (
     *("<|endoftext|>", "<eod>", "<|end_of_text|>", "[EOD]", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
     *("<EOS_TOKEN>", "[EOS]", "[SEP]"),
 )
-"""Names of the end-of-document token; the first one in the vocabulary is used. See ``Tokenizer.eod_name``."""
+"""Names of the end-of-document token in order of preference; see ``Tokenizer.eod_name``."""
 NOT_OF_CHATS = ("[SEP]",)
 FORMER_EOD_NAMES = ("<|endoftext|>", "<eod>", "<|end_of_text|>", "[EOD]", "</s>", "[SEP]")
-"""Names from which versions up to 8c23b9e6 took the first one in the vocabulary, also a tag such as Gemma's </s>."""
+"""Names of the end-of-document token in versions up to 8c23b9e6, which used the first name in the vocabulary, even if
+it was an HTML tag such as Gemma's </s>."""
 NEW_NAMES = ("<\uff5cend\u2581of\u2581sentence\uff5c>", "<EOS_TOKEN>")
-"""Names that versions up to 8c23b9e6 did not look for; the file digest of an identity leaves them out."""
+"""Names that versions up to 8c23b9e6 did not know; they are excluded from the file digest of an identity."""
 BY_NAME = "by-name"
-"""Value of --eod-token that selects the rule of ``FORMER_EOD_NAMES``, which older runs keep."""
+"""Value of --eod-token that selects the rule of ``FORMER_EOD_NAMES``, for runs of older versions."""
 PAD_NAMES = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
-"""Names of the padding token, as above."""
+"""Names of the padding token in order of preference."""
 UNK_NAMES = ("<unk>", "[UNK]", "<|unk|>")
-"""Names of the token for what the vocabulary does not have, as above."""
+"""Names of the unknown token in order of preference."""
 SENTINEL_NAMES = ("<extra_id_{}>", "<s_{}>")
-"""Names of the tokens that stand for spans, T5's and CPM's; those of one kind, counted from 0 without a gap."""
+"""Name patterns of the sentinel tokens of T5 and CPM; the first existing pattern is used, with indices from 0."""
 FIM_NAMES = (
     ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
     ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
     ("<PRE>", "<MID>", "<SUF>"),
 )
-"""Names of the three tokens of fill-in-the-middle, by spelling."""
+"""Names of the three tokens of fill-in-the-middle in different vocabularies."""
 OTHER_NAMES = (
     *("<s>", "<bos>", "<eos>", "</d>", "<cls>", "<sep>", "<mask>", "<bod>", "<eop>"),
     *("[CLS]", "[MASK]", "[BOS]", "[EOS]", "[gMASK]"),
@@ -41,17 +42,17 @@ _MOST_SENTINELS = 512
 
 
 def all_names() -> Iterator[str]:
-    """Yield each name that a control token may have."""
+    """Yield all known names of control tokens."""
     yield from (*EOD_NAMES, *PAD_NAMES, *UNK_NAMES, *OTHER_NAMES)
     yield from (name for spelling in FIM_NAMES for name in spelling)
     yield from (name.format(number) for name in SENTINEL_NAMES for number in range(_MOST_SENTINELS))
 
 
 class Spellings:
-    """The spellings of some control tokens.
+    """The spellings of a set of control tokens.
 
     Args:
-        names: of two characters or more; a name of one character cannot be cut.
+        names: names of at least two characters; shorter names cannot be split.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -65,12 +66,12 @@ class Spellings:
         return bool(self.names)
 
     def is_in(self, text: str) -> bool:
-        """Whether ``text`` spells a control token."""
+        """Return True if ``text`` spells a control token."""
         return bool(self.names) and self._common_start in text and self._any.search(text) is not None
 
     def cut(self, text: str) -> list[str]:
-        """Return ``text`` cut behind the first character of each spelling, those that overlap too."""
+        """Split ``text`` after the first character of each spelling, including overlapping spellings."""
         if not self.is_in(text):
             return [text]
-        cuts = [0, *(found.start() + 1 for found in self._each_start.finditer(text)), len(text)]
+        cuts = [0, *(match.start() + 1 for match in self._each_start.finditer(text)), len(text)]
         return [text[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]

@@ -1,4 +1,4 @@
-"""CPM-1 and CPM-2 tokenizers; Chinese words as jieba cuts them, twenty times as fast."""
+"""CPM-1 and CPM-2 tokenizers, with jieba's Chinese words computed twenty times as fast."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays
 
 # The tokenizer of CPM-1: words by jieba, then a SentencePiece vocabulary of 30,000 pieces.
 #
-# Spaces and line ends of the text become U+2582 and U+2583, a space goes between words. SentencePiece sees NFKC
-# (full-width marks become ASCII), so text comes back with these changes; a space that the text has beside a word comes
-# back as it was.
+# Spaces and line ends are replaced by U+2582 and U+2583, and words are separated by spaces. SentencePiece applies NFKC
+# (full-width marks become ASCII), so decoding returns the normalized text. Spaces in the text are preserved.
 
 MODEL, NUMBERS = "chinese_vocab.model", "vocab.json"
 
 
 class CPM1Tokenizer(SentencePieceTokenizer):
-    """CPM-1's pieces, with the model's own ids or those of a vocab.json; a piece that this lacks gets id 0 there."""
+    """CPM-1's pieces with the ids of the model or of a vocab.json; pieces that are not in vocab.json have id 0."""
 
     def __init__(self, model: Path, numbers: Path | None = None) -> None:
         self._numbers = numbers
@@ -74,7 +73,7 @@ class CPM1Tokenizer(SentencePieceTokenizer):
         return Tokenizer.encode_pieces(self, pieces)
 
     def _encode_continued(self, texts: list[str]) -> Arrays:
-        return self._encode_arrays(texts)  # each word has a space in front, and no text comes back with it
+        return self._encode_arrays(texts)  # each word has a space before it anyway, which decode() removes
 
     def decode(self, ids: Sequence[int]) -> str:
         pieces = (self._piece_of_id.get(token, NO_PIECE) for token in ids)
@@ -82,7 +81,8 @@ class CPM1Tokenizer(SentencePieceTokenizer):
 
 
 def from_cpm1_files(path: Path) -> CPM1Tokenizer:
-    """Return the tokenizer of a ``.model`` file, or of a folder with chinese_vocab.model (also by vocab.json)."""
+    """Return the tokenizer of a ``.model`` file, or of a folder (also named by its vocab.json) with
+    chinese_vocab.model."""
     folder = path if path.is_dir() else path.parent
     if path.is_file() and path.suffix != ".json":
         return CPM1Tokenizer(path)
@@ -94,11 +94,10 @@ def from_cpm1_files(path: Path) -> CPM1Tokenizer:
     return CPM1Tokenizer(folder / MODEL, folder / NUMBERS if (folder / NUMBERS).exists() else None)
 
 
-# Greedy longest match over a list of words, as CPM-Pretrain and the first vocabularies of CPM-2 do it.
+# Greedy longest match over a list of words, like CPM-Pretrain and the first vocabularies of CPM-2.
 #
-# Words are jieba's, a space is U+2582, a line end U+2583. Of each word the longest beginning that is in the vocabulary
-# is cut off, again and again; a character with which none begins is ``<unk>``, and so is a word of more than 200
-# characters.
+# Words are jieba's; a space is U+2582 and a line end U+2583. From each word, the longest prefix in the vocabulary is
+# removed repeatedly. A character without such a prefix is ``<unk>``, and so is a word of more than 200 characters.
 
 _UNK = "<unk>"
 _LONGEST_WORD = 200
@@ -106,7 +105,7 @@ _MOST_CHARACTERS = 1 << 21
 
 
 class _Words(dict[str, tuple[int, ...]]):
-    """The ids of each word met lately."""
+    """A bounded cache of word -> ids."""
 
     def __init__(self, vocabulary: dict[str, int]) -> None:
         super().__init__()
@@ -135,7 +134,7 @@ class _Words(dict[str, tuple[int, ...]]):
 
 
 class CPM2Tokenizer(Tokenizer):
-    """A vocabulary of words, with ``<unk>`` and control tokens among them."""
+    """A vocabulary of words, including ``<unk>`` and control tokens."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

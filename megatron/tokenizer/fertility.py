@@ -1,11 +1,11 @@
-"""How well a vocabulary fits a text: how many tokens it needs, and how much it does not know, by language.
+"""Fertility of a vocabulary: the number of tokens and the rate of unknown tokens for a text, by language.
 
-The language of a document is a rule over its characters, blanks left out:
+The language of a document is determined from its characters except white space:
 
-1. ``code or other`` if more than 4 % are signs that programs use and prose does not, or fewer than half are letters of
-   the scripts below;
-2. ``Kana`` if at least a tenth of its Han and Kana letters are Kana;
-3. else the script with the most letters: ``Han``, ``Kana``, ``Hangul``, ``Cyrillic``, ``Latin``.
+1. ``code or other`` if more than 4 % of them are signs typical of programs, or less than half are letters of the
+   scripts below;
+2. ``Kana`` if at least a tenth of the Han and Kana letters are Kana;
+3. otherwise the script with the most letters: ``Han``, ``Kana``, ``Hangul``, ``Cyrillic``, ``Latin``.
 """
 
 from __future__ import annotations
@@ -46,38 +46,40 @@ class Fertility:
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes that a token stands for, on average."""
+        """Mean number of UTF-8 bytes per token."""
         return self.num_bytes / max(self.num_tokens, 1)
 
     @property
     def tokens_per_char(self) -> float:
-        """Tokens for each character, on average."""
+        """Mean number of tokens per character."""
         return self.num_tokens / max(self.num_chars, 1)
 
     @property
     def tokens_per_word(self) -> float:
-        """Tokens for each run of characters between blanks; says nothing of scripts that put no blanks."""
+        """Mean number of tokens per white-space-separated word; not meaningful for scripts without spaces."""
         return self.num_tokens / max(self.num_words, 1)
 
     @property
     def unknown_rate(self) -> float:
-        """Share of the tokens that say only "unknown"."""
+        """Share of unknown tokens."""
         return self.num_unknown / max(self.num_tokens, 1)
 
 
 def language_of(text: str) -> str:
-    """Return the language of a document by the rule at the top of this file."""
-    solid = _BLANKS.sub("", text)
-    counts = {name: len(letters.findall(solid)) for name, letters in _LETTERS.items()}
-    if len(_SIGNS.findall(solid)) > _MOST_SIGNS * len(solid) or sum(counts.values()) < _LEAST_LETTERS * len(solid):
+    """Return the language of a document by the rules at the top of this file."""
+    characters = _BLANKS.sub("", text)
+    counts = {name: len(letters.findall(characters)) for name, letters in _LETTERS.items()}
+    if len(_SIGNS.findall(characters)) > _MOST_SIGNS * len(characters) or sum(counts.values()) < _LEAST_LETTERS * len(
+        characters
+    ):
         return OTHER
     if counts["Kana"] and counts["Kana"] >= _LEAST_KANA * (counts["Han"] + counts["Kana"]):
         counts["Kana"] += counts["Han"]
-    return max(counts, key=lambda name: counts[name]) if solid else OTHER
+    return max(counts, key=lambda name: counts[name]) if characters else OTHER
 
 
 def measure(tokenizer: Tokenizer, groups: Mapping[str, Sequence[str]]) -> list[Fertility]:
-    """Return the fertility of each group of documents, and of all together as the last."""
+    """Return the fertility of each nonempty group, followed by that of all documents unless there is only one group."""
     rows = [_measure_group(tokenizer, name, texts) for name, texts in groups.items() if texts]
     return [*rows, _sum(rows)] if len(rows) != 1 else rows
 

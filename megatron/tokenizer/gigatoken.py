@@ -1,6 +1,6 @@
-"""Byte-pair encoding by ``gigatoken``: many times as fast as ``tokenizers``, for the same JSON text.
+"""Byte-pair encoding by ``gigatoken``, which is many times as fast as ``tokenizers`` for the same JSON text.
 
-Only its calls without threads are used: a process does one core's work, and may be forked at any time.
+Only single-threaded calls are used, so that a process uses one core and can be forked at any time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import awkward  # noqa: F401 - without it gigatoken gives lists that it says nothing of
+import awkward  # noqa: F401 - without it gigatoken returns undocumented lists
 import gigatoken
 import numpy as np
 
@@ -19,16 +19,17 @@ from megatron.tokenizer.huggingface import LibraryTokenizer
 from megatron.tokenizer.tokenizer import Arrays
 
 _MOST_BYTES = 32 << 20
-"""Text between two renewals: 120 MB of words even where every one is new."""
+"""Bytes of text after which the encoder is recreated; its cache then has at most 120 MB, even if all words differ."""
 
 
 class GigatokenTokenizer(LibraryTokenizer):
-    """A BPE of the ``tokenizers`` library whose texts gigatoken encodes; all else is the library's.
+    """A BPE of the ``tokenizers`` library that encodes texts with gigatoken; everything else is done by the library.
 
     Args:
-        identity: that of the tokenizer it stands in for.
-        names: the control tokens whose spelling that escapes. gigatoken finds more of them in a text; each text with
-            one is left to the library: they are few, and the library may join across a cut that gigatoken would need.
+        identity: identity of the replaced tokenizer.
+        names: control tokens whose spellings the replaced tokenizer escapes. gigatoken recognizes additional spellings.
+            The few texts with a spelling are encoded by the library, which may merge tokens across the point where
+            gigatoken would need a split.
     """
 
     def __init__(
@@ -41,19 +42,19 @@ class GigatokenTokenizer(LibraryTokenizer):
         self.identity = identity
 
     def __reduce__(self) -> tuple[Any, ...]:
-        given = (self.description, self.paths, self.settings, self.identity, self._escaped.names)
-        return type(self), given, self.eod_name
+        arguments = (self.description, self.paths, self.settings, self.identity, self._escaped.names)
+        return type(self), arguments, self.eod_name
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
-        spelled = {place: text for place, text in enumerate(texts) if self._spellings.is_in(text)}
-        tokens, sizes = self._encode_arrays(["" if place in spelled else text for place, text in enumerate(texts)])
+        spelled = {idx: text for idx, text in enumerate(texts) if self._spellings.is_in(text)}
+        tokens, sizes = self._encode_arrays(["" if idx in spelled else text for idx, text in enumerate(texts)])
         if not spelled:
             return tokens, sizes
-        places, more = list(spelled), [self._encode_spelled(text, True) for text in spelled.values()]
-        added = np.array(list(map(len, more)))
-        behind = np.cumsum(sizes)[places]
-        sizes[places] += added
-        return np.insert(tokens, np.repeat(behind, added), np.concatenate(more)), sizes
+        indices, spelled_tokens = list(spelled), [self._encode_spelled(text, True) for text in spelled.values()]
+        added = np.array(list(map(len, spelled_tokens)))
+        insert_at = np.cumsum(sizes)[indices]
+        sizes[indices] += added
+        return np.insert(tokens, np.repeat(insert_at, added), np.concatenate(spelled_tokens)), sizes
 
     def _encode_spelled(self, text: str, is_first: bool) -> np.ndarray:
         first, *others = self._escaped.cut(text)
@@ -72,7 +73,7 @@ class GigatokenTokenizer(LibraryTokenizer):
 
 
 def standing_in_for(tokenizer: LibraryTokenizer) -> GigatokenTokenizer:
-    """Return the same tokenizer, encoded by gigatoken."""
+    """Return a tokenizer that is equal to ``tokenizer`` but encodes with gigatoken."""
     fast = GigatokenTokenizer(
         tokenizer.description, tokenizer.paths, tokenizer.settings, tokenizer.identity, tokenizer.spelled_names
     )
@@ -82,7 +83,7 @@ def standing_in_for(tokenizer: LibraryTokenizer) -> GigatokenTokenizer:
 
 
 class _Bounded:
-    """gigatoken's tokenizer of a JSON text, made anew now and then: it remembers each word that it ever saw."""
+    """gigatoken's tokenizer of a JSON text, recreated periodically because its cache of words is unbounded."""
 
     def __init__(self, description: str) -> None:
         self._description = description

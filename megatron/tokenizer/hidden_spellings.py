@@ -1,4 +1,4 @@
-"""Text that a normaliser turns into the spelling of a control token."""
+"""Texts that a normalizer converts to the spelling of a control token."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron.tokenizer.control_tokens import UNK_NAMES
 
 
 class HiddenSpellings:
-    """Finds where tokens of a text are control tokens though it does not spell them.
+    """Detection of control tokens in encoded texts that do not spell them.
 
     Args:
-        description: the JSON text of the ``tokenizers`` library.
-        control: the ids of control tokens by name.
+        description: JSON text of the ``tokenizers`` library.
+        control: name -> id of control tokens.
     """
 
     def __init__(self, description: str, control: Mapping[str, int]) -> None:
@@ -32,16 +32,16 @@ class HiddenSpellings:
         self._ids = np.array(sorted(ids) if fields.get("normalizer") is not None else [], np.int32)
 
     def texts_with(self, tokens: np.ndarray, sizes: np.ndarray) -> list[int]:
-        """Return the numbers of the texts among whose tokens a control token is."""
+        """Return the indices of the texts whose tokens include a control token."""
         if not len(self._ids):
             return []
-        found = np.flatnonzero(np.isin(tokens, self._ids))
-        return np.unique(np.searchsorted(np.cumsum(sizes), found, side="right")).tolist()
+        positions = np.flatnonzero(np.isin(tokens, self._ids))
+        return np.unique(np.searchsorted(np.cumsum(sizes), positions, side="right")).tolist()
 
     def cut(self, text: str, encoding: tokenizers.Encoding) -> list[str]:
-        """Return ``text`` cut behind the first character of what became a control token."""
-        never = set(self._ids.tolist())
+        """Split ``text`` after the first character of each part that became a control token."""
+        control_ids = set(self._ids.tolist())
         spans = zip(encoding.ids, encoding.offsets, strict=True)
-        starts = sorted({start for token, (start, stop) in spans if token in never and stop - start > 1})
+        starts = sorted({start for token, (start, stop) in spans if token in control_ids and stop - start > 1})
         cuts = [0, *(start + 1 for start in starts), len(text)]
         return [text[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]

@@ -1,4 +1,4 @@
-"""LibraryTokenizer: tokenizers run by the ``tokenizers`` library."""
+"""LibraryTokenizer: tokenizers of the ``tokenizers`` library."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays, as_lists
 
 
 class LibraryTokenizer(Tokenizer):
-    """A ``tokenizers.Tokenizer`` without padding, cutting or added control tokens.
+    """A ``tokenizers.Tokenizer`` without padding, truncation or added control tokens.
 
     Args:
-        description: the library's JSON.
-        paths: where it was read from.
+        description: JSON of the library.
+        paths: files that the JSON was read from.
     """
 
     def __init__(self, description: str, paths: Sequence[Path], settings: str = "") -> None:
@@ -68,15 +68,15 @@ class LibraryTokenizer(Tokenizer):
 
     @cached_property
     def opening_ids(self) -> tuple[int, ...]:
-        """The ids that the post-processor of tokenizer.json puts in front of a text, as in transformers 5.
+        """The ids that the post-processor of tokenizer.json inserts before a text, as in transformers 5.
 
-        GPT-2's two files have no post-processor: ``add_bos_token`` of tokenizer_config.json decides.
+        GPT-2's two files have no post-processor, so ``add_bos_token`` in tokenizer_config.json decides.
         """
         if json.loads(self._outline).get("post_processor") is None and self.is_from_gpt2_files:
             return super().opening_ids
         with_bos = self._library.encode("a", add_special_tokens=True)
-        first = next((at for at, mark in enumerate(with_bos.special_tokens_mask) if not mark), 0)
-        return tuple(with_bos.ids[:first])
+        num_opening = next((idx for idx, mark in enumerate(with_bos.special_tokens_mask) if not mark), 0)
+        return tuple(with_bos.ids[:num_opening])
 
     @property
     def is_from_gpt2_files(self) -> bool:
@@ -96,7 +96,7 @@ class LibraryTokenizer(Tokenizer):
         )
 
     def _files_digest(self) -> str:
-        hidden, self._hidden = self._hidden, HiddenSpellings(self._outline, {})  # names that text itself spells
+        hidden, self._hidden = self._hidden, HiddenSpellings(self._outline, {})  # only names that a text itself spells
         try:
             return super()._files_digest()
         finally:
@@ -122,9 +122,10 @@ class LibraryTokenizer(Tokenizer):
         return (token.content for token in self._library.get_added_tokens_decoder().values() if token.special)
 
     def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of a text whose spelled control tokens are meant, and the characters that each stands for.
+        """Encode a text in which spellings of control tokens become control tokens; return the ids and their spans.
 
-        For what a chat template has rendered: the one text of which these spellings are no accident.
+        This is only used for the output of a chat template, in which these spellings are intended. A span is the
+        (start, stop) of the characters that an id represents.
         """
         if self._rendered is None:
             self._rendered = _with_model_of(self._library, self._outline)
@@ -149,41 +150,41 @@ class LibraryTokenizer(Tokenizer):
             self._continued = _with_model_of(self._library, without_prefix(self._outline))
         if not self._splits_words:
             return self._ids_of(self._continued, texts)
-        cut = [behind_first_word(text) for text in texts]
-        words = as_lists(self._ids_of(self._continued, [word for word, _ in cut]))
-        rests = as_lists(self._ids_of(self._library, [rest for _, rest in cut]))
+        split_texts = [behind_first_word(text) for text in texts]
+        words = as_lists(self._ids_of(self._continued, [word for word, _ in split_texts]))
+        rests = as_lists(self._ids_of(self._library, [rest for _, rest in split_texts]))
         return as_arrays([word + rest for word, rest in zip(words, rests, strict=True)])
 
     def _ids_of(self, library: tokenizers.Tokenizer, texts: list[str]) -> Arrays:
         return self._without_hidden(library, texts, ids_of(library, texts))
 
     def _without_hidden(self, library: tokenizers.Tokenizer, texts: list[str], arrays: Arrays) -> Arrays:
-        """Return ``arrays``, the tokens of ``texts``, without control tokens that the library's normaliser made."""
-        places = self._hidden.texts_with(*arrays)
-        if not places:
+        """Re-encode the texts whose tokens in ``arrays`` include control tokens produced by the normalizer."""
+        indices = self._hidden.texts_with(*arrays)
+        if not indices:
             return arrays
         lists = as_lists(arrays)
-        for place in places:
-            first, *others = self._hidden.cut(texts[place], library.encode(texts[place], add_special_tokens=False))
-            if others:  # else a single character became the control token, which cannot be cut
+        for idx in indices:
+            first, *others = self._hidden.cut(texts[idx], library.encode(texts[idx], add_special_tokens=False))
+            if others:  # otherwise, a single character became the control token, which cannot be split
                 parts = self._ids_of(library, [first])[0], self._encode_continued(others)[0]
-                lists[place] = np.concatenate(parts).tolist()
+                lists[idx] = np.concatenate(parts).tolist()
         return as_arrays(lists)
 
 
 class _LoadError(Exception):
-    """The library cannot read a JSON text."""
+    """The library cannot parse a JSON text."""
 
 
 def load(description: str) -> tokenizers.Tokenizer:
-    """Return the library's tokenizer of a JSON text: it adds, cuts and draws nothing, and finds no control token."""
+    """Load a JSON text into the library, without padding, truncation, dropout or recognition of control tokens."""
     try:
         library = tokenizers.Tokenizer.from_str(description)
     except Exception as error:  # the library raises plain Exception
         raise _LoadError(str(error)) from error
     library.no_padding()
     library.no_truncation()
-    library.encode_special_tokens = True  # the spelling of a control token is text
+    library.encode_special_tokens = True  # the spelling of a control token is ordinary text
     if dropout := getattr(library.model, "dropout", None):
         library.model.dropout = None  # type: ignore[attr-defined]
         log.warn_once(
@@ -195,7 +196,7 @@ def load(description: str) -> tokenizers.Tokenizer:
 def outline(description: str) -> str:
     """Return the JSON text of a tokenizer without the vocabulary and the merges of its model.
 
-    A vocabulary may have 33 MB, which takes a second each time that it is parsed.
+    Parsing a large vocabulary (33 MB) takes one second each time.
     """
     with tokenizer_identity.without_collection():
         fields = json.loads(description)
@@ -207,13 +208,13 @@ def outline(description: str) -> str:
 
 
 def _with_model_of(library: tokenizers.Tokenizer, description: str) -> tokenizers.Tokenizer:
-    """Return the tokenizer of the outline ``description`` that shares the model of ``library``."""
+    """Return a tokenizer with the settings of the outline ``description`` and the model of ``library``, shared."""
     fields = json.loads(description)
     stub = {"type": "BPE", "vocab": {}, "merges": []}
-    other = load(json.dumps({**fields, "model": stub, "added_tokens": [], "post_processor": None}, ensure_ascii=False))
-    other.model = library.model
-    other.add_tokens([token for _, token in sorted(library.get_added_tokens_decoder().items())])
-    return other
+    result = load(json.dumps({**fields, "model": stub, "added_tokens": [], "post_processor": None}, ensure_ascii=False))
+    result.model = library.model
+    result.add_tokens([token for _, token in sorted(library.get_added_tokens_decoder().items())])
+    return result
 
 
 def ids_of(library: tokenizers.Tokenizer, texts: list[str]) -> Arrays:
@@ -222,7 +223,7 @@ def ids_of(library: tokenizers.Tokenizer, texts: list[str]) -> Arrays:
 
 
 def from_json_files(path: Path) -> LibraryTokenizer:
-    """Return the tokenizer in a ``tokenizers`` JSON file, or in a folder's tokenizer.json."""
+    """Return the tokenizer of a ``tokenizers`` JSON file, or of the tokenizer.json in a folder."""
     path = path / "tokenizer.json" if path.is_dir() else path
     try:
         description = path.read_text(encoding="utf-8")
@@ -234,7 +235,7 @@ def from_json_files(path: Path) -> LibraryTokenizer:
 
 
 def from_gpt2_files(vocab: Path, merges: Path) -> LibraryTokenizer:
-    """Return the byte-level BPE of GPT-2's two files."""
+    """Return the byte-level BPE of GPT-2's vocab.json and merges.txt."""
     try:
         library = tokenizers.Tokenizer(models.BPE.from_file(str(vocab), str(merges)))
     except Exception as error:  # the library raises plain Exception

@@ -1,14 +1,14 @@
-"""Identity of a tokenizer: two files that give text the same ids, with the same special tokens, are one tokenizer.
+"""Identity of a tokenizer: files that produce the same ids with the same special tokens are the same tokenizer.
 
-An identity is two SHA-256 digests in hexadecimal, ``IDS.FILES``:
+An identity consists of two SHA-256 digests in hexadecimal, ``IDS.FILES``:
 
 | part | covers |
 |---|---|
 | IDS | vocabulary, merges, normalizer, pre-tokenizer, added tokens; no post-processor, decoder, padding, truncation |
-| FILES | the bytes of the files; token files and checkpoints of earlier versions have this part only |
+| FILES | the bytes of the files; token files and checkpoints of earlier versions have only this part |
 
-Two identities are equal if one of the parts is. transformers rewrites tokenizer.json when it saves a tokenizer: it adds
-a post-processor and default values and reorders keys. This changes FILES and keeps IDS.
+Two identities are the same if they share one of the parts. When transformers saves a tokenizer, it rewrites
+tokenizer.json with a post-processor, default values and another order of keys. This changes FILES but not IDS.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from contextlib import contextmanager
 from typing import Any
 
 _WITHOUT_EFFECT = ("trim_offsets", "dropout", "fuse_unk")
-"""Keys that do not change the ids: offsets, dropout (never applied here), ``fuse_unk`` without an unknown token."""
+"""Keys that do not affect the ids: offsets, dropout (never applied), ``fuse_unk`` without an unknown token."""
 
 
 def join(ids: str, files: str) -> str:
-    """Return the identity with these two parts."""
+    """Return the identity with the parts ``ids`` and ``files``."""
     return f"{ids}.{files}"
 
 
@@ -35,13 +35,15 @@ def parts(identity: str) -> tuple[str, ...]:
 
 
 def is_same(first: str, second: str) -> bool:
-    """Return True if both identities name one tokenizer."""
-    one, other = parts(first), parts(second)
-    return one[-1] == other[-1] or (len(one) == len(other) == 2 and one[0] == other[0])
+    """Return True if both identities denote the same tokenizer."""
+    first_parts, second_parts = parts(first), parts(second)
+    return first_parts[-1] == second_parts[-1] or (
+        len(first_parts) == len(second_parts) == 2 and first_parts[0] == second_parts[0]
+    )
 
 
 def digest(facts: Iterable[Any]) -> str:
-    """Return the SHA-256 over JSON values, in hexadecimal."""
+    """Return the SHA-256 of JSON values in hexadecimal."""
     result = hashlib.sha256()
     for fact in facts:
         text = json.dumps(fact, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
@@ -50,12 +52,12 @@ def digest(facts: Iterable[Any]) -> str:
 
 
 def library_facts(description: str, normalizer: Any, pre_tokenizer: Any) -> list[Any]:
-    """Return what decides the ids of a tokenizer of the ``tokenizers`` library.
+    """Return the values that determine the ids of a tokenizer of the ``tokenizers`` library.
 
     Args:
-        description: the library's JSON.
-        normalizer: its normalizer as the installed library writes it (None if it has none).
-        pre_tokenizer: likewise.
+        description: JSON of the tokenizer.
+        normalizer: the normalizer as serialized by the installed library; None if there is none.
+        pre_tokenizer: the pre-tokenizer, likewise.
     """
     with without_collection():
         fields = json.loads(description)
@@ -64,7 +66,7 @@ def library_facts(description: str, normalizer: Any, pre_tokenizer: Any) -> list
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Pause the garbage collector, which scans a million new lists again and again while a vocabulary is read."""
+    """Pause the garbage collector, which would repeatedly scan millions of new objects while parsing a vocabulary."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -105,23 +107,25 @@ def _steps(part: Any) -> list[Any]:
         return []
     if part.get("type") == "Sequence":
         steps = part.get("normalizers") or part.get("pretokenizers") or ()
-        return [one for step in steps for one in _steps(step)]
+        return [flat_step for step in steps for flat_step in _steps(step)]
     return [_without_defaults(part)]
 
 
 def _without_defaults(part: Any) -> Any:
-    """Return ``part`` without keys that have no effect, or whose value is that of a key that is not there."""
+    """Return ``part`` without keys that have no effect or whose value equals the default of a missing key."""
     if isinstance(part, Mapping):
-        kept = {key: _without_defaults(value) for key, value in part.items() if key not in _WITHOUT_EFFECT}
-        return {key: value for key, value in kept.items() if value is not None and value is not False and value != ""}
+        effective = {key: _without_defaults(value) for key, value in part.items() if key not in _WITHOUT_EFFECT}
+        return {
+            key: value for key, value in effective.items() if value is not None and value is not False and value != ""
+        }
     return [_without_defaults(value) for value in part] if isinstance(part, list) else part
 
 
 def _added(tokens: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """Return id, name and matching rules of each added token. Special tokens are never matched in normalized text."""
-    found = []
+    """Return [id, name, *matching rules] of each added token. Special tokens are never matched in normalized text."""
+    entries = []
     for token in tokens:
         rules = [bool(token.get(rule)) for rule in ("special", "lstrip", "rstrip", "single_word")]
         is_normalized = bool(token.get("normalized")) and not token.get("special")
-        found.append([token["id"], token["content"], *rules, is_normalized])
-    return sorted(found)
+        entries.append([token["id"], token["content"], *rules, is_normalized])
+    return sorted(entries)

@@ -1,9 +1,9 @@
 """Byte-level BPE with a cache of encoded words.
 
-GPT-2's pattern never joins what stands before a space with the space. So a text may be cut before each space that a
-word follows, and a word with its space has the same tokens wherever it stands: they are looked up, the library sees
-new words only. Text with few spaces, as Chinese, has too many different words for that and goes to the library as it
-is.
+GPT-2's pattern never merges a space with the text before it. A text can therefore be split before each space that
+precedes a word, and a word with its space has the same tokens at any position. The tokens of words are cached, and the
+library only encodes new words. Text with few spaces, such as Chinese, has too many distinct words for a cache and is
+encoded by the library as a whole.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ _WORD = re.compile(f" ?[^{SPACE}]+|[{SPACE}]+(?![^{SPACE}])|[{SPACE}]+")
 _LONGEST_MEAN = 12
 _CACHE_CHARACTERS = 1 << 22
 ENTRY_CHARACTERS = 16
-"""What an entry of a memory of words counts besides its own characters: some 200 bytes are spent on each."""
+"""Size of a cache entry in addition to its word, in characters; accounts for about 200 bytes of overhead."""
 
 
 def are_independent(description: str) -> bool:
-    """Whether words may be encoded one by one: BPE over bytes with GPT-2's pattern and nothing besides."""
+    """Return True if words can be encoded one by one: byte-level BPE with only GPT-2's pattern."""
     fields = json.loads(description)
-    before = fields.get("pre_tokenizer") or {}
+    pre_tokenizer = fields.get("pre_tokenizer") or {}
     return (
         fields["model"].get("type") == "BPE"
         and not fields["model"].get("dropout")
         and fields.get("normalizer") is None
-        and before.get("type") == "ByteLevel"
-        and not before.get("add_prefix_space")
-        and before.get("use_regex", True)
+        and pre_tokenizer.get("type") == "ByteLevel"
+        and not pre_tokenizer.get("add_prefix_space")
+        and pre_tokenizer.get("use_regex", True)
         and all(token["special"] for token in fields.get("added_tokens") or [])
     )
 
 
 class KnownWords:
-    """Encodes texts by their words.
+    """An encoder of texts that caches the tokens of words.
 
     Args:
-        encode: the library's way, for new words and for texts with few spaces.
+        encode: encoding by the library, for new words and for texts with few spaces.
     """
 
     def __init__(self, encode: Callable[[list[str]], Arrays]) -> None:
@@ -53,12 +53,12 @@ class KnownWords:
         self._num_characters = 0
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
-        """Return the int32 tokens of all ``texts``, and the number of tokens of each."""
-        cut = [_WORD.findall(text) if _has_words(text) else [text] for text in texts]
-        self._learn(set(chain.from_iterable(cut)).difference(self._tokens))
-        encoded = [b"".join(map(self._tokens.__getitem__, words)) for words in cut]
+        """Return the concatenated tokens (int32) of ``texts``, and the number of tokens per text (int64)."""
+        split_texts = [_WORD.findall(text) if _has_words(text) else [text] for text in texts]
+        self._learn(set(chain.from_iterable(split_texts)).difference(self._tokens))
+        encoded = [b"".join(map(self._tokens.__getitem__, words)) for words in split_texts]
         sizes = np.fromiter(map(len, encoded), np.int64, len(encoded)) // 4
-        self._forget({words[0] for words in cut if len(words) == 1})
+        self._forget({words[0] for words in split_texts if len(words) == 1})
         return np.frombuffer(bytearray().join(encoded), np.int32), sizes
 
     def _learn(self, new: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""NullTokenizer: ids that stand for nothing, for runs on random tokens and token files of other programs."""
+"""NullTokenizer: ids without text, for runs on random tokens and on token files of other programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EOD_NAME = "<eod>"
 
 
 class NullTokenizer(Tokenizer):
-    """``vocab_size`` ids, of which the last ends a document; the text of ids is the ids, with spaces between.
+    """A vocabulary of ``vocab_size`` ids; the last one ends a document. Decoding returns space-separated numbers.
 
     Source: Megatron-LM, ``NullTokenizer``.
     """
@@ -35,17 +35,17 @@ class NullTokenizer(Tokenizer):
         return " ".join(map(str, ids))
 
     def _encode_arrays(self, texts: list[str]) -> Arrays:
-        found = [self._ids(text) for text in texts]
-        return np.array([one for ids in found for one in ids], np.int32), np.array(
-            [len(ids) for ids in found], np.int64
+        encoded = [self._ids(text) for text in texts]
+        return np.array([token for ids in encoded for token in ids], np.int32), np.array(
+            [len(ids) for ids in encoded], np.int64
         )
 
     def _ids(self, text: str) -> list[int]:
         words = text.split()
-        wrong = [word for word in words if not word.isdecimal() or int(word) >= self._vocab_size]
-        if wrong:
+        bad = [word for word in words if not word.isdecimal() or int(word) >= self._vocab_size]
+        if bad:
             raise DataError(
-                f"a text of NullTokenizer must be ids below {self._vocab_size} with spaces between, got {wrong[0]!r}. "
+                f"a text of NullTokenizer must be ids below {self._vocab_size} with spaces between, got {bad[0]!r}. "
                 "Use a tokenizer with a vocabulary"
             )
         return [int(word) for word in words]
@@ -58,13 +58,15 @@ class NullTokenizer(Tokenizer):
 
 
 def null_tokenizer(vocab_size: int | None, files: Sequence[str | Path | None]) -> NullTokenizer:
-    """Return the tokenizer of so many ids.
+    """Return the tokenizer with ``vocab_size`` ids.
 
     Raises:
-        DataError: there is no number of ids, or a file is given, too.
+        DataError: ``vocab_size`` is None, or a file is given.
     """
     if vocab_size is None:
         raise DataError("--tokenizer-type NullTokenizer needs --vocab-size, got none. Give it")
-    if named := [str(file) for file in files if file is not None]:
-        raise DataError(f"--tokenizer-type NullTokenizer reads no file, got {', '.join(named)}. Leave one of them out")
+    if given_files := [str(file) for file in files if file is not None]:
+        raise DataError(
+            f"--tokenizer-type NullTokenizer reads no file, got {', '.join(given_files)}. Leave one of them out"
+        )
     return NullTokenizer(vocab_size)

@@ -1,4 +1,4 @@
-"""SentencePiece tokenizers, T5's among them."""
+"""SentencePiece tokenizers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from megatron.tokenizer.tokenizer import Arrays, Tokenizer, as_arrays
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece ``.model`` file, unigram or BPE.
+    """The tokenizer of a SentencePiece ``.model`` file, unigram or BPE.
 
-    A control token that the model declares as a symbol of the text is made a control piece, which no text becomes.
+    A control token that the model declares as a user-defined symbol is converted to a control piece, which is never
+    produced from a text.
     """
 
     def __init__(self, path: Path, paths: Sequence[Path] = (), settings: str = "") -> None:
@@ -46,7 +47,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.use_eod_piece()
 
     def use_eod_piece(self) -> None:
-        """Make the end-of-document token a control piece, if it is one of the ordinary symbols of the text."""
+        """Convert the end-of-document token to a control piece if it is an ordinary symbol."""
         if self.eod_name in self.plain_names:
             self._use_control_pieces({*self._spelled, self.eod_name})
             self._spellings = Spellings(self._found_in_text(self.control_tokens))
@@ -58,7 +59,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def plain_names(self) -> frozenset[str]:
-        """<s> and </s> where they are symbols of the text, as HTML tags are, and other pieces begin and end texts."""
+        """<s> and </s> if they are ordinary symbols (such as HTML tags), and other pieces begin and end a text."""
         library = self._library
         ends = {"<s>": library.bos_id(), "</s>": library.eos_id()}
         return frozenset(
@@ -68,10 +69,10 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def _spelled_names(self) -> set[str]:
-        found = {name: token for name in all_names() if (token := self.token_to_id(name)) is not None}
-        found = {name: token for name, token in found.items() if not self._library.is_unknown(token)}
-        encoded = self._library.encode([f"a{name}a" for name in found])
-        return {name for name, ids in zip(found, encoded, strict=True) if found[name] in ids}
+        candidates = {name: token for name in all_names() if (token := self.token_to_id(name)) is not None}
+        candidates = {name: token for name, token in candidates.items() if not self._library.is_unknown(token)}
+        encoded = self._library.encode([f"a{name}a" for name in candidates])
+        return {name for name, ids in zip(candidates, encoded, strict=True) if candidates[name] in ids}
 
     @property
     def vocab_size(self) -> int:
@@ -87,9 +88,9 @@ class SentencePieceTokenizer(Tokenizer):
         return max(size, self._largest_used_id() + 1)
 
     def token_to_id(self, token: str) -> int | None:
-        found = self._library.piece_to_id(token)
-        is_unknown = found == self._library.unk_id() and token != self._library.id_to_piece(found)
-        return None if is_unknown else found
+        id_ = self._library.piece_to_id(token)
+        is_unknown = id_ == self._library.unk_id() and token != self._library.id_to_piece(id_)
+        return None if is_unknown else id_
 
     @property
     def spelling(self) -> str:
@@ -103,9 +104,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _former_control_names(self) -> list[str]:
         names = super()._former_control_names()
-        return [
-            name for name in names if name not in self.plain_names
-        ]  # they were control pieces, which no text becomes
+        # the plain names were control pieces, which are never produced from a text
+        return [name for name in names if name not in self.plain_names]
 
     def _declared_control_names(self) -> Iterable[str]:
         library = self._library

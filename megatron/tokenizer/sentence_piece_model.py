@@ -1,7 +1,7 @@
-"""Fields of a SentencePiece ``.model`` file that are read or changed.
+"""Read and change fields of a SentencePiece ``.model`` file, a protocol buffer.
 
-The file is a list of fields. Field 1, once per piece, is a message with the piece's text in field 1 and its type in
-field 3. Field 3 is a message that says what is done to a text first.
+The file is a sequence of fields. Field 1, repeated for each piece, is a message with the piece's text in field 1 and
+its type in field 3. Field 3 is a message that describes the normalization of a text.
 """
 
 from __future__ import annotations
@@ -16,50 +16,56 @@ _NORMALIZER, _DUMMY_PREFIX = 3, 3
 _SCORE = 2
 _TRAINER = 2
 _DECISIVE = {_TRAINER: (3, 24, 35), _NORMALIZER: (2, 3, 4, 5)}
-"""Fields that decide the ids: model type, whitespace as suffix, byte fallback; character map, prefix, spaces."""
+"""Fields that determine the ids: model type, whitespace as suffix, byte fallback; character map, prefix, spaces."""
 _DEFAULTS = {"2.3": "01", "2.24": "00", "2.35": "00", "3.2": "", "3.3": "01", "3.4": "01", "3.5": "01"}
 
 
 def with_control_pieces(model: bytes, names: Collection[str]) -> bytes:
-    """Return the model with the pieces ``names`` declared as control pieces: no text is encoded as one."""
-    wanted = {name.encode() for name in names}
+    """Return the model with the pieces ``names`` declared as control pieces, which are never produced from a text."""
+    encoded_names = {name.encode() for name in names}
     changed = bytearray(model)
     for field, start, stop in _fields(model, 0, len(model)):
         if field != _PIECE:
             continue
-        parts = {part: (first, last) for part, first, last in _fields(model, start, stop)}
-        first, last = parts.get(_TEXT, (0, 0))
-        if model[first:last] in wanted and _TYPE in parts:
-            changed[parts[_TYPE][0]] = _CONTROL
+        subfields = {subfield: (first, last) for subfield, first, last in _fields(model, start, stop)}
+        first, last = subfields.get(_TEXT, (0, 0))
+        if model[first:last] in encoded_names and _TYPE in subfields:
+            changed[subfields[_TYPE][0]] = _CONTROL
     return bytes(changed)
 
 
 def with_dummy_prefix(model: bytes, is_added: bool) -> bytes:
-    """Return the model with a space put in front of each text, or none.
+    """Return the model with the dummy prefix, a space before each text, enabled or disabled.
 
-    A message that comes twice is merged, the later value holds: so field 3 of field 3 is appended.
+    The setting is field 3 of field 3, which is appended: repeated messages are merged, and the later value counts.
     """
     return model + bytes([_NORMALIZER << 3 | _BYTES, 2, _DUMMY_PREFIX << 3 | _VARINT, is_added])
 
 
 def model_facts(model: bytes) -> Iterator[Any]:
-    """Yield what decides the ids: pieces, algorithm, normalization; not how and from what the model was trained."""
+    """Yield the fields that determine the ids (pieces, algorithm, normalization), excluding the training settings."""
     pieces, settings = list[list[Any]](), dict[str, str]()
     for field, start, stop in _fields(model, 0, len(model)):
         if field == _PIECE:
-            parts = {part: model[first:last].hex() for part, first, last in _fields(model, start, stop)}
-            kind = int(parts.get(_TYPE, "01"), 16)
-            pieces.append([bytes.fromhex(parts.get(_TEXT, "")).decode("utf-8", "replace"), parts.get(_SCORE, ""), kind])
+            subfields = {subfield: model[first:last].hex() for subfield, first, last in _fields(model, start, stop)}
+            piece_type = int(subfields.get(_TYPE, "01"), 16)
+            pieces.append(
+                [
+                    bytes.fromhex(subfields.get(_TEXT, "")).decode("utf-8", "replace"),
+                    subfields.get(_SCORE, ""),
+                    piece_type,
+                ]
+            )
         elif field in _DECISIVE:
-            for part, first, last in _fields(model, start, stop):
-                if part in _DECISIVE[field]:
-                    settings[f"{field}.{part}"] = model[first:last].hex()
+            for subfield, first, last in _fields(model, start, stop):
+                if subfield in _DECISIVE[field]:
+                    settings[f"{field}.{subfield}"] = model[first:last].hex()
     yield pieces
     yield {name: value for name, value in settings.items() if value != _DEFAULTS.get(name)}
 
 
 def _fields(data: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield number, start and stop of the value of each field of the message."""
+    """Yield (field number, value start, value stop) for each field of a message."""
     while start < stop:
         key, start = _varint(data, start)
         end = _value_end(data, key & 7, start)
@@ -70,8 +76,8 @@ def _fields(data: bytes, start: int, stop: int) -> Iterator[tuple[int, int, int]
 
 
 def _value_end(data: bytes, wire_type: int, start: int) -> int:
-    value, behind = _varint(data, start) if wire_type in (_VARINT, _BYTES) else (0, start)
-    return behind + {_VARINT: 0, _EIGHT_BYTES: 8, _BYTES: value, _FOUR_BYTES: 4}[wire_type]
+    value, value_start = _varint(data, start) if wire_type in (_VARINT, _BYTES) else (0, start)
+    return value_start + {_VARINT: 0, _EIGHT_BYTES: 8, _BYTES: value, _FOUR_BYTES: 4}[wire_type]
 
 
 def _varint(data: bytes, start: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What the files next to a vocabulary say about it: eos and bos token, chat template, special tokens."""
+"""Settings in the files next to a vocabulary: eos and bos token, chat template, special tokens."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_temp
 
 @dataclass(frozen=True)
 class SiblingFiles:
-    """Settings of the folder that a vocabulary is in, as transformers reads them.
+    """The settings of a vocabulary's folder, interpreted as in transformers.
 
     Attributes:
-        named: token by its role, such as ``"eos_token"``.
-        special: names that the files declare to be special tokens.
+        named: role (such as ``"eos_token"``) -> token.
+        special: names that the files declare as special tokens.
         has_chat_template: True if the folder has a chat template.
-        add_bos_token: the value in tokenizer_config.json; None if it has none.
+        add_bos_token: the value in tokenizer_config.json; None if it is not there.
     """
 
     named: Mapping[str, str]
@@ -32,22 +32,22 @@ class SiblingFiles:
 
 
 def read_siblings(paths: Sequence[Path]) -> SiblingFiles:
-    """Return what the files next to ``paths[0]`` say; empty without paths or files.
+    """Read the settings next to ``paths[0]``; they are empty without paths or files.
 
     Raises:
-        DataError: If a file is not a JSON object.
+        DataError: a file is not a JSON object.
     """
     if not paths:
         return SiblingFiles({}, frozenset(), False, None)
     folder = paths[0].parent
     settings, special = read_object(folder / SETTINGS), read_object(folder / SPECIAL)
-    parts = (special, settings) if "added_tokens_decoder" in settings else (settings, special)  # the last one counts
+    parts = (special, settings) if "added_tokens_decoder" in settings else (settings, special)  # later files override
     roles = [(role, _content(token)) for part in parts for role, token in part.items()]
-    named = {role: token for role, token in roles if role.endswith("_token") and token is not None}
-    names = {*named.values(), *_listed(special), *_listed(settings)}
+    token_by_role = {role: token for role, token in roles if role.endswith("_token") and token is not None}
+    names = {*token_by_role.values(), *_listed(special), *_listed(settings)}
     has_template = bool(settings.get("chat_template")) or any((folder / name).exists() for name in _TEMPLATES)
     add_bos = settings.get("add_bos_token")
-    return SiblingFiles(named, frozenset(names), has_template, add_bos if isinstance(add_bos, bool) else None)
+    return SiblingFiles(token_by_role, frozenset(names), has_template, add_bos if isinstance(add_bos, bool) else None)
 
 
 def _content(token: Any) -> str | None:
@@ -70,10 +70,10 @@ def _listed(part: Mapping[str, Any]) -> set[str]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in ``path``, or an empty one if there is no such file.
+    """Return the JSON object in ``path``; empty if the file does not exist.
 
     Raises:
-        DataError: If the file cannot be read or holds no JSON object.
+        DataError: the file cannot be read or is not a JSON object.
     """
     if not path.is_file():
         return {}

@@ -14,9 +14,9 @@ _NAME = "<extra_id_{}>"
 
 
 class T5SentencePieceTokenizer(SentencePieceTokenizer):
-    """A T5 ``.model`` of n pieces and 100 sentinels: ``<extra_id_0>`` is n + 99, ``<extra_id_99>`` is n.
+    """A T5 ``.model`` with n pieces and 100 sentinels: ``<extra_id_0>`` has id n + 99, ``<extra_id_99>`` has id n.
 
-    A model that has ``<extra_id_0>`` among its pieces, as some later ones do, keeps its own.
+    If the model already has a piece ``<extra_id_0>``, like some later models, no sentinels are added.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,8 +24,8 @@ class T5SentencePieceTokenizer(SentencePieceTokenizer):
         super().__init__(path, settings="T5SentencePiece")
         if super().token_to_id(_NAME.format(0)) is None:
             top = self._library.get_piece_size() + NUM_SENTINELS - 1
-            self._appended = {_NAME.format(number): top - number for number in range(NUM_SENTINELS)}
-            self.__dict__.pop("control_tokens", None)  # found without them
+            self._appended = {_NAME.format(idx): top - idx for idx in range(NUM_SENTINELS)}
+            self.__dict__.pop("control_tokens", None)  # cached without the sentinels
 
     @property
     def vocab_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Tokenizer: the interface of all tokenizers."""
+"""Tokenizer: the base class of all tokenizers."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ from megatron.tokenizer.control_tokens import (
 from megatron.tokenizer.sibling_files import SiblingFiles, read_siblings
 
 Arrays = tuple[np.ndarray, np.ndarray]
-"""int32 tokens of several texts one after the other, and int64 number of tokens of each."""
+"""(concatenated tokens of several texts, int32; number of tokens per text, int64)."""
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back.
+    """Conversion between text and token ids.
 
-    Text that spells a control token is ordinary text: no document can end itself, or be taken for padding or a span.
+    The spelling of a control token in a text is encoded as ordinary text, so that a document cannot end itself or be
+    mistaken for padding or a span.
 
     Args:
-        paths: the files that the vocabulary is read from.
-        settings: what else decides the ids; empty where the files say it all.
+        paths: files that the vocabulary is read from.
+        settings: other settings that determine the ids; empty if the files are sufficient.
 
     Attributes:
-        num_rows: rows of the model's vocabulary where they are fewer than the ids; None: every id has a row.
+        num_rows: rows of the model's embedding if they are fewer than the ids; None: every id has a row.
     """
 
     def __init__(self, paths: Sequence[Path], settings: str = "") -> None:
@@ -53,14 +54,14 @@ class Tokenizer(ABC):
         self._spellings = Spellings(self._found_in_text(self.control_tokens))
 
     def __setstate__(self, eod_token: str) -> None:
-        """Restore the end-of-document token of a pickled tokenizer, whose sibling files may be on another machine."""
+        """Restore the end-of-document token of a pickled tokenizer, as its sibling files may be on another machine."""
         self.use_eod(eod_token)
 
     def use_eod(self, name: str) -> None:
-        """Make ``name`` the end-of-document token, as --eod-token does. Text that spells it is ordinary text.
+        """Make ``name`` the end-of-document token (--eod-token). Its spelling in a text is encoded as ordinary text.
 
         Raises:
-            DataError: If the vocabulary has no such token.
+            DataError: the vocabulary does not have this token.
         """
         if name == BY_NAME:
             if self.former_eod_name is None:
@@ -75,18 +76,18 @@ class Tokenizer(ABC):
         self._eod_token = name
         if not is_changed:
             return
-        for cached in ("eod_name", "eod_id", "control_tokens"):
-            self.__dict__.pop(cached, None)
+        for property_name in ("eod_name", "eod_id", "control_tokens"):
+            self.__dict__.pop(property_name, None)
         self._spellings = Spellings(self._found_in_text(self.control_tokens))
 
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """The largest id plus one."""
 
     @cached_property
     def text_vocab_size(self) -> int:
-        """One more than the largest id that plain text, its end or padding may have; special tokens may lie above."""
+        """The largest id of plain text, end of document or padding, plus one; special tokens may have larger ids."""
         return self.vocab_size
 
     def _largest_used_id(self) -> int:
@@ -95,31 +96,31 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token of the vocabulary by its name."""
+        """Return the id of a token by its name; None if the vocabulary does not have it."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``; control tokens appear by their name or not at all, as the library does it."""
+        """Return the text of ``ids``; control tokens appear by name or are omitted, depending on the library."""
 
     @abstractmethod
     def _encode_arrays(self, texts: list[str]) -> Arrays:
-        """Return the tokens of ``texts``, of which none spells a control token that the kind would find."""
+        """Return the tokens of ``texts``, which do not spell any control token that the library would recognize."""
 
     @property
     def spelling(self) -> str:
-        """How ``piece`` tells where words begin: a name of the table in ``word_starts``, "" where it does not."""
+        """The convention by which ``piece`` marks word starts, a key in ``word_starts._RULES``; "" if there is none."""
         return ""
 
     def piece(self, token: int) -> str | None:
-        """Return how the vocabulary spells a token, None where it has no such id."""
+        """Return the spelling of a token in the vocabulary; None if it does not have the id."""
         return None
 
     def _encode_continued(self, texts: list[str]) -> Arrays:
-        """As ``_encode_arrays``, for parts that go on where another part of the same text stopped."""
+        """Like ``_encode_arrays``, for parts that continue an earlier part of the same text."""
         return self._encode_arrays(texts)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``, no control token added."""
+        """Return the token ids of ``text`` without added control tokens."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -127,45 +128,46 @@ class Tokenizer(ABC):
         return as_lists(self.encode_arrays(texts))
 
     def encode_arrays(self, texts: Sequence[str]) -> Arrays:
-        """Return the int32 tokens of all ``texts`` one after the other, and the int64 number of tokens of each."""
+        """Return the concatenated tokens (int32) of ``texts``, and the number of tokens per text (int64)."""
         texts = list(texts)
-        spelled = [place for place, text in enumerate(texts) if self._spellings.is_in(text)] if self._spellings else []
+        spelled = [idx for idx, text in enumerate(texts) if self._spellings.is_in(text)] if self._spellings else []
         if not spelled:
             return self._encode_arrays(texts)
-        cut = [self._spellings.cut(texts[place]) for place in spelled]
-        for place, parts in zip(spelled, cut, strict=True):
-            texts[place] = parts[0]
+        split_texts = [self._spellings.cut(texts[idx]) for idx in spelled]
+        for idx, parts in zip(spelled, split_texts, strict=True):
+            texts[idx] = parts[0]
         tokens, sizes = self._encode_arrays(texts)
-        more, more_sizes = self._encode_continued([part for parts in cut for part in parts[1:]])
-        first = np.cumsum([0, *(len(parts) - 1 for parts in cut[:-1])])
-        added = np.add.reduceat(more_sizes, first)
-        behind = np.cumsum(sizes)[spelled]
+        added_tokens, added_sizes = self._encode_continued([part for parts in split_texts for part in parts[1:]])
+        first_parts = np.cumsum([0, *(len(parts) - 1 for parts in split_texts[:-1])])
+        added = np.add.reduceat(added_sizes, first_parts)
+        insert_at = np.cumsum(sizes)[spelled]
         sizes[spelled] += added
-        return np.insert(tokens, np.repeat(behind, added), more), sizes
+        return np.insert(tokens, np.repeat(insert_at, added), added_tokens), sizes
 
     def encode_pieces(self, pieces: Iterable[str]) -> np.ndarray:
-        """Return the int32 tokens of one text that is given in consecutive pieces.
+        """Return the tokens (int32) of one text that is given in consecutive pieces.
 
-        Only the first piece gets the space that a kind puts in front of a text. Text that spells a control token is
-        escaped in each piece; where a cut parts it, nothing spells it. Memory is that of a piece and of the tokens.
+        If the tokenizer adds a space before a text, only the first piece gets it. Spelled control tokens are escaped in
+        each piece; a spelling that crosses a boundary of pieces is not recognized anyway. The memory use is that of one
+        piece and of the tokens.
         """
-        found = [np.zeros(0, np.int32)]
+        encoded = [np.zeros(0, np.int32)]
         for piece in filter(None, pieces):
-            is_first = len(found) == 1
+            is_first = len(encoded) == 1
             if self._spellings.is_in(piece):
-                found.append(self._encode_spelled(piece, is_first))
+                encoded.append(self._encode_spelled(piece, is_first))
             else:
-                found.append((self._encode_arrays if is_first else self._encode_continued)([piece])[0])
-        return np.concatenate(found)
+                encoded.append((self._encode_arrays if is_first else self._encode_continued)([piece])[0])
+        return np.concatenate(encoded)
 
     def _encode_spelled(self, text: str, is_first: bool) -> np.ndarray:
-        """Return the tokens of a text that spells control tokens, or of a piece that goes on."""
+        """Encode a text, or a piece that continues a text, in which control tokens are spelled."""
         first, *others = self._spellings.cut(text)
         tokens = (self._encode_arrays if is_first else self._encode_continued)([first])[0]
         return np.concatenate([tokens, self._encode_continued(others)[0]])
 
     def _found_in_text(self, control: Mapping[str, int]) -> list[str]:
-        """Return the names in ``control`` whose ids the library would give to text that spells them."""
+        """Return the names in ``control`` that the library would encode as control tokens if a text spells them."""
         names = [name for name in control if len(name) > 1]
         if not names:
             return []
@@ -175,47 +177,47 @@ class Tokenizer(ABC):
         end = as_lists(self._encode_continued([name[1:] for name in names]))
         return [
             name
-            for place, name in enumerate(names)
-            if control[name] in (*alone[place], *within[place])
-            and control[name] not in (*start[place], *end[place])  # <unk>, for characters of its name
+            for idx, name in enumerate(names)
+            if control[name] in (*alone[idx], *within[idx])
+            and control[name] not in (*start[idx], *end[idx])  # <unk> may come from characters of its name
         ]
 
     @cached_property
     def control_tokens(self) -> dict[str, int]:
-        """The ids of all control tokens by name: end of document, padding, unknown, spans, masks and the like."""
+        """Name -> id of all control tokens, such as end of document, padding, unknown, spans and masks."""
         eod = [self.eod_name] if self.eod_name is not None else []
         names = [name for name in (*all_names(), *self._declared_control_names()) if name not in self.plain_names]
         return self._ids_by_name([*names, *eod])
 
     def _ids_by_name(self, names: Iterable[str]) -> dict[str, int]:
-        found = {name: self.token_to_id(name) for name in names}
-        return {name: token for name, token in found.items() if token is not None}
+        ids = {name: self.token_to_id(name) for name in names}
+        return {name: token for name, token in ids.items() if token is not None}
 
     def _declared_control_names(self) -> Iterable[str]:
-        """Return the names that the files themselves declare to be control tokens."""
+        """Return the names that the tokenizer's files declare as control tokens."""
         return ()
 
     @cached_property
     def plain_names(self) -> frozenset[str]:
-        """Names of tokens that the vocabulary adds as ordinary text, such as Gemma's HTML tags <s> and </s>."""
+        """Names that the vocabulary declares as ordinary text, such as Gemma's HTML tags <s> and </s>."""
         return frozenset()
 
     @cached_property
     def siblings(self) -> SiblingFiles:
-        """What the files next to the vocabulary say."""
+        """The settings in the files next to the vocabulary."""
         return read_siblings(self.paths)
 
     @cached_property
     def eod_name(self) -> str | None:
-        """The name of the end-of-document token, None if there is none.
+        """The name of the end-of-document token; None if there is none.
 
-        The first of these that is in the vocabulary:
+        It is the first of the following that is in the vocabulary:
 
-        1. the token of ``use_eod`` (--eod-token, a token file's sidecar, a resumed run);
-        2. the eos_token of the vocabulary's folder, if the folder has no chat template;
-        3. with a chat template, whose eos_token often ends a turn (``<|im_end|>``): the end-of-text token among the
-           folder's special tokens, its eos_token first;
-        4. the first of ``EOD_NAMES``, tokens that the vocabulary adds as ordinary text last.
+        1. the token set by ``use_eod`` (--eod-token, the sidecar of a token file, a resumed run);
+        2. if the vocabulary's folder has no chat template: its eos_token;
+        3. if it has a chat template, whose eos_token often ends a turn (``<|im_end|>``): an end-of-document token among
+           the folder's special tokens, preferably its eos_token;
+        4. the first of ``EOD_NAMES``; tokens that the vocabulary declares as ordinary text come last.
         """
         if self._eod_token is not None:
             return self._eod_token
@@ -225,8 +227,8 @@ class Tokenizer(ABC):
         eos = self.siblings.named.get("eos_token")
         if self.siblings.has_chat_template:
             special = {*self.siblings.special, *self._declared_control_names()}
-            of_texts = [name for name in EOD_NAMES if name in special and name not in NOT_OF_CHATS]
-            yield from sorted(of_texts, key=lambda name: name != eos)
+            end_of_text_names = [name for name in EOD_NAMES if name in special and name not in NOT_OF_CHATS]
+            yield from sorted(end_of_text_names, key=lambda name: name != eos)
         elif eos is not None:
             yield eos
         yield from (name for name in EOD_NAMES if name not in self.plain_names)
@@ -234,7 +236,7 @@ class Tokenizer(ABC):
 
     @property
     def former_eod_name(self) -> str | None:
-        """The name of the token that versions up to 8c23b9e6 ended documents with, None if there is none."""
+        """The end-of-document token that versions up to 8c23b9e6 used, by name; None if there is none."""
         return next((name for name in FORMER_EOD_NAMES if self.token_to_id(name) is not None), None)
 
     @property
@@ -244,7 +246,7 @@ class Tokenizer(ABC):
 
     @property
     def has_eod(self) -> bool:
-        """Whether the vocabulary has an end-of-document token."""
+        """True if the vocabulary has an end-of-document token."""
         return self.eod_name is not None
 
     @cached_property
@@ -265,24 +267,24 @@ class Tokenizer(ABC):
         return token
 
     def name_of(self, token: int) -> str | None:
-        """Return the name of a token, None if the vocabulary has no name for it."""
-        return next((name for name, number in self.control_tokens.items() if number == token), self.piece(token))
+        """Return the name of a token; None if the vocabulary has no name for it."""
+        return next((name for name, id_ in self.control_tokens.items() if id_ == token), self.piece(token))
 
     @cached_property
     def opening_ids(self) -> tuple[int, ...]:
-        """The ids that transformers puts in front of a prompt, such as ``<s>``; empty if there are none."""
+        """The ids that transformers inserts before a prompt, such as that of ``<s>``; empty if there are none."""
         name = self.siblings.named.get("bos_token")
         token = None if name is None or not self.siblings.add_bos_token else self.token_to_id(name)
         return () if token is None else (token,)
 
     @cached_property
     def pad_id(self) -> int | None:
-        """The id of the padding token, None if there is none."""
+        """The id of the padding token; None if there is none."""
         return self._first_of(PAD_NAMES)
 
     @cached_property
     def unk_id(self) -> int | None:
-        """The id that stands for what the vocabulary does not have, None if there is none."""
+        """The id of the unknown token; None if there is none."""
         return self._first_of(UNK_NAMES)
 
     def _first_of(self, names: Sequence[str]) -> int | None:
@@ -291,53 +293,53 @@ class Tokenizer(ABC):
 
     @cached_property
     def sentinel_ids(self) -> tuple[int, ...]:
-        """The ids that stand for spans cut out of a text, that of the first span first; empty if there are none."""
+        """The ids that represent masked spans, in the order of the spans; empty if there are none."""
         for name in SENTINEL_NAMES:
-            found: list[int] = []
-            while (token := self.token_to_id(name.format(len(found)))) is not None:
-                found.append(token)
-            if found:
-                return tuple(found)
+            ids: list[int] = []
+            while (token := self.token_to_id(name.format(len(ids)))) is not None:
+                ids.append(token)
+            if ids:
+                return tuple(ids)
         return ()
 
     @property
     def spelled_names(self) -> tuple[str, ...]:
-        """The names of the control tokens that are escaped where a text spells them."""
+        """The names of the control tokens whose spellings in a text are escaped."""
         return self._spellings.names
 
     @cached_property
     def identity(self) -> str:
-        """What token files and checkpoints know the tokenizer by: see ``megatron/tokenizer/identity.py``."""
+        """The identity of the tokenizer in token files and checkpoints; see ``megatron/tokenizer/identity.py``."""
         return tokenizer_identity.join(tokenizer_identity.digest(self._facts()), self._files_digest())
 
     @abstractmethod
     def _facts(self) -> Iterable[Any]:
-        """Return JSON values that decide the ids of a text, and nothing else."""
+        """Return the JSON values that determine the ids of a text, and no others."""
 
     def _former_control_names(self) -> list[str]:
-        """Return the names that versions up to 8c23b9e6 looked for, whether the vocabulary has them or not."""
+        """Return the names that versions up to 8c23b9e6 looked up as control tokens, in the vocabulary or not."""
         return [*(name for name in all_names() if name not in NEW_NAMES), *self._declared_control_names()]
 
     def _files_digest(self) -> str:
-        """Return the identity of versions up to 8c23b9e6: SHA-256 over the files and the names that are escaped."""
+        """Return the identity of versions up to 8c23b9e6, the SHA-256 of the files and the escaped names."""
         digest = hashlib.sha256()
         for path in self.paths:
             digest.update(hashlib.sha256(path.read_bytes()).digest())
-        spelled = Spellings(self._found_in_text(self._ids_by_name(self._former_control_names()))).names
-        beyond_eod = [name for name in spelled if name != self.former_eod_name]
+        escaped = Spellings(self._found_in_text(self._ids_by_name(self._former_control_names()))).names
+        beyond_eod = [name for name in escaped if name != self.former_eod_name]
         for part in (self.settings, *beyond_eod):
             digest.update(part.encode())
         return digest.hexdigest()
 
 
 def as_arrays(encoded: Sequence[Sequence[int]]) -> Arrays:
-    """Return lists of token ids as arrays."""
+    """Convert lists of token ids to arrays."""
     sizes = np.fromiter(map(len, encoded), np.int64, len(encoded))
     return np.fromiter(chain.from_iterable(encoded), np.int32, int(sizes.sum())), sizes
 
 
 def as_lists(arrays: Arrays) -> list[list[int]]:
-    """Return the token ids of each text as a list."""
+    """Convert arrays to one list of token ids per text."""
     tokens, sizes = arrays
     stops = np.cumsum(sizes).tolist()
     ids = tokens.tolist()

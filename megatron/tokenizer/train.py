@@ -1,16 +1,16 @@
-"""Training a vocabulary: byte-level BPE or WordPiece (``tokenizers``), or unigram (``sentencepiece``).
+"""Train a vocabulary: byte-level BPE or WordPiece (``tokenizers``), or unigram (``sentencepiece``).
 
-| model | file | what is not in the vocabulary | memory beside the text being read |
+| model | file | text outside the vocabulary | memory in addition to the text being read |
 |---|---|---|---|
-| bpe | JSON | nothing: all bytes are | the different words of the text, up to a bound |
+| bpe | JSON | none: the vocabulary has all bytes | the distinct words of the text, up to a bound |
 | wordpiece | JSON | ``[UNK]`` | the same; a Chinese character is a word |
-| unigram | .model | written as bytes | some 20 times the text |
+| unigram | .model | encoded as bytes | about 20 times the text |
 
-Scripts without blanks have nearly as many different words as words, and the trainer takes about 80 bytes for each byte
-of them. Where that would pass the bound, the words are sampled: a frequent word is kept and counted, of the rare ones a
-share stands for all.
+In scripts without spaces, nearly every word is distinct, and the trainer needs about 80 bytes per byte of these words.
+If this would exceed the bound, the words are sampled: frequent words are retained and counted, and a random part of the
+rare words represents all of them.
 
-The same texts in the same order give the same file, with the same version of the library and the same bound.
+The same texts in the same order produce the same file, given the same version of the library and the same bound.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _NUM_BYTES = 256
 _MAX_SENTENCE_BYTES = 1 << 14
 _MAX_WORD_CHARS = 100
 _MOST_UNKNOWN = 1 / 4000
-"""Share of a text's characters that may stay out of a WordPiece vocabulary with room for them."""
+"""Share of a text's characters that may be missing in a WordPiece vocabulary that has room for them."""
 _HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002fa1f"
 BYTE_WORD = re.compile(f"'(?:[sdmt]|ll|ve|re)| ?[^\\W_]+| ?(?:[^{SPACE}\\w]|_)+|[{SPACE}]+(?![^{SPACE}])|[{SPACE}]+")
-"""GPT-2's words, but for letters and digits that stand together: the library parts those."""
+"""GPT-2's words, except that adjacent letters and digits form one word, which the library splits later."""
 _BERT_WORD = re.compile(f"[{_HAN}]|[^{_HAN}\\t\\n\\r \\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000]+")
 _BYTES_FOR_A_BYTE = 80
 _BYTES_FOR_A_WORD = 150
@@ -63,16 +63,16 @@ _CONTROL_GROUPS = (
         "total_inactive_file",
     ),
 )
-"""The limit, what is used of it, and the part of that which the kernel gives back, in versions 2 and 1."""
+"""The memory limit, the used memory and the reclaimable part of it, for control groups of version 2 and 1."""
 _KEPT = 0.9
 _MOST_REPEATED = 1000
 
 
 def special_names(special_tokens: Sequence[str] = (), num_sentinels: int = 0) -> list[str]:
-    """Return the names of all control tokens: the end of a document, those asked for, T5's ``<extra_id_0>`` and so on.
+    """Return the names of all control tokens: end of document, ``special_tokens``, and T5's ``<extra_id_0>``, ...
 
     Raises:
-        DataError: a name is empty, holds a blank, or is there twice.
+        DataError: a name is empty, contains white space, or occurs twice.
     """
     names = [EOD, *(name for name in special_tokens if name != EOD)]
     names += [f"<extra_id_{number}>" for number in range(num_sentinels)]
@@ -85,16 +85,17 @@ def special_names(special_tokens: Sequence[str] = (), num_sentinels: int = 0) ->
 
 
 class WordCounts:
-    """The words of texts with how often each comes, in bounded memory.
+    """The number of occurrences of each word, in bounded memory.
 
-    While all words fit, each count is exact. When they do not, a word is taken up with the probability ``rate``, which
-    falls as far as it must, each time it comes; from then on it is counted. A word in the table with the count c then
-    stands for ``c + 1 / rate - 1``: the sum over any words is right on average.
+    While all words fit, the counts are exact. Otherwise, each occurrence of a new word is added with the probability
+    ``rate``, which is lowered as needed, and further occurrences are counted. A word with the count c then represents
+    ``c + 1 / rate - 1`` occurrences; the expected sum over any set of words is exact.
 
     Args:
-        pattern: what a word is. It may leave words together that the library parts, not the other way round.
-        most_bytes: the bound on what a trainer takes for the words, as estimated.
-        bytes_for_a_byte: the bound is also this for each byte of the text so far, but at least ``least_bytes``.
+        pattern: regular expression of a word. A match may contain several words of the library, but not vice versa.
+        most_bytes: bound of the estimated memory that a trainer needs for the words.
+        least_bytes, bytes_for_a_byte: the bound is further limited to ``bytes_for_a_byte`` per byte of the text so far,
+            but at least ``least_bytes``.
 
     Source: Gibbons and Matias 1998, "New sampling-based summary statistics", section 3 (counting samples).
     """
@@ -109,14 +110,14 @@ class WordCounts:
         self._seen_bytes = 0
         self.rate = 1.0
         self.held_bytes = 0
-        """What a trainer takes for the words that are held, as estimated."""
+        """Estimated memory that a trainer needs for the stored words."""
 
     def __len__(self) -> int:
         return len(self._counts)
 
     @property
     def bound(self) -> float:
-        """What ``held_bytes`` may be after the text so far."""
+        """The bound of ``held_bytes`` after the text so far."""
         return min(self._most_bytes, max(self._least_bytes, self._bytes_for_a_byte * self._seen_bytes))
 
     def add(self, text: str) -> None:
@@ -124,7 +125,8 @@ class WordCounts:
         counts, draw = self._counts, self._random.random
         self._seen_bytes += len(text.encode())
         bound = self.bound
-        for word in map(re.Match.group, self._pattern.finditer(text)):  # a list of all would be larger than the text
+        # findall() would create a list that is larger than the text.
+        for word in map(re.Match.group, self._pattern.finditer(text)):
             count = counts.get(word)
             if count is not None:
                 counts[word] = count + 1
@@ -136,22 +138,22 @@ class WordCounts:
                     counts = self._counts
 
     def _thin(self) -> None:
-        """Let go of what would not have been taken up at a lower rate."""
+        """Lower the rate, and remove the occurrences that would not have been added at the new rate."""
         self.rate *= _KEPT
         counts = np.fromiter(self._counts.values(), np.int64, len(self._counts))
-        is_let_go = self._draws.random(len(counts)) >= _KEPT
-        counts -= is_let_go * self._draws.geometric(self.rate, len(counts))
-        kept = zip(self._counts, counts.tolist(), strict=True)
-        self._counts = {word: count for word, count in kept if count > 0}
+        is_removed = self._draws.random(len(counts)) >= _KEPT
+        counts -= is_removed * self._draws.geometric(self.rate, len(counts))
+        remaining = zip(self._counts, counts.tolist(), strict=True)
+        self._counts = {word: count for word, count in remaining if count > 0}
         self.held_bytes = sum(map(_bytes_held, self._counts))
 
     def items(self) -> Iterator[tuple[str, int]]:
-        """Yield each word with the count that it stands for."""
+        """Yield each word with the number of occurrences that it represents."""
         unseen = round(1 / self.rate) - 1
         yield from ((word, count + unseen) for word, count in self._counts.items())
 
     def clear(self) -> None:
-        """Let go of all words."""
+        """Remove all words."""
         self._counts = {}
 
 
@@ -162,19 +164,18 @@ def train_bpe(
     memory_bytes: int | None = None,
     max_token_length: int | None = None,
 ) -> bytes:
-    """Return a ``tokenizers`` JSON file of byte-level BPE; any text can be encoded and decoded without loss.
+    """Train a byte-level BPE and return its ``tokenizers`` JSON file. Any text can be encoded and decoded losslessly.
 
-    Control tokens come first, then the bytes.
+    The control tokens have the first ids, followed by the bytes.
 
     Args:
-        memory_bytes: about so much memory may be taken for words; they are sampled where that does not do. By
-            default half of what is free, but not more than the largest of 2.7 times the text, 10 kB for each token
-            of the vocabulary, and 80 MB.
-        max_token_length: bytes of the longest token, at least 2, control tokens aside; None for no limit. A Chinese
-            character takes 3 bytes, the space before a word 1.
+        memory_bytes: approximate memory for the words; if it is insufficient, the words are sampled. Default: half the
+            free memory, but at most 2.7 times the text, 10 kB per vocabulary token or 80 MB, whichever is largest.
+        max_token_length: maximum length of a token in bytes, at least 2; control tokens are exempt. None: no limit. A
+            Chinese character has 3 bytes, and the space before a word 1.
 
     Raises:
-        DataError: ``vocab_size`` has no room for the 256 bytes and the control tokens.
+        DataError: ``vocab_size`` is too small for the 256 bytes and the control tokens.
     """
     _check_room(vocab_size, _NUM_BYTES, "bytes", special)
     with TrainingProgress(f"a vocabulary of {vocab_size} tokens (bpe)") as progress:
@@ -191,7 +192,7 @@ def _bpe_of(counts: WordCounts, vocab_size: int, special: Sequence[str], max_tok
         special_tokens=list(special),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
-        # the library joins pieces whose length is less than its limit
+        # the limit of the library is exclusive
         max_token_length=None if max_token_length is None else max_token_length + 1,
     )
     library.train_from_iterator(_last(counts), trainer)
@@ -205,18 +206,19 @@ def train_wordpiece(
     memory_bytes: int | None = None,
     max_token_length: int | None = None,
 ) -> bytes:
-    """Return a ``tokenizers`` JSON file of BERT's WordPiece, cased: BERT's five tokens first, then ``special``.
+    """Train BERT's WordPiece, cased, and return its ``tokenizers`` JSON file.
 
-    Blanks are not kept, so text does not come back as it was. The most frequent characters are in the vocabulary: all
-    but 1 of 4,000 as the text has them, or half as many as there is room if that is more, and further ones where words
-    leave room.
+    BERT's five control tokens have the first ids, followed by ``special``. White space is not encoded, so decoding does
+    not restore the text. The vocabulary contains the most frequent characters: enough to cover all but 1 in 4,000
+    characters of the text, or half the vocabulary if that is more, and additional ones if the words leave room.
 
     Args:
-        memory_bytes: as for ``train_bpe``.
-        max_token_length: must be None: the library has no limit for WordPiece, whose Chinese tokens are one character.
+        memory_bytes: see ``train_bpe``.
+        max_token_length: must be None, because the library has no limit for WordPiece, in which a Chinese token is one
+            character.
 
     Raises:
-        DataError: ``vocab_size`` has no room for the control tokens and a character; ``max_token_length`` is given.
+        DataError: ``vocab_size`` is too small for the control tokens and a character, or ``max_token_length`` is given.
     """
     if max_token_length is not None:
         raise DataError(
@@ -240,13 +242,13 @@ def _wordpiece_of(counts: WordCounts, vocab_size: int, names: Sequence[str]) -> 
         chosen = characters[:num_characters]
         trainer = trainers.WordPieceTrainer(
             vocab_size=vocab_size,
-            # left to itself the library numbers characters within words in another order each time
+            # otherwise, the library assigns ids to characters within words in a different order each time
             special_tokens=[*names, *(f"##{character}" for character in chosen if character in within)],
             initial_alphabet=chosen,
             limit_alphabet=num_characters,
             show_progress=False,
         )
-        # a word of one character has nothing to join, so that it need not be repeated
+        # a word of one character has nothing to merge, so its count does not matter
         words = ((word, count if word[1:] else 1) for word, count in counts.items())
         library.train_from_iterator(_repeated(words), trainer)
         num_missing = vocab_size - library.get_vocab_size()
@@ -264,14 +266,14 @@ def train_unigram(
     memory_bytes: int | None = None,
     max_token_length: int | None = None,
 ) -> bytes:
-    """Return a SentencePiece unigram model; bytes stand in for characters that it does not have.
+    """Train a SentencePiece unigram model, with byte fallback for unknown characters, and return its ``.model`` file.
 
     Args:
-        memory_bytes: a warning comes where the text will take more; the library keeps all of it.
-        max_token_length: characters of the longest token; None for SentencePiece's default, 16.
+        memory_bytes: available memory; a warning is logged if the text needs more, as the library stores all of it.
+        max_token_length: maximum length of a token in characters; None: SentencePiece's default, 16.
 
     Raises:
-        DataError: the text is too little, or ``vocab_size`` too small.
+        DataError: there is too little text, or ``vocab_size`` is too small.
     """
     model = io.BytesIO()
     errors: list[BaseException] = []
@@ -294,7 +296,7 @@ def train_unigram(
                 max_sentencepiece_length=max_token_length or _UNIGRAM_TOKEN_LENGTH,
             )
     except (RuntimeError, OSError) as error:
-        if errors:  # the library has made a text of the corpus's own error
+        if errors:  # the library converts an error of the corpus to text; raise the original error
             raise errors[0] from None
         raise DataError(
             f"--vocab-size {vocab_size} cannot be trained on this text; SentencePiece says: {error}"
@@ -314,7 +316,7 @@ def _bytes_held(word: str) -> int:
 
 
 def _counted(texts: Iterable[str], pattern: re.Pattern[str], vocab_size: int, memory_bytes: int | None) -> WordCounts:
-    """Return the words of ``texts``, and say so if they are a sample."""
+    """Count the words of ``texts``; log a message if they had to be sampled."""
     if memory_bytes is None:
         least_bytes = max(_LEAST_MEMORY, _BYTES_FOR_A_TOKEN * vocab_size)
         counts = WordCounts(pattern, free_memory_bytes() / 2, least_bytes, _MEMORY_FOR_A_BYTE)
@@ -331,63 +333,65 @@ def _counted(texts: Iterable[str], pattern: re.Pattern[str], vocab_size: int, me
 
 
 def _repeated(counts: Iterable[tuple[str, int]]) -> Iterator[list[str]]:
-    """Yield each word as often as it counts, in lists."""
+    """Yield lists that contain each word as often as its count."""
     for word, count in counts:
-        whole, rest = divmod(count, _MOST_REPEATED)
-        yield from repeat([word] * _MOST_REPEATED, whole)
-        yield [word] * rest
+        num_full_lists, remainder = divmod(count, _MOST_REPEATED)
+        yield from repeat([word] * _MOST_REPEATED, num_full_lists)
+        yield [word] * remainder
 
 
 def _last(counts: WordCounts) -> Iterator[list[str]]:
-    """Yield each word as often as it counts, and let go of all before the trainer's peak."""
+    """Yield each word as often as its count, then free ``counts`` before the trainer's peak memory use."""
     yield from _repeated(counts.items())
     counts.clear()
 
 
 def _alphabet(counts: WordCounts, room: int) -> tuple[list[str], set[str], int]:
-    """Return the characters that fit into a WordPiece vocabulary, those within words, and how many it gets at first.
+    """Return (characters that fit into a WordPiece vocabulary, characters within words, initial number of characters).
 
-    The frequent ones come first. A character comes twice where it goes on with a word, which Chinese ones never do.
+    The characters are sorted by descending frequency. A character that occurs within words (never a Chinese one) needs
+    two tokens.
     """
     totals: Counter[str] = Counter()
     within: set[str] = set()
     for word, count in counts.items():
-        goes_on = False
+        is_within_word = False
         for character in word:
             totals[character] += count
             is_mark = character in string.punctuation or unicodedata.category(character)[0] == "P"
-            if goes_on and not is_mark:
+            if is_within_word and not is_mark:
                 within.add(character)
-            goes_on = not is_mark
-    ordered = [pair for pair in totals.most_common() if unicodedata.category(pair[0])[0] != "C"]  # BERT drops those
-    characters, room_left = [], room
+            is_within_word = not is_mark
+    # BERT drops control characters.
+    ordered = [pair for pair in totals.most_common() if unicodedata.category(pair[0])[0] != "C"]
+    characters, remaining_room = [], room
     for character, _ in ordered:
         size = 1 + (character in within)
-        if size <= room_left:
+        if size <= remaining_room:
             characters.append(character)
-            room_left -= size
-    known = (1 - _MOST_UNKNOWN) * totals.total()
-    num_needed = 1 + sum(total < known for total in accumulate(count for _, count in ordered))
+            remaining_room -= size
+    num_known = (1 - _MOST_UNKNOWN) * totals.total()
+    num_needed = 1 + sum(total < num_known for total in accumulate(count for _, count in ordered))
     return characters, within, min(max(room // 2, num_needed), len(characters))
 
 
 def free_memory_bytes() -> int:
-    """Return the memory that may still be had: of the node, or of the control group (container) where that has less."""
+    """Return the available memory of the node, or of the control group (container) if that is less."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     for limit, used, files in _CONTROL_GROUPS:
         try:
-            most, taken = Path(limit).read_text().strip(), int(Path(used).read_text())
+            limit_text, used_bytes = Path(limit).read_text().strip(), int(Path(used).read_text())
             stat = dict(line.split() for line in Path(used).with_name("memory.stat").read_text().splitlines())
         except OSError:
             continue
-        if most != "max":
-            free = min(free, max(int(most) - taken + int(stat[files]), 0))
+        if limit_text != "max":
+            free = min(free, max(int(limit_text) - used_bytes + int(stat[files]), 0))
     return free
 
 
 def _weighed(texts: Iterable[str], memory_bytes: int | None) -> Iterator[str]:
-    """Yield ``texts``, and warn once when unigram will take more memory for them than there is."""
+    """Yield ``texts``, and warn once when unigram will need more memory for them than is available."""
     bound = free_memory_bytes() if memory_bytes is None else memory_bytes
     num_bytes = 0
     for text in texts:
@@ -404,12 +408,12 @@ def _weighed(texts: Iterable[str], memory_bytes: int | None) -> Iterator[str]:
 def _check_room(vocab_size: int, num_needed: int, what: str, special: Sequence[str]) -> None:
     smallest = num_needed + len(special)
     if vocab_size < smallest:
-        shown = ", ".join(special[:6]) + (", ..." if len(special) > 6 else "")
-        raise DataError(f"--vocab-size must be at least {smallest} ({num_needed} {what} and {shown}), got {vocab_size}")
+        names = ", ".join(special[:6]) + (", ..." if len(special) > 6 else "")
+        raise DataError(f"--vocab-size must be at least {smallest} ({num_needed} {what} and {names}), got {vocab_size}")
 
 
 def _kept(texts: Iterable[str], errors: list[BaseException]) -> Iterator[str]:
-    """Yield ``texts``, and put the error that ends them into ``errors``."""
+    """Yield ``texts``, and append an exception that they raise to ``errors``."""
     try:
         yield from texts
     except (Exception, KeyboardInterrupt) as error:
@@ -418,7 +422,7 @@ def _kept(texts: Iterable[str], errors: list[BaseException]) -> Iterator[str]:
 
 
 def _sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Yield lines short enough for the trainer, which leaves out longer ones."""
+    """Yield the lines of ``texts``, split into parts short enough for the trainer, which skips longer lines."""
     step = _MAX_SENTENCE_BYTES // 4
     for text in texts:
         for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""Progress of training a vocabulary: lines about the text that is read, then about the training."""
+"""Progress log of the training of a vocabulary: first about reading the text, then about the training."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from types import TracebackType
 from megatron import log
 
 INTERVAL_S = 10.0
-"""Seconds between two lines."""
+"""Seconds between two log lines."""
 
 
 class TrainingProgress:
-    """Logs a line every ``INTERVAL_S`` seconds. A context manager around reading and training.
+    """A context manager around reading and training that logs a line every ``INTERVAL_S`` seconds.
 
-    A thread of its own writes the lines, since the libraries train in one call; they release Python's lock meanwhile.
+    A background thread writes the lines, because the libraries train in a single call, which releases the GIL.
 
     Args:
-        what: what is trained, "a vocabulary of 8192 tokens (bpe)".
+        what: description of the training, such as "a vocabulary of 8192 tokens (bpe)".
     """
 
     def __init__(self, what: str) -> None:

@@ -1,15 +1,16 @@
-"""Which tokens of a vocabulary begin a word, for whole-word masking.
+"""Tokens that begin a word, for whole-word masking.
 
-| vocabulary | a token begins a word that begins |
+| vocabulary | a token begins a word if its text begins with |
 |---|---|
-| byte-level BPE | with a blank, with a Chinese character, or with neither letter nor digit |
-| SentencePiece | with U+2581, or as above |
-| CPM-1 | with U+2581, which stands in front of jieba's words |
-| WordPiece | not with ## |
-| others, as CPM-2 | anyhow |
+| byte-level BPE | white space, a Chinese character, or a character that is neither a letter nor a digit |
+| SentencePiece | U+2581, or as above |
+| CPM-1 | U+2581, which precedes jieba's words |
+| WordPiece | anything except ## |
+| others, such as CPM-2 | anything |
 
-A byte within a character begins none, so no character is cut. Chinese has no blanks: with CPM-1 its words are
-jieba's, whole, as Chinese-BERT-wwm has those of a word cutter; elsewhere each token of it is a word of its own.
+A token that begins within a character never begins a word, so that no character is split. Chinese has no spaces. With
+CPM-1, its words are jieba's, similar to Chinese-BERT-wwm, which uses a word segmenter; with other vocabularies, each
+Chinese token is a word.
 
 Source: Cui et al. 2021, "Pre-training with whole word masking for Chinese BERT".
 """
@@ -27,11 +28,11 @@ _MARK = "\u2581"
 _CHINESE = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 _GOES_ON = re.compile(r"[^\W_]|'")
 _CHINESE_BYTES = range(0xE3, 0xEA)
-"""First bytes of U+3000 ... U+9FFF in UTF-8."""
+"""First UTF-8 bytes of U+3000 ... U+9FFF."""
 
 
 def word_starts(tokenizer: Tokenizer) -> np.ndarray:
-    """Return bool[vocabulary], whether a token begins a word: the table at the top of this file."""
+    """Return bool[vocabulary], True for tokens that begin a word; see the table at the top of this file."""
     begins = _RULES[tokenizer.spelling]
     pieces = (tokenizer.piece(token) for token in range(tokenizer.vocab_size))
     return np.array([piece is None or begins(piece) for piece in pieces], bool)
@@ -46,17 +47,17 @@ def _of_bytes(piece: str) -> bool:
     text = raw.decode("utf-8", "ignore")
     if text and raw.startswith(text[0].encode()):
         return _of_text(text)
-    return raw[:1] == b"" or raw[0] in _CHINESE_BYTES  # part of a character: its first byte, or a later one
+    return raw[:1] == b"" or raw[0] in _CHINESE_BYTES  # an incomplete character: check its first byte
 
 
 def _byte_characters() -> dict[int, str]:
-    """Return the character that stands for each byte in a byte-level BPE: itself where it can be seen, else U+0100 on.
+    """Return byte -> character in a byte-level BPE: itself if it is printable, otherwise U+0100, U+0101, ...
 
     Source: Radford et al. 2019, code of GPT-2.
     """
-    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(0x100) if byte not in seen]
-    return {byte: chr(byte) for byte in seen} | {byte: chr(0x100 + place) for place, byte in enumerate(hidden)}
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + idx) for idx, byte in enumerate(others)}
 
 
 _BYTES = {character: byte for byte, character in _byte_characters().items()}
@@ -67,4 +68,4 @@ _RULES: dict[str, Callable[[str], bool]] = {
     "continued": lambda piece: not piece.startswith("##") or len(piece) == 2,
     "": lambda piece: True,
 }
-"""``Tokenizer.spelling`` -> whether a piece begins a word."""
+"""``Tokenizer.spelling`` -> function that returns True if a piece begins a word."""

@@ -1,8 +1,8 @@
-"""A device called "sim", simulated in Python: ``import megatron_accelerator_sim`` lets ``--device`` name it.
+"""A device "sim", simulated in Python. After ``import megatron_accelerator_sim`` it can be selected with ``--device``.
 
-Its memory is the host's under another label and its kernels are the CPU's, so it computes the CPU's numbers, slowly. To
-torch, DeepSpeed and this project it is a device that they do not know: none of their ``if device == "cuda"`` helps it.
-That is what it is for: to try, without hardware, all that a plug-in for a new device goes through.
+Its memory is host memory with another label, and its kernels are those of the CPU, so it computes the same values as
+the CPU, slowly. torch, DeepSpeed and this project do not know the device, so that no ``if device == "cuda"`` applies.
+Its purpose is to test, without hardware, everything that a plug-in for a new device needs.
 """
 
 from __future__ import annotations

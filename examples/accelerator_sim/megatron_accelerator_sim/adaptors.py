@@ -1,4 +1,4 @@
-"""What must be patched elsewhere: one place each in torch, DeepSpeed and this project."""
+"""The patches that the device needs: one each for torch, DeepSpeed and this project."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Call = Callable[..., Any]
 
 
 def _attention(original: Call) -> Call:
-    """Return attention with the CPU's fused kernel, which torch has for devices that it knows."""
+    """Return an attention function that uses the CPU's fused kernel, which torch selects only for known devices."""
     import torch
 
     def attend(
@@ -33,7 +33,7 @@ def _attention(original: Call) -> Call:
 
 
 def _memory(original: Call) -> Call:
-    """Return DeepSpeed's question for memory, which it bound to the device that was there when it was imported."""
+    """Return a replacement of DeepSpeed's memory query, which DeepSpeed binds to the device present at its import."""
 
     def asked_now(*args: Any) -> int:
         from deepspeed.accelerator import get_accelerator

@@ -1,4 +1,4 @@
-"""What DeepSpeed asks of a device. That of the CPU answers for most; a device of hardware answers all of it itself."""
+"""DeepSpeed's accelerator object of the device. Most methods are the CPU's; a real device would implement all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
 
 class SimAccelerator(CPU_Accelerator):
-    """The one device of this process, "sim:0"; it does at once what it is told, and its collectives are gloo's."""
+    """The single device of this process, "sim:0"; it executes synchronously, and its collectives use gloo."""
 
     def __init__(self) -> None:
         super().__init__()

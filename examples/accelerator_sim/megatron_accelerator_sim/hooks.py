@@ -1,4 +1,4 @@
-"""What of ``megatron.device`` this device does in its own way; it has no stream, no allocator and no generator."""
+"""Device-specific functions of ``megatron.device``; the device has no streams, allocator or random generator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron import device
 
 
 def _bind(kind: str, local_rank: int) -> torch.device:
-    """Every process has a device of its own, its first."""
+    """Return device 0: every process has its own device."""
     return torch.device(kind, 0)
 
 

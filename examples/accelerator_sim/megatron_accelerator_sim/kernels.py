@@ -1,7 +1,7 @@
-"""The device's kernels: every operation of torch on it is the CPU's, on the same memory.
+"""The device's kernels: each torch operation on the device runs the CPU's operation on the same memory.
 
-torch asks a new device for few operations by name: those that make memory and views of it, and copies. Everything else
-comes here as a whole, by the fallback of the device's dispatch key. A device of hardware has kernels of its own there.
+A new device must register a few operations by name: allocation, views and copies. All other operations are handled by
+the fallback of the device's dispatch key. A real device would register its own kernels instead.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from megatron_accelerator_sim.memory import on_device, on_host
 
 KEY = "PrivateUse1"
 VIEWS = ("as_strided", "view", "_reshape_alias", "unfold")
-"""Views: torch's own functions make them, without a look at the memory. All other views are made of these."""
+"""View operations, implemented by torch without access to the memory. All other views are composed of these."""
 WHOLE = ("native_layer_norm",)
-"""Operations that torch would otherwise do in several steps on a device that it does not know."""
+"""Operations that torch would otherwise decompose on an unknown device."""
 _libraries: list[torch.library.Library] = []
 
 
 def install(name: str) -> None:
-    """Let torch have a device of this name; once in a process, before its first backward. A second call does nothing.
+    """Register a torch device ``name``; must be called before the first backward. A second call does nothing.
 
-    torch starts a thread for each device at the first backward, and none for those that come later.
+    torch starts an autograd thread for each known device at the first backward, but not for devices added later.
     """
     if _libraries:
         return
@@ -44,7 +44,7 @@ def install(name: str) -> None:
     for operation in WHOLE:
         aten.impl(operation, _redirected(getattr(torch.ops.aten, operation).default), KEY)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that torch's own kernels, which look for a backend of the device, go
+        warnings.simplefilter("ignore")  # torch warns that its kernels, which need a device backend, are overridden
         for operation in _collectives():
             kernel = _redirected(getattr(torch.ops.c10d, operation).default)
             collectives.impl(operation, kernel, KEY, allow_override=True)
@@ -52,7 +52,7 @@ def install(name: str) -> None:
 
 
 def _check_backward(name: str) -> None:
-    """Raise where this process has run a backward before: torch has no thread for the device then."""
+    """Raise RuntimeError if the process has already run a backward, because torch then has no thread for the device."""
     try:
         torch.ones(1, device=name, requires_grad=True).sum().backward()
     except RuntimeError as error:
@@ -64,7 +64,7 @@ def _check_backward(name: str) -> None:
 
 
 def _module(name: str) -> Any:
-    """Return what torch shows as ``torch.<name>``. There is one device, and the generator is the CPU's."""
+    """Return the module ``torch.<name>``. There is one device, and it uses the CPU's random generator."""
     module = types.ModuleType(f"torch.{name}")
     module.is_available = lambda: True
     module.is_initialized = lambda: True
@@ -81,18 +81,18 @@ def _module(name: str) -> Any:
 
 
 def _on_the_host(operation: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run ``operation`` on the host's views of its arguments; return the device's view of what comes out.
+    """Run ``operation`` on host views of its arguments and return device views of the results.
 
-    An argument that comes back, as from an operation in place, is given back as it was.
+    If a result is one of the arguments, such as for in-place operations, the original tensor is returned.
     """
-    given: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # identity of the host's view -> device's, host's
+    tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of the host view -> (device tensor, host view)
 
     def to_host(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             host = on_host(value) if value.numel() else torch.empty(value.shape, dtype=value.dtype, device="cpu")
-            given[id(host)] = value, host
+            tensors[id(host)] = value, host
             return host
-        if isinstance(value, torch.Tensor) and value.dim():  # a number may come from the host, as with CUDA
+        if isinstance(value, torch.Tensor) and value.dim():  # scalar tensors may be on the host, as with CUDA
             raise RuntimeError(
                 f"all tensors of {operation} must be on the device, got one of {value.shape} on the host"
             )
@@ -101,18 +101,18 @@ def _on_the_host(operation: Any, *args: Any, **kwargs: Any) -> Any:
     def to_device(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return given[id(value)][0] if id(value) in given else on_device(value)
+        return tensors[id(value)][0] if id(value) in tensors else on_device(value)
 
     args, kwargs = pytree.tree_map(to_host, (_with_tensors(operation, args), kwargs))
     results = operation(*args, **kwargs)
-    for value, host in given.values():
-        if host.shape != value.shape:  # an empty tensor that was given to be filled
+    for value, host in tensors.values():
+        if host.shape != value.shape:  # an empty output tensor was resized
             _take(value, on_device(host))
     return pytree.tree_map(to_device, results)
 
 
 def _with_tensors(operation: Any, args: tuple[Any, ...]) -> list[Any]:
-    """Return ``args`` with a tensor for each number where ``operation`` takes one: torch hands over the number."""
+    """Return ``args`` with numbers replaced by tensors where ``operation`` expects tensors; torch passes numbers."""
     return [
         torch.scalar_tensor(value, dtype=torch.tensor(value).dtype)
         if isinstance(value, (bool, int, float)) and argument.type.kind() == "TensorType"
@@ -122,9 +122,9 @@ def _with_tensors(operation: Any, args: tuple[Any, ...]) -> list[Any]:
 
 
 def _take(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Let ``target`` be what ``source`` is: its memory and its shape."""
-    place = (source.untyped_storage(), source.storage_offset(), source.shape, source.stride())
-    torch.ops.aten.set_.source_Storage_storage_offset._op_dk(torch._C.DispatchKey.CPU, target, *place)
+    """Make ``target`` share the memory and the shape of ``source``."""
+    layout = (source.untyped_storage(), source.storage_offset(), source.shape, source.stride())
+    torch.ops.aten.set_.source_Storage_storage_offset._op_dk(torch._C.DispatchKey.CPU, target, *layout)
 
 
 def _redirected(operation: Any) -> Callable[..., Any]:
@@ -136,7 +136,7 @@ def _as_the_cpu_views(operation: Any) -> Callable[..., Any]:
 
 
 def _collectives() -> list[str]:
-    """Return the names of the collectives that torch lets a device have kernels for."""
+    """Return the names of the collectives for which torch has kernels of the device's dispatch key."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key(KEY)
     return sorted(name.removeprefix("c10d::") for name in names if name.startswith("c10d::"))
 
@@ -151,17 +151,17 @@ def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> to
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    ends = [end if end.device.type == "cpu" else on_host(end) for end in (target, source)]
-    ends[0].copy_(ends[1])
+    host_tensors = [tensor if tensor.device.type == "cpu" else on_host(tensor) for tensor in (target, source)]
+    host_tensors[0].copy_(host_tensors[1])
     return target
 
 
 def _resize(tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:
-    """Give the tensor other memory of that shape, which begins with what it holds now."""
-    held, other = on_host(tensor.contiguous()).flatten(), torch.empty(size, dtype=tensor.dtype, device="cpu")
-    number = min(held.numel(), other.numel())
-    other.flatten()[:number].copy_(held[:number])
-    _take(tensor, on_device(other))
+    """Resize the tensor to new memory that begins with the old content."""
+    old, new = on_host(tensor.contiguous()).flatten(), torch.empty(size, dtype=tensor.dtype, device="cpu")
+    num_copied = min(old.numel(), new.numel())
+    new.flatten()[:num_copied].copy_(old[:num_copied])
+    _take(tensor, on_device(new))
     return tensor
 
 

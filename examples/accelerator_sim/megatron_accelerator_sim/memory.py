@@ -1,9 +1,9 @@
-"""The device's memory: the host's, under the device's label.
+"""The device's memory: host memory with the label of the device.
 
-DLPack is the protocol by which libraries pass tensors to each other: address, shape, strides, type, and the device that
-all of it is on. ``DEVICE`` is its code for devices of extensions, which torch reads as PrivateUse1. So a tensor that is
-passed to torch itself with that code written in is one of the device, with a storage, strides and an owner, and no
-byte is copied.
+DLPack is the protocol with which libraries exchange tensors: address, shape, strides, type and device. ``DEVICE`` is
+its code for extension devices, which torch interprets as PrivateUse1. Exporting a tensor from torch, writing this code
+into the header and importing it again therefore creates a tensor on the device, with storage, strides and owner,
+without a copy.
 
 Source: the DLPack specification, ``DLTensor`` and ``DLDeviceType``.
 """
@@ -28,12 +28,12 @@ _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes
 
 
 def on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the device's view of a tensor in host memory."""
+    """Return a device view of a tensor in host memory."""
     return _labelled(tensor, DEVICE)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the host's view of a tensor on the device: what the CPU's kernels are given."""
+    """Return a host view of a tensor on the device, on which the CPU's kernels can run."""
     return _labelled(tensor, HOST)
 
 

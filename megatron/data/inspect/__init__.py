@@ -1,4 +1,4 @@
-"""Looking at token files: what is in them, and what a model sees of them. Nothing here imports torch."""
+"""Inspect token files: their statistics, and the samples as a model sees them. This package does not import torch."""
 
 from megatron.data.inspect.statistics import Facts, Lengths, facts_of
 

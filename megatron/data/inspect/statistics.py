@@ -1,4 +1,4 @@
-"""Counts, lengths and ids of a token file, as tables and a picture."""
+"""Statistics of a token file (counts, lengths, token ids) as tables and as a plot."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
     from megatron.data.indexed_dataset import IndexedDataset
     from megatron.tokenizer import Tokenizer
 
-# How long the documents of a corpus are: each length that occurs with its number of documents.
+# The distribution of document lengths: each occurring length with its number of documents.
 #
-# Counted in blocks, so that memory follows the number of different lengths rather than that of documents.
+# Documents are counted in blocks, so that memory use depends on the number of distinct lengths, not of documents.
 
 _BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """``values``, rising, int64, and how many documents have each, ``counts``, int64; both empty without documents."""
+    """The ascending document lengths ``values`` and the number of documents ``counts`` of each length, both int64."""
 
     values: np.ndarray
     counts: np.ndarray
 
     @classmethod
     def of(cls, sizes: np.ndarray) -> Lengths:
-        """Return the lengths in ``sizes``, an array of any kind that can be cut: mapped and unaligned ones too."""
+        """Count the lengths in ``sizes``, any sliceable array, such as an unaligned view of a mapped file."""
         values, counts = np.zeros(0, np.int64), np.zeros(0, np.int64)
         for start in range(0, len(sizes), _BLOCK):
-            found = np.unique(np.array(sizes[start : start + _BLOCK]), return_counts=True)
-            values, counts = _joined(values, counts, found[0].astype(np.int64), found[1].astype(np.int64))
+            unique = np.unique(np.array(sizes[start : start + _BLOCK]), return_counts=True)
+            values, counts = _joined(values, counts, unique[0].astype(np.int64), unique[1].astype(np.int64))
         return cls(values, counts)
 
     @property
@@ -53,56 +53,55 @@ class Lengths:
 
     @property
     def num_empty(self) -> int:
-        """Documents without a token."""
+        """Number of documents without tokens."""
         return int(self.counts[self.values == 0].sum())
 
     @property
     def mean(self) -> float:
-        """Tokens of a document on average; NaN without documents."""
+        """Mean number of tokens per document; NaN without documents."""
         return float(self.values @ self.counts) / self.num_documents if self.num_documents else math.nan
 
     def quantile(self, share: float) -> int:
-        """Return the smallest length that at least ``share`` of the documents do not exceed; 0 gives the shortest.
+        """Return the smallest length that at least ``share`` of the documents do not exceed; 0: the shortest length.
 
         Raises:
             ValueError: there are no documents.
         """
         if not self.num_documents:
             raise ValueError("quantiles need at least one document, got none")
-        below = np.cumsum(self.counts)
+        cumulative = np.cumsum(self.counts)
         needed = max(math.ceil(share * self.num_documents), 1)
-        return int(self.values[np.searchsorted(below, needed, "left")])
+        return int(self.values[np.searchsorted(cumulative, needed, "left")])
 
     def histogram(self, bounds: np.ndarray) -> np.ndarray:
-        """Return how many documents have bounds[i] <= length < bounds[i + 1], for each i."""
-        below = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts)])
-        return np.diff(below[np.searchsorted(self.values, bounds, "left")])
+        """Return, for each i, the number of documents with bounds[i] <= length < bounds[i + 1]."""
+        cumulative = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts)])
+        return np.diff(cumulative[np.searchsorted(self.values, bounds, "left")])
 
 
 def _joined(
     values: np.ndarray, counts: np.ndarray, more_values: np.ndarray, more_counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    joined, places = np.unique(np.concatenate([values, more_values]), return_inverse=True)
+    joined, positions = np.unique(np.concatenate([values, more_values]), return_inverse=True)
     totals = np.zeros(len(joined), np.int64)
-    np.add.at(totals, places, np.concatenate([counts, more_counts]))
+    np.add.at(totals, positions, np.concatenate([counts, more_counts]))
     return joined, totals
 
 
-# A picture of how long the documents of one or several corpora are.
+# Plot of the document lengths of one or several corpora.
 
 _BINS_PER_DECADE = 10
 
 
 def bounds(longest: int) -> np.ndarray:
-    """Return the bounds of bins from 1 on, rising whole numbers, evenly spread on a logarithmic axis, above ``longest``
-    in the end."""
+    """Return the ascending integer bounds of logarithmically spaced bins from 1 to a value above ``longest``."""
     decades = np.log10(max(longest, 1) + 1)
     exponents = np.linspace(0, decades, max(int(np.ceil(decades * _BINS_PER_DECADE)), 1) + 1)
     return np.unique(np.ceil(10**exponents).astype(np.int64))
 
 
 def draw(corpora: Mapping[str, Lengths], path: Path) -> None:
-    """Write a PNG with one line for each corpus, by its name; empty documents stand in the legend, not on the axis."""
+    """Write a PNG with one histogram per corpus; empty documents are only counted in the legend."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -130,21 +129,21 @@ def _legend(name: str, lengths: Lengths) -> str:
     return f"{name}: {lengths.num_documents} documents, median {lengths.quantile(0.5)}{empty}"
 
 
-# The token ids of a whole file, read once from its start to its end.
+# Token ids, in one pass over the file.
 
 _MOST_IDS = 1 << 24
 
 
 def largest(token_file: IndexedDataset) -> int:
-    """Return the largest token id of the file, -1 where it holds none."""
+    """Return the largest token id of the file; -1 without tokens."""
     return max((int(block.max()) for block in _blocks(token_file)), default=-1)
 
 
 def counts(token_file: IndexedDataset) -> np.ndarray:
-    """Return how often each id occurs, int64[largest id + 1].
+    """Return the number of occurrences of each id, int64[largest id + 1].
 
     Raises:
-        DataError: ids that no vocabulary has, below 0 or beyond 16 million.
+        DataError: an id is below 0 or too large for any vocabulary (2^24 or more).
     """
     totals = np.zeros(0, np.int64)
     for block in _blocks(token_file):
@@ -154,9 +153,9 @@ def counts(token_file: IndexedDataset) -> np.ndarray:
                 f"{token_file.token_path}: token ids must be in 0 ... {_MOST_IDS - 1} to be counted, got {lowest} ... "
                 f"{highest}. The file is damaged, or of another token type than its .idx says: build it again."
             )
-        found = np.bincount(block.astype(np.int64))
-        totals = np.pad(totals, (0, max(len(found) - len(totals), 0)))
-        totals[: len(found)] += found
+        block_counts = np.bincount(block.astype(np.int64))
+        totals = np.pad(totals, (0, max(len(block_counts) - len(totals), 0)))
+        totals[: len(block_counts)] += block_counts
     return totals
 
 
@@ -166,21 +165,21 @@ def _blocks(token_file: IndexedDataset) -> Iterator[np.ndarray]:
             yield block
 
 
-# What can be said about a pair of token files without a model: counts, lengths, ends, ids, vocabulary.
+# Facts about a pair of token files: counts, lengths, document ends, ids, vocabulary.
 
 ENDS_LOOKED_AT = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is in one pair.
+    """The facts about a pair of token files.
 
     Args:
-        eod_id: the end-of-document token that ``eod_share`` counts; None where nobody tells it.
-        eod_share: part of the filled documents that end with it; None without an id, or without documents.
-        ends_looked_at: documents that ``eod_share`` was counted on, evenly spread.
-        max_token_id: -1 without tokens.
-        sidecar: what ``PREFIX.meta.json`` says, None where there is none.
+        eod_id: the end-of-document token; None if unknown.
+        eod_share: share of the examined nonempty documents that end with ``eod_id``; None without an id or documents.
+        ends_looked_at: number of evenly spaced documents examined for ``eod_share``.
+        max_token_id: largest token id; -1 without tokens.
+        sidecar: content of ``PREFIX.meta.json``; None if the file does not exist.
     """
 
     prefix: str
@@ -197,16 +196,16 @@ class Facts:
 
 
 def facts_of(token_file: IndexedDataset, eod_id: int | None = None) -> Facts:
-    """Return the facts of a pair; without a sidecar all of its tokens are read once, for the largest id.
+    """Return the facts of a pair; without a sidecar, all tokens are read to find the largest id.
 
     Args:
-        eod_id: of the tokenizer, for a token file whose sidecar names none.
+        eod_id: end-of-document token of the tokenizer, used if the sidecar does not name one.
     """
     sidecar = token_file.sidecar
     if sidecar is not None and sidecar.eod_id is not None:
         eod_id = sidecar.eod_id
     share, looked_at = (None, 0) if eod_id is None else _share_of_ends(token_file, eod_id)
-    known = token_file.max_token_id
+    max_token_id = token_file.max_token_id
     return Facts(
         prefix=token_file.prefix,
         dtype=token_file.dtype.name,
@@ -217,41 +216,44 @@ def facts_of(token_file: IndexedDataset, eod_id: int | None = None) -> Facts:
         eod_id=eod_id,
         eod_share=share,
         ends_looked_at=looked_at,
-        max_token_id=largest(token_file) if known is None else known,
+        max_token_id=largest(token_file) if max_token_id is None else max_token_id,
         sidecar=sidecar,
     )
 
 
 def _share_of_ends(token_file: IndexedDataset, eod_id: int) -> tuple[float | None, int]:
-    """Return (share, documents looked at), evenly spread over the file; empty ones are passed over."""
+    """Return (share of documents that end with ``eod_id``, number of documents examined).
+
+    The documents are evenly spaced over the file; empty documents are skipped.
+    """
     count = min(token_file.num_documents, ENDS_LOOKED_AT)
-    chosen = np.linspace(0, token_file.num_documents - 1, count).astype(np.int64)
-    sizes = [int(token_file.sizes[document]) for document in chosen]
-    ends = [
+    documents = np.linspace(0, token_file.num_documents - 1, count).astype(np.int64)
+    sizes = [int(token_file.sizes[document]) for document in documents]
+    has_eod = [
         int(token_file.read(int(document), size - 1, 1)[0]) == eod_id
-        for document, size in zip(chosen, sizes, strict=True)
+        for document, size in zip(documents, sizes, strict=True)
         if size
     ]
-    return (sum(ends) / len(ends) if ends else None), len(ends)
+    return (sum(has_eod) / len(has_eod) if has_eod else None), len(has_eod)
 
 
-# Facts of token files as tables that a person reads.
+# Tables of the facts.
 
 _SHOWN_OF_AN_IDENTITY = 16
 
 
 def table(facts: Facts, tokenizer: Tokenizer | None) -> Table:
-    """Return names and values of what is known of one pair."""
-    shown = Table(title=Text(facts.prefix), title_justify="left", show_header=False)
-    shown.add_column("name", no_wrap=True)
-    shown.add_column("value", overflow="fold")
+    """Return a table of the facts about a pair."""
+    rows = Table(title=Text(facts.prefix), title_justify="left", show_header=False)
+    rows.add_column("name", no_wrap=True)
+    rows.add_column("value", overflow="fold")
     for name, value in statistics_rows(facts, tokenizer):
-        shown.add_row(name, Text(value))
-    return shown
+        rows.add_row(name, Text(value))
+    return rows
 
 
 def statistics_rows(facts: Facts, tokenizer: Tokenizer | None) -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of each row."""
+    """Yield (name, value) of each row of the table."""
     lengths = facts.lengths
     yield "documents", f"{facts.num_documents:,}"
     yield "tokens", f"{facts.num_tokens:,} as {facts.dtype}, {facts.bin_bytes:,} bytes"
@@ -287,19 +289,19 @@ def _vocabulary(facts: Facts, tokenizer: Tokenizer | None) -> str:
     if sidecar is None or not sidecar.tokenizer:
         fits = "holds all ids" if facts.max_token_id < tokenizer.vocab_size else "is too small for these ids"
         return f"{text}; the tokenizer given has {tokenizer.vocab_size:,} and {fits}"
-    is_that = is_same(sidecar.tokenizer, tokenizer.identity)
-    return f"{text}; {'the given tokenizer is the same' if is_that else 'the given tokenizer is ANOTHER one'}"
+    is_same_tokenizer = is_same(sidecar.tokenizer, tokenizer.identity)
+    return f"{text}; {'the given tokenizer is the same' if is_same_tokenizer else 'the given tokenizer is ANOTHER one'}"
 
 
 def commonest(token_file: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> Table:
-    """Return the ``count`` ids that occur most often with their share of all tokens; reads all of them."""
+    """Return a table of the ``count`` most frequent ids with their shares; reads all tokens."""
     totals = counts(token_file)
     words = None if tokenizer is None else Words(tokenizer)
-    shown = Table(title="commonest tokens", title_justify="left")
+    rows = Table(title="commonest tokens", title_justify="left")
     for name in ("id", "tokens", "share", "text"):
-        shown.add_column(name, justify="left" if name == "text" else "right", overflow="fold")
+        rows.add_column(name, justify="left" if name == "text" else "right", overflow="fold")
     for token in np.argsort(-totals, kind="stable")[:count]:
         if totals[token]:
             share = f"{totals[token] / token_file.num_tokens:.2%}"
-            shown.add_row(str(token), f"{totals[token]:,}", share, Text(words.short(int(token)) if words else ""))
-    return shown
+            rows.add_row(str(token), f"{totals[token]:,}", share, Text(words.short(int(token)) if words else ""))
+    return rows

@@ -1,4 +1,4 @@
-"""Samples as text with labels, loss mask and documents."""
+"""Display samples as text with labels, loss mask and documents."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from megatron.console import print_table
 if TYPE_CHECKING:
     from torch import Tensor
 
-# One row of tokens as a model gets it, with what training does with each, and where documents begin in it.
+# One row of model inputs, with the role of each token in training and the document boundaries.
 
 PADDING = -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """The tokens and, for each of them, what goes with it.
+    """A sequence of tokens with their labels, loss mask, positions and documents.
 
     Args:
-        title: what it is, such as "decoder inputs".
+        title: name of the sequence, such as "decoder inputs".
         tokens: int64[n].
-        labels, has_loss, positions: [n] where there are any; ``has_loss`` says whether the label counts.
-        documents: [n], the number of the document within the sample, -1 for padding; None where they are not told
-            apart.
-        ends: [n], which tokens end a document.
+        labels, has_loss, positions: [n] each, or None; ``has_loss`` is True if the label contributes to the loss.
+        documents: [n], index of the document within the sample, -1 for padding; None if documents are not separated.
+        ends: [n], True for tokens that end a document.
     """
 
     title: str
@@ -44,7 +43,7 @@ class Stream:
 
 
 class Section(NamedTuple):
-    """Tokens ``start`` to ``stop`` of a stream, which belong to one document; ``number`` is -1 for padding."""
+    """Tokens ``start`` ... ``stop`` - 1 of a stream, which belong to document ``number`` (-1: padding)."""
 
     start: int
     stop: int
@@ -52,7 +51,7 @@ class Section(NamedTuple):
 
 
 def gpt2_streams(fields: Mapping[str, Tensor | None], eod_id: int | None) -> list[Stream]:
-    """Return the one stream of a GPT-2 sample: the first row of what ``gpt2_fields`` returned."""
+    """Return the stream of a GPT-2 sample, from the first row of the ``gpt2_fields``."""
     tokens = _row(fields, "tokens")
     assert tokens is not None
     return [
@@ -69,9 +68,9 @@ def gpt2_streams(fields: Mapping[str, Tensor | None], eod_id: int | None) -> lis
 
 
 def t5_streams(fields: Mapping[str, Tensor | None], eod_id: int | None) -> list[Stream]:
-    """Return inputs, decoder inputs and targets of a T5 sample: the first row of what ``t5_fields`` returned."""
-    inputs, late, labels = (_row(fields, name) for name in ("enc_tokens", "dec_tokens", "labels"))
-    assert inputs is not None and late is not None and labels is not None
+    """Return the streams inputs, decoder inputs and targets of a T5 sample, from the first row of the ``t5_fields``."""
+    inputs, decoder_inputs, labels = (_row(fields, name) for name in ("enc_tokens", "dec_tokens", "labels"))
+    assert inputs is not None and decoder_inputs is not None and labels is not None
     documents, loss = _row(fields, "dec_segments"), _has_loss(fields)
     return [
         Stream(
@@ -80,17 +79,17 @@ def t5_streams(fields: Mapping[str, Tensor | None], eod_id: int | None) -> list[
             documents=_row(fields, "enc_segments"),
             ends=None if eod_id is None else inputs == eod_id,
         ),
-        Stream(title="decoder inputs", tokens=late, labels=labels, has_loss=loss, documents=documents),
+        Stream(title="decoder inputs", tokens=decoder_inputs, labels=labels, has_loss=loss, documents=documents),
         Stream(title="targets", tokens=labels, has_loss=loss, documents=documents),
     ]
 
 
 def sections(stream: Stream) -> Iterator[Section]:
-    """Yield the documents of a stream: by their numbers, else by positions that start anew, else by their ends."""
+    """Yield the documents of a stream, separated by document indices; without indices, by position resets and ends."""
     count = len(stream.tokens)
     starts = np.flatnonzero(_is_start(stream))
-    for number, (start, stop) in enumerate(zip(starts, [*starts[1:], count], strict=True)):
-        yield Section(int(start), int(stop), number if stream.documents is None else int(stream.documents[start]))
+    for idx, (start, stop) in enumerate(zip(starts, [*starts[1:], count], strict=True)):
+        yield Section(int(start), int(stop), idx if stream.documents is None else int(stream.documents[start]))
 
 
 def _is_start(stream: Stream) -> np.ndarray:
@@ -116,13 +115,13 @@ def _has_loss(fields: Mapping[str, Tensor | None]) -> np.ndarray | None:
     return None if mask is None else mask > 0
 
 
-# Token ids as text that a person can read: control tokens by their names, the rest decoded.
+# Token ids as readable text: control tokens by name, other tokens decoded.
 
 PART_OF_A_CHARACTER = "(part of a character)"
 
 
 class Decoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer's interface that ``Words`` needs."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -137,10 +136,10 @@ class Decoder(Protocol):
 
 
 class Words:
-    """Names and texts of ids.
+    """The names and texts of token ids.
 
     Args:
-        names: of control tokens that the tokenizer has no names of, or others.
+        names: additional or different names of control tokens, by id.
     """
 
     def __init__(self, tokenizer: Decoder, names: Mapping[int, str] | None = None) -> None:
@@ -148,7 +147,7 @@ class Words:
         self.names = {token: name for name, token in tokenizer.control_tokens.items()} | dict(names or {})
 
     def is_control(self, token: int) -> bool:
-        """Whether ``token`` stands for itself rather than for text."""
+        """Return True if ``token`` is a control token or outside the vocabulary."""
         return token in self.names or token >= self._tokenizer.vocab_size
 
     def name(self, token: int) -> str:
@@ -160,23 +159,23 @@ class Words:
         return self._tokenizer.decode([int(token) for token in tokens])
 
     def short(self, token: int) -> str:
-        """Return one token for a cell of a table: what stands on one line, with line ends and spaces spelled out."""
+        """Format a token for a table cell, on one line and with escaped line ends."""
         if self.is_control(token):
             return self.name(token)
         text = self.text([token])
         return PART_OF_A_CHARACTER if "\ufffd" in text else repr(text)
 
 
-# A stream as text: documents under headings, what has no loss in brackets, and a table of its tokens.
+# A stream as text: documents with headings, tokens without a loss in brackets, and a table of tokens.
 #
-# Colours are added to that where the console shows them; nothing is told by them alone.
+# If the console supports colours, they are used in addition; no information depends only on them.
 
 _HEADING, _CONTROL, _NO_LOSS = "bold yellow", "cyan", "red"
 _SHOWN_ONE_BY_ONE = 2
 
 
 def show(stream: Stream, words: Words, console: Console, num_rows: int) -> None:
-    """Print the text of ``stream`` and, where it has labels, the table of ``table``."""
+    """Print the text of ``stream`` and, if it has labels, the result of ``table``."""
     console.print(Text(f"{stream.title}, {len(stream.tokens)} tokens", style="bold"))
     for section in sections(stream):
         console.print(Text(heading(stream, section), style=_HEADING), soft_wrap=True)
@@ -186,19 +185,19 @@ def show(stream: Stream, words: Words, console: Console, num_rows: int) -> None:
 
 
 def heading(stream: Stream, section: Section) -> str:
-    """Return the line above a document: which tokens it is, their positions, and whether it stands apart."""
-    start, stop, number = section
-    name = "padding" if number == PADDING else f"document {number}"
+    """Return the heading of a document: its token range, its positions, and "kept apart" if documents are separated."""
+    start, stop, document = section
+    name = "padding" if document == PADDING else f"document {document}"
     lines = [f"---- {name}: tokens {start}-{stop - 1}"]
-    if stream.positions is not None and number != PADDING:
+    if stream.positions is not None and document != PADDING:
         lines.append(f"positions {stream.positions[start]}-{stream.positions[stop - 1]}")
-    if number != PADDING and (number or stop < len(stream.tokens)):
+    if document != PADDING and (document or stop < len(stream.tokens)):
         lines.append("kept apart" if stream.documents is not None else "not kept apart from the others")
     return ", ".join(lines)
 
 
 def text(stream: Stream, section: Section, words: Words) -> Text:
-    """Return the tokens of a section: decoded, control tokens by name, ``[no loss: ...]`` around those without it."""
+    """Return the decoded text of a section, with ``[no loss: ...]`` around tokens without a loss."""
     shown = Text()
     for start, stop, has_loss in _by_loss(stream, section):
         part = _decoded(stream.tokens[start:stop], words)
@@ -210,59 +209,58 @@ def text(stream: Stream, section: Section, words: Words) -> Text:
 
 
 def _by_loss(stream: Stream, section: Section) -> Iterator[tuple[int, int, bool]]:
-    """Yield (start, stop, has loss) of runs of tokens that are alike in that."""
+    """Yield (start, stop, has_loss) of runs of consecutive tokens with the same ``has_loss``."""
     has_loss = np.ones(len(stream.tokens), np.bool_) if stream.has_loss is None else stream.has_loss
-    own = has_loss[section.start : section.stop]
-    cuts = [0, *(np.flatnonzero(own[1:] != own[:-1]) + 1).tolist(), len(own)]
-    for start, stop in zip(cuts, cuts[1:], strict=False):
-        yield section.start + start, section.start + stop, bool(own[start])
+    flags = has_loss[section.start : section.stop]
+    bounds = [0, *(np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist(), len(flags)]
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        yield section.start + start, section.start + stop, bool(flags[start])
 
 
 def _decoded(tokens: np.ndarray, words: Words) -> Text:
-    shown = Text()
+    result = Text()
     for start, stop in _by_control(tokens, words):
         if not words.is_control(int(tokens[start])):
-            shown.append(words.text(tokens[start:stop]))
+            result.append(words.text(tokens[start:stop]))
             continue
         name, count = words.name(int(tokens[start])), stop - start
-        shown.append(name * count if count <= _SHOWN_ONE_BY_ONE else f"{name} x {count}", style=_CONTROL)
-    return shown
+        result.append(name * count if count <= _SHOWN_ONE_BY_ONE else f"{name} x {count}", style=_CONTROL)
+    return result
 
 
 def _by_control(tokens: np.ndarray, words: Words) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of runs: of ordinary text, or of one control token."""
+    """Yield (start, stop) of runs of ordinary tokens, or of repetitions of one control token."""
     keys = [int(token) if words.is_control(int(token)) else -1 for token in tokens]
     start = 0
-    for place in range(1, len(keys) + 1):
-        if place == len(keys) or keys[place] != keys[start]:
-            yield start, place
-            start = place
+    for stop in range(1, len(keys) + 1):
+        if stop == len(keys) or keys[stop] != keys[start]:
+            yield start, stop
+            start = stop
 
 
 def table(stream: Stream, words: Words, num_rows: int) -> Table:
-    """Return a row for each of the first ``num_rows`` tokens, for the last one, and for those beside a change of
-    document or loss."""
+    """Return a table of the first ``num_rows`` tokens, the last one, and the tokens at changes of document or loss."""
     assert stream.labels is not None
     columns = {"input": stream.tokens, "label": stream.labels}
-    facts = {"loss": stream.has_loss, "position": stream.positions, "document": stream.documents}
-    others = {name: values for name, values in facts.items() if values is not None}
-    shown = Table(title=f"{stream.title}, token by token", title_justify="left")
+    optional_columns = {"loss": stream.has_loss, "position": stream.positions, "document": stream.documents}
+    others = {name: values for name, values in optional_columns.items() if values is not None}
+    result = Table(title=f"{stream.title}, token by token", title_justify="left")
     for name in ("token", *columns, *others):
-        shown.add_column(name, justify="left" if name in columns else "right", overflow="fold")
-    before = -1
-    for place in _places(stream, num_rows):
-        if place != before + 1:
-            shown.add_row(*["..."] * len(shown.columns))
-        cells = [f"{values[place]} {words.short(int(values[place]))}" for values in columns.values()]
-        more = [str(int(values[place])) for values in others.values()]
-        shown.add_row(str(place), *map(Text, cells), *more)
-        before = place
-    return shown
+        result.add_column(name, justify="left" if name in columns else "right", overflow="fold")
+    previous = -1
+    for idx in _places(stream, num_rows):
+        if idx != previous + 1:
+            result.add_row(*["..."] * len(result.columns))
+        cells = [f"{values[idx]} {words.short(int(values[idx]))}" for values in columns.values()]
+        other_cells = [str(int(values[idx])) for values in others.values()]
+        result.add_row(str(idx), *map(Text, cells), *other_cells)
+        previous = idx
+    return result
 
 
 def _places(stream: Stream, num_rows: int) -> list[int]:
     count = len(stream.tokens)
     changes = [section.start for section in sections(stream)]
     changes += [start for section in sections(stream) for start, _, _ in _by_loss(stream, section)]
-    beside = {place for start in changes for place in (start - 1, start)}
-    return sorted({*range(min(num_rows, count)), *(place for place in beside if place >= 0), count - 1})
+    neighbours = {idx for start in changes for idx in (start - 1, start)}
+    return sorted({*range(min(num_rows, count)), *(idx for idx in neighbours if idx >= 0), count - 1})

@@ -1,6 +1,6 @@
-"""From a corpus to token files: inputs -> units -> records -> documents, encoded in processes, merged in order.
+"""Convert a corpus to token files: inputs -> units -> records -> documents, encoded in parallel and merged in order.
 
-Names are resolved on first use: a tool that prints its help needs few of them.
+Names are resolved on first use, because a tool that only prints its help needs few of them.
 """
 
 from __future__ import annotations

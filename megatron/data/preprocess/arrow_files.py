@@ -1,7 +1,7 @@
-"""Rows of Arrow files (IPC), as Hugging Face's ``datasets`` writes them.
+"""Read rows from Arrow IPC files, such as those of Hugging Face's ``datasets``.
 
-Both IPC formats are read: the stream format of ``datasets`` and the file format, which has a footer. Files of this
-machine are mapped into memory. pyarrow is imported when the first such file is opened.
+Both IPC formats are supported: the stream format used by ``datasets``, and the file format, which has a footer. Local
+files are memory-mapped. pyarrow is imported when the first such file is opened.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ STREAM_MAGIC = b"\xff\xff\xff\xff"
 
 
 def batch_sizes(path: str) -> list[int] | None:
-    """Return the size in bytes of each record batch; None if finding out would mean reading a stream of a store.
+    """Return the size in bytes of each record batch; None for a stream in an object store, to avoid reading it.
 
     Raises:
-        DataError: pyarrow is missing, or the file is no whole Arrow file.
+        DataError: pyarrow is missing, or the file is not a complete Arrow file.
     """
     with _opened(path) as (reader, is_stream):
         if is_stream and object_store.is_remote(path):
@@ -45,28 +45,26 @@ def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
     """Yield the rows of the unit's record batches, each as a JSON object of the columns ``keys``.
 
     Args:
-        keys: names of columns, "a.b" for the field b of the column a.
+        keys: names of columns; "a.b" is the field b of the column a.
 
     Raises:
-        DataError: A column is missing or does not contain strings, or the file is damaged.
+        DataError: a column is missing or does not contain strings, or the file is damaged.
     """
     with _opened(unit.path) as (reader, is_stream):
         readers.check_columns(reader.schema, unit.path, keys)
-        number = 0
+        row = 0
         for idx, batch in enumerate(_batches(unit.path, reader, is_stream, unit.stop)):
             if idx < unit.start:
-                number += batch.num_rows
+                row += batch.num_rows
                 continue
             try:
                 columns = _columns(batch, keys)
                 _check_offsets(columns)
             except (OSError, ValueError) as error:
-                raise _damaged(
-                    unit.path, f"damaged between row {number} and {number + batch.num_rows}", error
-                ) from error
+                raise _damaged(unit.path, f"damaged between row {row} and {row + batch.num_rows}", error) from error
             for data in readers.rows_as_json(columns, keys):
-                yield Record(unit.path, ROWS, number, data)
-                number += 1
+                yield Record(unit.path, ROWS, row, data)
+                row += 1
 
 
 def _columns(batch: Any, keys: Sequence[str]) -> Any:
@@ -76,18 +74,18 @@ def _columns(batch: Any, keys: Sequence[str]) -> Any:
 
     columns = []
     for key in keys:
-        first, *inner = [key] if key in batch.schema.names else key.split(".")
+        first, *fields = [key] if key in batch.schema.names else key.split(".")
         column = batch.column(first)
-        for name in inner:
+        for name in fields:
             column = compute.struct_field(column, name)
         columns.append(column)
     return pyarrow.RecordBatch.from_arrays(columns, names=list(keys))
 
 
 def _check_offsets(batch: Any) -> None:
-    """Raise ValueError if a text would be read from outside of its buffer, which could end the process.
+    """Raise ValueError if the offsets of a text are outside its buffer, because reading it could crash the process.
 
-    As binary: texts that are no UTF-8 are reported row by row later.
+    The columns are checked as binary, because texts that are not UTF-8 are reported row by row later.
     """
     import pyarrow
     from pyarrow import types
@@ -102,24 +100,24 @@ def _check_offsets(batch: Any) -> None:
 
 def _batches(path: str, reader: Any, is_stream: bool, stop: int = sys.maxsize) -> Iterator[Any]:
     """Yield the first ``stop`` record batches of a file."""
-    number = 0
+    idx = 0
     try:
         if is_stream:
             for batch in reader:
-                if number == stop:
+                if idx == stop:
                     return
                 yield batch
-                number += 1
+                idx += 1
         else:
-            for number in range(min(stop, reader.num_record_batches)):
-                yield reader.get_batch(number)
+            for idx in range(min(stop, reader.num_record_batches)):
+                yield reader.get_batch(idx)
     except (OSError, ValueError) as error:
-        raise _damaged(path, f"damaged or cut off at record batch {number}", error) from error
+        raise _damaged(path, f"damaged or cut off at record batch {idx}", error) from error
 
 
 @contextmanager
 def _opened(path: str) -> Iterator[tuple[Any, bool]]:
-    """Yield pyarrow's reader and whether the file has the stream format."""
+    """Yield (pyarrow's reader, True if the file has the stream format)."""
     try:
         import pyarrow
         from pyarrow import ipc

@@ -1,7 +1,7 @@
-"""Units encoded as tasks of Ray on many machines; a unit whose machine is lost is encoded again.
+"""Encode units as Ray tasks on several machines; a unit whose machine is lost is encoded again.
 
-Needs ``ray``, which is imported only here. All machines see the inputs, the output and this program under the same
-paths. A task is a generator that yields the same reports as a worker process does.
+This is the only module that imports ``ray``. The inputs, the output and this program must have the same paths on all
+machines. A task is a generator that yields the same reports as a worker process.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from megatron.errors import DataError
 
 AUTO = "auto"
 MOST_LOSSES = 3
-"""So many times may the worker of one unit be lost; then the unit is taken for the cause."""
+"""A unit whose worker is lost this many times is considered to be the cause."""
 
 _SECONDS_BETWEEN_REPORTS = 1.0
 _SECONDS_BETWEEN_LOOKS = 5.0
-"""At how many CPUs the cluster has: machines come and go."""
+"""Interval of updating the number of CPUs, because machines join and leave the cluster."""
 
 _WAITING_PER_RUNNING = 1.0
-"""Tasks that wait for each that runs, so that a CPU that gets free finds the next one there."""
+"""Queued tasks per running task, so that a CPU that becomes free can start the next task immediately."""
 
 _ANSWER_S = 10.0
 PATIENCE_S = 90.0
-"""For files that another machine has written: longer than NFS remembers a folder by default (60 s)."""
+"""Timeout for files written by another machine, longer than the default NFS directory cache (60 s)."""
 
-# On the machine that encodes.
+# Code that runs in the Ray tasks.
 
 
 def encode_unit(setup: tuple[Encoder, ShardFolder], folder: str, unit: Unit) -> Iterator[tuple[Report, float]]:
-    """Encode a unit; yield reports, each with the seconds that the unit has taken so far."""
+    """Encode a unit; yield (report, seconds since the start of the unit)."""
     began = time.monotonic()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -63,12 +63,12 @@ def _here() -> str:
     return f"the machine {socket.gethostname()}"
 
 
-# On the machine of the job.
+# Code that runs on the machine of the job.
 
 
 @dataclass
 class _Use:
-    """How much of the CPUs of the cluster was used."""
+    """The utilization of the CPUs of the cluster."""
 
     cpu_s: float = 0.0
     busy_s: float = 0.0
@@ -77,13 +77,13 @@ class _Use:
     looked_s: float = field(default_factory=time.monotonic)
 
     def begin(self, seconds: float) -> None:
-        """Say that the first unit is being encoded, for ``seconds`` so far: until then Ray was starting processes."""
+        """Start the measurement ``seconds`` ago, when the first unit began; before that, Ray was starting processes."""
         if self.start_s is None:
             self.looked_s = time.monotonic() - seconds
             self.start_s = self.looked_s - self.began_s
 
     def look(self, num_cpus: int) -> None:
-        """Count the time since the last look, in which there were ``num_cpus``."""
+        """Add the time since the last call, during which the cluster had ``num_cpus``."""
         now = time.monotonic()
         if self.start_s is not None:
             self.cpu_s += num_cpus * (now - self.looked_s)
@@ -91,17 +91,17 @@ class _Use:
 
     @property
     def idle(self) -> float:
-        """The share of the CPUs' time since the first unit began in which none was encoded that counts."""
+        """The share of CPU time since the start of the first unit that was not spent on finished units."""
         return max(0.0, 1 - self.busy_s / self.cpu_s) if self.cpu_s else 0.0
 
 
 class ClusterWorkers:
-    """The CPUs of a Ray cluster in the place of ``Workers``. A context.
+    """A pool of Ray workers with the interface of ``Workers``, used as a context manager.
 
     Args:
-        address: ``auto`` for the cluster that RAY_ADDRESS names, else one of this machine alone that ends with the job;
-            HOST:PORT for one that is there and that this machine is part of.
-        most: units at a time, 0 for as many as there are CPUs.
+        address: HOST:PORT of an existing cluster that includes this machine; ``auto`` for the cluster in RAY_ADDRESS,
+            or, if the variable is not set, for a cluster of only this machine that ends with the job.
+        most: maximum number of concurrent units; 0: the number of CPUs.
 
     Raises:
         DataError: Ray is not installed, or the cluster cannot be joined.
@@ -128,17 +128,17 @@ class ClusterWorkers:
         options: dict[str, Any] = {
             "runtime_env": {"env_vars": {"PYTHONPATH": path}},
             "log_to_driver": False,
-            "logging_level": "error",  # what is lost is said here, in a line
+            "logging_level": "error",  # lost workers are logged by _report_lost
         }
         address = os.environ.get("RAY_ADDRESS", "") if self._address == AUTO else self._address
         if not address:
             options |= {"num_cpus": self._most or None, "include_dashboard": False}
-            self._most = 0  # it has no more CPUs than that
-        elif address != AUTO:  # RAY_ADDRESS may say so: Ray looks for the cluster of this machine
+            self._most = 0  # the number of CPUs of the local cluster is the limit
+        elif address != AUTO:  # RAY_ADDRESS=auto: Ray searches for a cluster on this machine
             _check_answers(address)
         try:
             self._ray.init(address or "local", **options)
-        except Exception as error:  # Ray raises RuntimeError, ConnectionError, ValueError, Exception
+        except Exception as error:  # Ray raises RuntimeError, ConnectionError, ValueError and Exception
             raise DataError(
                 f"--cluster {self._address} cannot be joined: {error}. This machine must be part of it "
                 f"(ray start --address={address or 'HOST:PORT'}), with the same versions of Ray and Python."
@@ -163,11 +163,11 @@ class ClusterWorkers:
         on_report: Callable[[Mapping[int, Counts]], None],
         on_finished: Callable[[Part, bool], None],
     ) -> None:
-        """Have all ``units`` encoded, as ``Workers.encode`` does; those of lost machines again.
+        """Encode all ``units`` like ``Workers.encode``; encode units of lost machines again.
 
         Raises:
             DataError: a unit cannot be read.
-            UnitError: a unit failed, or its worker was lost ``MOST_LOSSES`` times; names the unit.
+            UnitError: a unit failed, or its worker was lost ``MOST_LOSSES`` times; the message names the unit.
         """
         waiting, counts, losses = deque(units), dict[int, Counts](), dict[int, int]()
         num_cpus, self.use = self._cpus(), _Use()
@@ -175,29 +175,29 @@ class ClusterWorkers:
             if time.monotonic() - self.use.looked_s >= _SECONDS_BETWEEN_LOOKS:
                 self.use.look(num_cpus)
                 num_cpus = self._cpus()
-            room = self._most or max(1, int(num_cpus * (1 + _WAITING_PER_RUNNING)))
-            while waiting and len(self._running) < room:
-                number = waiting.popleft()
-                self._running[self._task.remote(*self._setup, self._work.units[number])] = number
+            max_tasks = self._most or max(1, int(num_cpus * (1 + _WAITING_PER_RUNNING)))
+            while waiting and len(self._running) < max_tasks:
+                unit = waiting.popleft()
+                self._running[self._task.remote(*self._setup, self._work.units[unit])] = unit
             for task in self._ready():
                 report, seconds = self._take(task)
                 self.use.begin(seconds)
-                number = self._running[task]
+                unit = self._running[task]
                 if isinstance(report, Running):
-                    counts[number] = report.counts
+                    counts[unit] = report.counts
                 else:
                     del self._running[task]
-                    counts.pop(number, None)
+                    counts.pop(unit, None)
                     if isinstance(report, Finished):
                         self.use.busy_s += seconds
                         _wait_until_seen(self._work.parts, report.part)
                         on_finished(report.part, report.is_new)
                     elif isinstance(report, Failed):
-                        raise error_of(report, self._work.units[number].name())
+                        raise error_of(report, self._work.units[unit].name())
                     else:
-                        losses[number] = losses.get(number, 0) + 1
-                        self._report_lost(number, losses[number], report)
-                        waiting.appendleft(number)
+                        losses[unit] = losses.get(unit, 0) + 1
+                        self._report_lost(unit, losses[unit], report)
+                        waiting.appendleft(unit)
                 on_report(counts)
         self.use.look(num_cpus)
         log.info(
@@ -206,13 +206,13 @@ class ClusterWorkers:
         )
 
     def _ready(self) -> list[Any]:
-        """Wait a second at most for a report and return the tasks that have one."""
+        """Wait at most one second for a report and return the tasks that have one."""
         tasks = list(self._running)
         first, _ = self._ray.wait(tasks, num_returns=1, timeout=1.0)
         return self._ray.wait(tasks, num_returns=len(tasks), timeout=0)[0] if first else []
 
     def _take(self, task: Any) -> tuple[Report | Exception, float]:
-        """Return the next report of a task, or the error of Ray by which its worker was lost."""
+        """Return (next report of a task, its seconds), or (Ray's error, 0) if the worker of the task was lost."""
         exceptions = self._ray.exceptions
         try:
             return self._ray.get(next(task))
@@ -237,10 +237,10 @@ class ClusterWorkers:
 
 
 def _wait_until_seen(parts: ShardFolder, part: Part) -> None:
-    """Wait until this machine sees the files of a unit that another has finished: NFS may take a while."""
+    """Wait until the files of a unit finished by another machine are visible here, which NFS may delay."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
-        os.listdir(parts.folder)  # asks the server anew
+        os.listdir(parts.folder)  # refreshes the NFS directory cache
         unseen = [
             path for kind, (size, _) in part.facts.items() if not _has_size(path := parts.path(part.unit, kind), size)
         ]
@@ -270,7 +270,7 @@ def _imported() -> Any:
 
 
 def _check_answers(address: str) -> None:
-    """Check that somebody listens at HOST:PORT: Ray would try for a long time."""
+    """Check that a server listens at HOST:PORT, because Ray would retry for a long time."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise DataError(f"--cluster must be auto or HOST:PORT, got {address}")

@@ -1,4 +1,4 @@
-"""Input files, cut into units of work; reading one."""
+"""Find the input files, divide them into units of work, and read the records of a unit."""
 
 from __future__ import annotations
 
@@ -33,41 +33,41 @@ from megatron.data.preprocess.readers import (
 )
 from megatron.errors import DataError
 
-# Which files a corpus is made of, and the format of each.
+# The files of a corpus and their formats.
 
 _JSON = (".jsonl", ".json", ".ndjson")
 _PARQUET = (".parquet", ".pq")
 
 
 def find_inputs(paths: Sequence[Path | str]) -> list[Path | str]:
-    """Return the files that ``paths`` name, in their order; a folder gives all files below it, sorted by their paths.
+    """Return the files named by ``paths``, in this order; a folder is replaced by all files below it, sorted by path.
 
-    Paths are compared folder by folder, each by the code points of its name. Names that begin with a dot, and with an
-    underscore if they have no "=", are left out of folders, as Spark and pyarrow do. ``-`` is standard input. What is
-    named twice is read twice. Names of fsspec (s3://bucket/corpus) stay text.
+    Paths are compared component by component, in code point order. Within folders, names that begin with a dot, or
+    with an underscore and contain no "=", are skipped, like in Spark and pyarrow. ``-`` is standard input. A file that
+    is named twice is read twice. fsspec URLs (s3://bucket/corpus) are returned as str.
 
     Raises:
-        DataError: a path does not exist or is no file, a folder holds no file or output of another tool that is not
-            whole, or ``-`` is given twice.
+        DataError: a path does not exist or is not a file, a folder has no files or incomplete output of another tool,
+            or ``-`` is given twice.
     """
     if sum(str(path) == STDIN for path in paths) > 1:
         raise DataError("--input - (standard input) can be read once only; it was given more than once")
-    found: list[Path | str] = []
+    files: list[Path | str] = []
     for path in paths:
-        found += _remote_files_of(str(path)) if object_store.is_remote(path) else _files_of(Path(path))
-    if not found:
+        files += _remote_files_of(str(path)) if object_store.is_remote(path) else _files_of(Path(path))
+    if not files:
         raise DataError("--input must name at least one file or folder")
-    return found
+    return files
 
 
 def _files_of(path: Path) -> list[Path]:
     if str(path) == STDIN or path.is_file():
         return [path]
     if path.is_dir():
-        found = sorted(_walk(path, set()), key=lambda file: file.relative_to(path).parts)
-        if not found:
+        files = sorted(_walk(path, set()), key=lambda file: file.relative_to(path).parts)
+        if not files:
             raise DataError(f"--input {path} is a folder without any file (hidden ones are left out)")
-        return found
+        return files
     if path.exists():
         raise DataError(
             f"--input {path} must be a file or a folder, got a pipe or a device; "
@@ -77,7 +77,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _remote_files_of(path: str) -> list[str]:
-    """Return the files that a name of fsspec stands for, left out and refused as in folders of this machine."""
+    """Return the files of an fsspec URL, with the same skipped and rejected names as in local folders."""
     if object_store.is_file(path):
         return [path]
     below = object_store.files_below(path)
@@ -92,18 +92,18 @@ def _remote_files_of(path: str) -> list[str]:
     no_text = {
         object_store.join(folder, name) for folder in names for name in no_text_of_datasets(folder, names[folder])
     }
-    found = [
+    files = [
         name
         for parts, name in below
         if not any(map(is_hidden, parts)) and object_store.join(path, *parts) not in no_text
     ]
-    if not found:
+    if not files:
         raise DataError(f"--input {path} is a folder without any file (hidden ones are left out)")
-    return found
+    return files
 
 
 def _walk(folder: Path, seen: set[str]) -> Iterator[Path]:
-    """Yield the files below ``folder``, links followed, each folder once."""
+    """Yield the files below ``folder``; follow symbolic links, and visit each folder once."""
     if (real := os.path.realpath(folder)) in seen:
         return
     seen.add(real)
@@ -131,15 +131,15 @@ def _walk(folder: Path, seen: set[str]) -> Iterator[Path]:
 
 
 def guess_format(path: Path | str) -> str:
-    """Return the format of one file by its name, the endings .gz and .zst looked through.
+    """Return the format of a file by its name, ignoring the suffixes .gz and .zst.
 
-    JSON lines for .jsonl, .json, .ndjson and for standard input; parquet for .parquet, .pq; arrow for .arrow; otherwise
-    a document per file.
+    JSON lines for .jsonl, .json, .ndjson and standard input; parquet for .parquet and .pq; arrow for .arrow; otherwise
+    one document per file.
     """
     if str(path) == STDIN:
         return "jsonl"
-    inner = Path(path).with_suffix("") if compression_of(path) else Path(path)
-    suffix = inner.suffix.lower()
+    uncompressed = Path(path).with_suffix("") if compression_of(path) else Path(path)
+    suffix = uncompressed.suffix.lower()
     if suffix in _PARQUET:
         return "parquet"
     if suffix == ".arrow":
@@ -147,10 +147,10 @@ def guess_format(path: Path | str) -> str:
     return "jsonl" if suffix in _JSON else "text-file"
 
 
-# Cutting a corpus into units of work, and reading one.
+# Units of work.
 
 UNIT_BYTES = 64 << 20
-_SMALLEST_UNIT = len(BOM) + 1  # the first line of a file, behind its mark, lies in the first unit
+_SMALLEST_UNIT = len(BOM) + 1  # the first line of a file, after the byte order mark, belongs to the first unit
 _TO_THE_END = sys.maxsize
 
 _READERS: dict[str, Callable[[Unit], Iterator[Record]]] = {
@@ -161,34 +161,34 @@ _READERS: dict[str, Callable[[Unit], Iterator[Record]]] = {
 
 
 def plan_units(paths: Sequence[Path | str], format: str | None, unit_bytes: int = UNIT_BYTES) -> list[Unit]:
-    """Return the units of a corpus in the order of ``paths``; they depend on the files and ``unit_bytes`` alone.
+    """Return the units of a corpus in the order of ``paths``; they depend only on the files and ``unit_bytes``.
 
-    A file that can be read from any byte is cut every ``unit_bytes`` (a document belongs where it begins); a compressed
-    one and standard input are one unit each. Row groups of a parquet file, record batches of an Arrow file, and small
-    files of one document each, share a unit with those that follow as long as that is no larger than ``unit_bytes``.
+    A file that can be read from any byte is divided every ``unit_bytes``; a document belongs to the unit in which it
+    begins. A compressed file and standard input are one unit each. Consecutive row groups of a parquet file, record
+    batches of an Arrow file, and small files of one document each are combined to units of at most ``unit_bytes``.
 
     Args:
-        format: of all files, one of FORMATS; None to guess that of each by its name.
+        format: format of all files, one of FORMATS; None: determined by the name of each file.
 
     Raises:
-        DataError: a file cannot be read, or its first bytes are those of something else than its name says.
+        DataError: a file cannot be read, or its first bytes do not match its name.
     """
     if format is not None and format not in FORMATS:
         raise DataError(f"--format must be one of {', '.join(FORMATS)}, got {format}")
     planned = (
         unit for path in find_inputs(paths) for unit in _units_of(str(path), format or guess_format(path), unit_bytes)
     )
-    return [replace(unit, number=number) for number, unit in enumerate(_joined(planned, unit_bytes))]
+    return [replace(unit, number=idx) for idx, unit in enumerate(_joined(planned, unit_bytes))]
 
 
 def read_unit(unit: Unit, keys: Sequence[str] | None = ("text",)) -> Iterator[Record]:
-    """Yield the records of a unit; memory is a few blocks of 256 kB, or its longest record.
+    """Yield the records of a unit; memory use is a few blocks of 256 kB, or the longest record.
 
     Args:
-        keys: the columns to read of parquet and Arrow files; other formats do not use them.
+        keys: columns to read from parquet and Arrow files; not used for other formats.
 
     Raises:
-        DataError: the file is damaged, or cannot be read any more.
+        DataError: the file is damaged or no longer readable.
     """
     if unit.format in TABLES:
         return (readers if unit.format == "parquet" else arrow_files).read_records(unit, keys or ("text",))
@@ -196,13 +196,13 @@ def read_unit(unit: Unit, keys: Sequence[str] | None = ("text",)) -> Iterator[Re
 
 
 def unit_documents(unit: Unit, keys: Sequence[str] | None) -> Iterator[tuple[Record, str | BadRecord]]:
-    """Yield the documents of a unit in order, and what is bad, each with its record; empty ones are left out."""
+    """Yield (record, text or BadRecord) for the records of a unit in order; skip records without text."""
     keys = keys if unit.format in ("jsonl", *TABLES) else None
     is_checked = compression_of(unit.path) is None
     for record in read_unit(unit, keys):
         result = parse(record, keys)
         if isinstance(result, BadRecord):
-            if not is_checked:  # what looks like a bad line may be rubbish behind a flipped bit
+            if not is_checked:  # a bad line may be garbage after a flipped bit in a compressed file
                 check_is_whole(unit.path)
                 is_checked = True
             yield record, result
@@ -241,23 +241,24 @@ def _units_of(path: str, format: str, unit_bytes: int) -> Iterator[Unit]:
 
 
 def _row_groups(path: str, format: str, sizes: Sequence[int], unit_bytes: int) -> Iterator[Unit]:
-    """Yield neighbouring row groups as units of ``unit_bytes`` at most, or of one group: some tools write tiny ones.
+    """Combine consecutive row groups to units of at most ``unit_bytes`` (at least one group), as some tools write tiny
+    row groups.
 
     Args:
-        sizes: bytes of each row group, or of each record batch of an Arrow file.
+        sizes: bytes per row group, or per record batch for an Arrow file.
     """
     start = size = 0
-    for number, group_size in enumerate(sizes):
-        if number > start and size + group_size > unit_bytes:
-            yield Unit(0, path, format, start, number, size)
-            start, size = number, 0
+    for idx, group_size in enumerate(sizes):
+        if idx > start and size + group_size > unit_bytes:
+            yield Unit(0, path, format, start, idx, size)
+            start, size = idx, 0
         size += group_size
     if sizes:
         yield Unit(0, path, format, start, len(sizes), size)
 
 
 def _joined(units: Iterable[Unit], unit_bytes: int) -> Iterator[Unit]:
-    """Put neighbours that are one small plain file each together, as long as they stay within ``unit_bytes``."""
+    """Combine consecutive units that are one small plain file each, up to ``unit_bytes``."""
     group: list[Unit] = []
     size = 0
     for unit in units:

@@ -1,4 +1,4 @@
-"""From a raw record to text to token ids."""
+"""Parse raw records to text and encode the text to token ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.data.preprocess.job_types import TABLES, BadRecord, Counts, Record
 from megatron.data.preprocess.readers import BOM
 from megatron.tokenizer import Tokenizer
 
-# From a raw record to its text, or to the reason why it has none.
+# Parse a raw record to its text, or to the reason why it is unusable.
 
 _SHOWN_BYTES = 60
 _SHOWN_KEYS = 8
@@ -24,21 +24,21 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def parse(record: Record, keys: Sequence[str] | None, max_chars: int = 0) -> list[str] | BadRecord:
-    """Return the text of ``record`` in a list, an empty list for one without text, or why it is bad.
+    """Return a list with the text of ``record`` (empty if it has no text), or a BadRecord with the reason.
 
-    A blank line, an empty file and an empty text are no fault. CRLF becomes LF, byte order marks before JSON go.
+    Blank lines, empty files and empty texts are not errors. CRLF is converted to LF, and byte order marks before JSON
+    are removed.
 
     Args:
-        keys: of the text in a JSON object, "a.b" for the key b of the object at a (unless "a.b" is a key itself). The
-            texts of several keys make one document, a line feed between them, empty ones left out; all must be there.
-            None for plain text.
-        max_chars: longer texts are bad; 0 for no limit.
+        keys: keys of the text in a JSON object; "a.b" is the key b of the object at a (unless "a.b" is a key itself).
+            All keys must exist. Their nonempty texts are joined by line feeds to one document. None: plain text.
+        max_chars: maximum length; longer texts are bad. 0: no limit.
     """
     data = record.data
     try:
         text = data.decode() if keys is None else _json_text(data, keys)
     except ValueError as error:
-        if marks := _MARKS.match(data):  # `cat` leaves them in the middle of a file
+        if marks := _MARKS.match(data):  # files joined by `cat` have byte order marks in the middle
             return parse(record._replace(data=data[marks.end() :]), keys, max_chars)
         return _bad(record, _reason(data, error)) if data.strip() else []
     if not text or (keys is None and data.isspace()):
@@ -53,8 +53,8 @@ def parse(record: Record, keys: Sequence[str] | None, max_chars: int = 0) -> lis
 
 
 def _json_text(data: bytes, keys: Sequence[str]) -> str:
-    value = loads(data)  # strict: its strings are UTF-8 and hold no lone surrogate, so nothing is left to check
-    if len(keys) == 1 and type(value) is dict and type(text := value.get(keys[0])) is str:  # nearly always
+    value = loads(data)  # orjson is strict: strings are valid UTF-8 without lone surrogates
+    if len(keys) == 1 and type(value) is dict and type(text := value.get(keys[0])) is str:  # fast path
         return text
     if isinstance(value, list):
         raise ValueError(
@@ -83,11 +83,11 @@ def _kind(value: object) -> str:
 
 
 def _reason(data: bytes, error: ValueError) -> str:
-    """Say what is wrong, more exactly than the JSON library, for which all is one error."""
+    """Describe the problem of a record more precisely than the error of the JSON library."""
     try:
         data.decode()
-    except UnicodeDecodeError as place:
-        return f"not UTF-8 text ({place.reason} at {place.start})"
+    except UnicodeDecodeError as decode_error:
+        return f"not UTF-8 text ({decode_error.reason} at {decode_error.start})"
     if not isinstance(error, JSONDecodeError):
         return str(error)
     try:
@@ -104,18 +104,19 @@ def _bad(record: Record, reason: str) -> BadRecord:
     return BadRecord(record.path, record.line, record.byte_offset, reason, opening)
 
 
-# From records to token ids: what a worker does with one chunk.
+# Encode chunks of records to token ids.
 
 CHUNK_BYTES = 1 << 18
-"""Text encoded in one go: enough that what is done per call costs nothing, little enough to stay in the cache."""
+"""Bytes of text per call of the tokenizer: large enough to amortize the overhead, small enough for the CPU cache."""
 
 MAX_PIECE = 1 << 18
-"""Characters given to a tokenizer at once: some take quadratic time on megabytes, so longer documents are cut."""
+"""Maximum characters of a text for the tokenizer. Longer documents are split, because some tokenizers take quadratic
+time for megabytes."""
 
 
 @dataclass
 class Encoded:
-    """Token ids of the good documents of a chunk one after the other, their lengths, and what was left out."""
+    """The concatenated token ids of the valid documents of a chunk, their lengths, and the bad records."""
 
     tokens: np.ndarray
     sizes: np.ndarray
@@ -125,12 +126,12 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns chunks into tokens.
+    """An encoder of chunks of records.
 
     Args:
-        json_keys: where the text is in JSON records; plain text has none.
-        append_eod: end each document with the end-of-document token.
-        max_document_chars: a longer document is bad; 0 for no limit.
+        json_keys: keys of the text in JSON records and tables; not used for plain text.
+        append_eod: append the end-of-document token to each document.
+        max_document_chars: maximum length; longer documents are bad. 0: no limit.
     """
 
     tokenizer: Tokenizer
@@ -139,16 +140,16 @@ class Encoder:
     max_document_chars: int = 0
 
     def encode(self, chunk: list[Record], format: str) -> Encoded:
-        """Return the tokens of the records of a unit of this format."""
+        """Encode records of the given format."""
         keys = self.json_keys if format in ("jsonl", *TABLES) else None
         bad: list[BadRecord] = []
         texts: list[str] = []
         for record in chunk:
-            found = parse(record, keys, self.max_document_chars)
-            if isinstance(found, BadRecord):
-                bad.append(found)
+            parsed = parse(record, keys, self.max_document_chars)
+            if isinstance(parsed, BadRecord):
+                bad.append(parsed)
             else:
-                texts += found
+                texts += parsed
         tokens, sizes = self._encode_texts(texts)
         counts = Counts(
             num_bytes=sum(len(record.data) for record in chunk) + len(chunk),
@@ -167,21 +168,21 @@ class Encoder:
         else:
             encoded = [self._encode_alone(text) for text in texts]
             tokens, sizes = np.concatenate(encoded), np.array([len(ids) for ids in encoded], np.int64)
-        sizes = sizes[sizes > 0]  # a text that gives no token is no document
+        sizes = sizes[sizes > 0]  # drop documents without tokens
         if self.append_eod:
             tokens = np.insert(tokens, np.cumsum(sizes), self.tokenizer.eod_id)
             sizes = sizes + 1
         return tokens, sizes
 
     def _encode_alone(self, text: str) -> np.ndarray:
-        """Return the tokens of a text, in pieces only if it is long itself: pieces may lose blanks at its end."""
+        """Return the tokens of a text; split only long texts, because pieces may lose trailing whitespace."""
         if len(text) > MAX_PIECE:
             return self.tokenizer.encode_pieces(pieces(text))
         return self.tokenizer.encode_arrays([text])[0]
 
 
 def in_chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Group records until each group holds CHUNK_BYTES."""
+    """Group records into chunks of at least CHUNK_BYTES (the last one may be smaller)."""
     chunk: list[Record] = []
     size = 0
     for record in records:
@@ -195,11 +196,12 @@ def in_chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Cut ``text`` into parts of at most MAX_PIECE characters.
+    """Split ``text`` into pieces of at most MAX_PIECE characters.
 
-    The cut is after the last line end that stands alone between two letters: BPE of bytes and whatever else parts words
-    at blanks gives the same ids with and without it. Else it is after the last line end, else before the last space,
-    else anywhere; a token that would span the cut then comes as two.
+    A piece ends after the last line end that has no whitespace on either side: byte-level BPE, and other tokenizers
+    that separate words at whitespace, then return the same ids as for the unsplit text. If there is no such line end,
+    the piece ends after the last line end, else before the last space, else anywhere; a token that would span such a
+    boundary is split.
     """
     start = 0
     while len(text) - start > MAX_PIECE:
@@ -215,8 +217,8 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def _lone_line_end(text: str, start: int, stop: int) -> int:
-    """Return the place behind the last line end before ``stop`` with no blank on either side, 0 if there is none."""
-    place = text.rfind("\n", start + 1, stop)
-    while place > start and (text[place - 1].isspace() or text[place + 1].isspace()):
-        place = text.rfind("\n", start + 1, place)
-    return place + 1 if place > start else 0
+    """Return the position after the last line end before ``stop`` without whitespace around it; 0 if there is none."""
+    position = text.rfind("\n", start + 1, stop)
+    while position > start and (text[position - 1].isspace() or text[position + 1].isspace()):
+        position = text.rfind("\n", start + 1, position)
+    return position + 1 if position > start else 0

@@ -1,17 +1,17 @@
-"""Folders written by Spark, datatrove and Hugging Face's datasets: which of their files hold text; are they complete?
+"""Check that folders written by Spark, datatrove or Hugging Face's datasets are complete, and select their text files.
 
-| in a folder | what it says | what is done |
+| name in the folder | meaning | action |
 |---|---|---|
-| ``_SUCCESS``, ``_metadata``, ``_common_metadata`` | Spark or Hadoop has finished | left out |
-| ``_temporary`` | it is writing, or was cut off | refused |
-| ``_started_ID`` without ``_committed_ID`` | the same on Databricks | refused |
-| ``NAME._COPYING_`` | ``hdfs dfs -put`` is copying, or was cut off | refused |
-| ``_delta_log`` | a Delta table: some of its files are of older versions | refused |
-| ``executor.json`` and ``completions`` | datatrove's log folder | left out; refused where tasks are not completed |
-| ``dataset_info.json``, ``dataset_dict.json``, ``state.json`` | ``datasets`` wrote Arrow files | left out |
-| ``cache-*.arrow`` next to them | results of ``map`` and ``filter`` | left out |
+| ``_SUCCESS``, ``_metadata``, ``_common_metadata`` | Spark or Hadoop has finished | skip |
+| ``_temporary`` | Spark or Hadoop is writing, or was interrupted | reject |
+| ``_started_ID`` without ``_committed_ID`` | the same on Databricks | reject |
+| ``NAME._COPYING_`` | ``hdfs dfs -put`` is copying, or was interrupted | reject |
+| ``_delta_log`` | a Delta table: some files may belong to older versions | reject |
+| ``executor.json`` and ``completions`` | datatrove's log folder | skip; reject if tasks are incomplete |
+| ``dataset_info.json``, ``dataset_dict.json``, ``state.json`` | ``datasets`` wrote Arrow files | skip |
+| ``cache-*.arrow`` next to them | results of ``map`` and ``filter`` | skip |
 
-A file that was cut off is found by its own format: gzip by its end, parquet by its footer.
+Truncated files are detected by their own format, such as the end of gzip or the footer of parquet.
 
 Source: Spark's ``HadoopFSUtils.shouldFilterOutPathName``, Hadoop's ``FileOutputCommitter``, and datatrove's
 ``jobs_status``, ``Dataset.save_to_disk`` of ``datasets``.
@@ -33,15 +33,15 @@ _INFO, _DICT, _STATE = "dataset_info.json", "dataset_dict.json", "state.json"
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a name in a folder is left out; ``_year=2024`` is a partition of a table, and is not."""
+    """Return True if a name in a folder is skipped; ``_year=2024``, a partition of a table, is not."""
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
 def check_is_finished(folder: Path | str, names: Collection[str]) -> None:
-    """Check that no tool is still writing ``folder``, which has these ``names``.
+    """Check that no tool is still writing ``folder``, which contains ``names``.
 
     Raises:
-        DataError: one is, or was cut off.
+        DataError: a tool is writing the folder or was interrupted, or the folder is a Delta table.
     """
     if "_delta_log" in names:
         raise DataError(
@@ -62,10 +62,10 @@ def check_is_finished(folder: Path | str, names: Collection[str]) -> None:
 
 
 def is_log_folder(folder: Path, names: Collection[str]) -> bool:
-    """Return whether ``folder`` is where datatrove tells of a run, which has completed.
+    """Return True if ``folder`` is the log folder of a completed datatrove run.
 
     Raises:
-        DataError: the run has not completed.
+        DataError: the run is not completed.
     """
     if not {"executor.json", "completions"} <= set(names):
         return False
@@ -85,10 +85,10 @@ def is_log_folder(folder: Path, names: Collection[str]) -> bool:
 
 
 def no_text_of_datasets(folder: Path | str, names: Collection[str]) -> set[str]:
-    """Return the names in ``folder`` that hold no text if Hugging Face's ``datasets`` wrote its Arrow files.
+    """Return the names in ``folder`` without text if Hugging Face's ``datasets`` wrote its Arrow files.
 
     Raises:
-        DataError: Files that state.json lists are missing.
+        DataError: files that state.json lists are missing.
     """
     if _DICT in names:
         log.warn_once(f"{folder}: all splits of the data set are read; name one of its folders to read one split")
@@ -113,7 +113,7 @@ def no_text_of_datasets(folder: Path | str, names: Collection[str]) -> set[str]:
 
 
 def _files_in_state(folder: Path | str) -> set[str] | None:
-    """Return the Arrow files that state.json lists; None if it is of another program."""
+    """Return the Arrow files that state.json lists; None if the file belongs to another program."""
     path = folder / _STATE if isinstance(folder, Path) else object_store.join(folder, _STATE)
     try:
         with object_store.open_file(path) as file:

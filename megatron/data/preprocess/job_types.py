@@ -1,4 +1,4 @@
-"""Job, Unit, Record, Counts, Summary: what the files of this package hand to each other."""
+"""Data types shared by the modules of this package: Job, Unit, Record, Counts, Summary."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import NamedTuple
 
 from megatron.tokenizer import Tokenizer
 
-# What reading a corpus gives: units of work, records of raw bytes, and records that are of no use.
+# Input: units of work, records of raw bytes, and bad records.
 
 TABLES = ("parquet", "arrow")
 """Formats with one document per row; a unit is a range of row groups or record batches."""
 
 FORMATS = ("jsonl", "text-file", "text-block", *TABLES)
-"""One JSON object per line; one document per file; documents between blank lines; one document per row."""
+"""Input formats: one JSON object per line; one document per file; documents between blank lines; one per row."""
 
 STDIN = "-"
-"""The path that stands for standard input."""
+"""The path that denotes standard input."""
 
 ROWS = -1
-"""``Record.line`` of a row of a parquet or Arrow file, whose position is a row number, not a byte."""
+"""``Record.line`` of a row in a parquet or Arrow file; its position is a row number instead of a byte offset."""
 
 
 class Record(NamedTuple):
-    """Bytes of one document, or of the JSON that holds it, and where they are.
+    """The raw bytes of one document, or of the JSON that contains it, and their position.
 
     Args:
         path: the file, ``-`` for standard input.
-        line: from 1; 0 where nobody has counted (a unit that begins within a file); ROWS for a row of a table.
-        byte_offset: where ``data`` begins in the (decompressed) file; of a table the number of the row in the file.
+        line: line number from 1; 0 if unknown (in a unit that begins within a file); ROWS for a row of a table.
+        byte_offset: offset of ``data`` in the (decompressed) file; for a table, the row number in the file.
     """
 
     path: str
@@ -42,16 +42,16 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of the corpus that is read in one go, by whichever process.
+    """A part of the corpus that one process encodes.
 
     Args:
-        number: place among all units; documents of a corpus are in the order of its units, then of the records in them.
+        number: index among all units; the output has the documents in the order of units, then of records within them.
         path: the file, ``-`` for standard input.
-        start, stop: the unit holds the documents that begin at these bytes; row groups of parquet, record
-            batches of Arrow; the whole file
-            where it is read from its beginning only (compressed, a document per file, standard input).
-        size: bytes on the disk, for the progress; 0 for standard input.
-        more: further small files that are read whole after ``path``, so that a million of them are not a million units.
+        start, stop: the unit contains the documents that begin in this range of bytes, or a range of row groups
+            (parquet) or record batches (Arrow). Files that can only be read from the beginning (compressed files, one
+            document per file, standard input) are not divided.
+        size: bytes on the disk, for the progress display; 0 for standard input.
+        more: additional small files that are read after ``path``, so that a million files are not a million units.
     """
 
     number: int
@@ -63,14 +63,14 @@ class Unit:
     more: tuple[str, ...] = ()
 
     def name(self) -> str:
-        """Return how messages call the unit."""
+        """Return the name of the unit for messages."""
         if self.path == STDIN:
             return "standard input"
         if self.more:
             return f"{self.path} and {len(self.more)} more files"
         if self.format in TABLES:
-            groups = "row groups" if self.format == "parquet" else "record batches"
-            return f"{self.path} {groups} {self.start}:{self.stop}"
+            unit_name = "row groups" if self.format == "parquet" else "record batches"
+            return f"{self.path} {unit_name} {self.start}:{self.stop}"
         return self.path if is_whole(self.path, self.format) else f"{self.path} bytes {self.start}:{self.stop}"
 
     @property
@@ -81,7 +81,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that cannot be used: where it is, why, and how it begins. Places are those of ``Record``."""
+    """An unusable record: its position (as in ``Record``), the reason, and its first characters."""
 
     path: str
     line: int
@@ -96,33 +96,33 @@ class BadRecord:
         return f"{self.path}{line} (byte {self.byte_offset}): {self.reason}: {self.opening}"
 
     def to_json(self) -> dict[str, str | int]:
-        """Return file, line and byte_offset (or the row of a parquet file), reason and opening."""
+        """Return a dictionary of file, line and byte_offset (or row for a table), reason and opening."""
         if self.line == ROWS:
-            place: dict[str, str | int] = {"row": self.byte_offset}
+            position: dict[str, str | int] = {"row": self.byte_offset}
         else:
-            place = {"line": self.line, "byte_offset": self.byte_offset}
-        return {"file": self.path, **place, "reason": self.reason, "opening": self.opening}
+            position = {"line": self.line, "byte_offset": self.byte_offset}
+        return {"file": self.path, **position, "reason": self.reason, "opening": self.opening}
 
 
 def is_whole(path: str | Path, format: str) -> bool:
-    """Return whether a file can only be read from its beginning."""
+    """Return True if a file can only be read from its beginning."""
     return str(path) == STDIN or format == "text-file" or compression_of(path) is not None
 
 
 def compression_of(path: str | Path) -> str | None:
-    """Return "gz" or "zst" by the file's name, None for a file that is not compressed."""
+    """Return the compression according to the file name: "gz", "zst", or None if the file is not compressed."""
     suffix = Path(path).suffix.lower()
     return suffix[1:] if suffix in (".gz", ".zst") else None
 
 
-# What a job is asked to do, and what it says when it is done.
+# The arguments and the result of a job.
 
 
 class Share(NamedTuple):
-    """Job ``number`` (from 1) of ``num_jobs`` that make one output and say nothing to each other.
+    """Job ``number`` (from 1) of ``num_jobs`` independent jobs that produce one output.
 
-    Its units are those whose number divided by ``num_jobs`` leaves ``number - 1``: unit 0 is of job 1, unit 1 of job 2,
-    and so on, so that neighbours, which are often alike, are spread over all jobs.
+    The job encodes the units with index % ``num_jobs`` == ``number - 1``: unit 0 belongs to job 1, unit 1 to job 2, and
+    so on. Neighbouring units, which are often similar, are thus distributed over all jobs.
     """
 
     number: int
@@ -130,15 +130,15 @@ class Share(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Share:
-        """Read ``3/16``.
+        """Parse a text such as ``3/16``.
 
         Raises:
-            ValueError: it is no such text, or 3 is not in 1 ... 16.
+            ValueError: the text is malformed, or the number is not in 1 ... ``num_jobs``.
         """
-        found = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
-        if not found:
+        match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+        if not match:
             raise ValueError(f"must be the number of a job and how many there are, such as 3/16, got {text!r}")
-        number, count = int(found[1]), int(found[2])
+        number, count = int(match[1]), int(match[2])
         if not 1 <= number <= count:
             hint = "" if number else f"; give an array of SLURM --array=1-{count}"
             raise ValueError(f"must be from 1/{max(count, 1)} to {max(count, 1)}/{max(count, 1)}, got {text}{hint}")
@@ -149,33 +149,34 @@ class Share(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """How names of files call it."""
+        """The name of the share in file names."""
         return f"part-{self.number}-of-{self.num_jobs}"
 
     def owns(self, unit: int) -> bool:
-        """Return whether the unit of this number is encoded by this job."""
+        """Return True if this job encodes unit ``unit``."""
         return unit % self.num_jobs == self.number - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to turn into what. The tokens do not depend on ``num_workers`` nor on ``unit_bytes``.
+    """The arguments of a preprocessing job. The tokens do not depend on ``num_workers`` or ``unit_bytes``.
 
     Args:
         inputs: files and folders in order; ``-`` for standard input.
         output_prefix: path of the output without ``.bin``.
-        upload_to: the same in an object store, where the files go when they are whole; None: they stay.
-        make_tokenizer: called once.
-        num_workers: processes that encode; with ``cluster`` units at a time, 0 for as many as it has CPUs.
-        format: of all inputs, one of ``FORMATS``; None for that which each file's name says.
-        json_keys: where the text is; those of several keys are joined.
-        max_bad_lines, max_bad_fraction: how much may be bad (``Limits``).
-        max_document_chars: longer documents are bad; 0 for no limit.
-        unit_bytes: size of the units of work; None for what suits the input and the workers.
-        resume: go on with the finished units of a job that was cut off.
-        use_gigatoken: encode with ``gigatoken`` where it gives the same ids.
-        share: encode the units of this share alone into the folder of parts, which other jobs fill too; None for all.
-        cluster: the Ray cluster that encodes, "auto" or HOST:PORT; None for processes of this machine.
+        upload_to: output prefix in an object store to which the finished files are moved; None: no upload.
+        make_tokenizer: creates the tokenizer; called once.
+        num_workers: number of worker processes; with ``cluster``, the maximum number of concurrent units (0: the number
+            of CPUs of the cluster).
+        format: format of all inputs, one of ``FORMATS``; None: determined by the name of each file.
+        json_keys: keys of the text; the texts of several keys are joined.
+        max_bad_lines, max_bad_fraction: limits of bad records (``ErrorLimits``).
+        max_document_chars: maximum length; longer documents are bad records. 0: no limit.
+        unit_bytes: size of the units of work; None: chosen by the sizes of the input and the number of workers.
+        resume: continue an interrupted job with its finished units.
+        use_gigatoken: encode with ``gigatoken`` if it returns the same ids.
+        share: encode only the units of this share, into a folder of parts shared with other jobs; None: all units.
+        cluster: Ray cluster that encodes the units, "auto" or HOST:PORT; None: processes on this machine.
     """
 
     inputs: Sequence[Path | str]
@@ -198,13 +199,13 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What came of a job.
+    """The result of a job.
 
     Args:
-        num_bytes: of text and JSON, decompressed, those of resumed units among them.
-        num_resumed: units that were finished before.
-        seconds: of this run.
-        bad_path: where the bad records are told, None where there are none.
+        num_bytes: decompressed bytes of text and JSON, including resumed units.
+        num_resumed: units that were finished by an earlier run.
+        seconds: duration of this run.
+        bad_path: path of the file that lists the bad records; None if there are none.
     """
 
     num_documents: int
@@ -218,18 +219,18 @@ class Summary:
     bad_path: str | None = None
 
 
-# How far the encoding has come: the numbers that progress, limits and the summary are made of.
+# Counts for the progress display, the error limits and the summary.
 
 
 class Counts(NamedTuple):
-    """What was read and what came of it; the sum of two of them is that of what both stand for.
+    """Counts of the records read and the tokens produced; ``total`` adds them up.
 
     Args:
-        num_bytes: of text and JSON, decompressed.
-        num_records: lines, rows, blocks or files, those that gave no document among them.
-        num_empty: records without any text; skipped.
-        num_bad: records that cannot be used.
-        max_token_id: -1 where there is no token.
+        num_bytes: decompressed bytes of text and JSON.
+        num_records: lines, rows, blocks or files, including those without a document.
+        num_empty: records without text; they are skipped.
+        num_bad: unusable records.
+        max_token_id: largest token id; -1 without tokens.
     """
 
     num_bytes: int = 0
@@ -242,7 +243,7 @@ class Counts(NamedTuple):
 
 
 def total(counts: Iterable[Counts]) -> Counts:
-    """Return the sum of all ``counts``."""
-    found = list(counts)
-    sums = {name: sum(getattr(count, name) for count in found) for name in Counts._fields}
-    return Counts(**sums | {"max_token_id": max((count.max_token_id for count in found), default=-1)})
+    """Return the sum of ``counts`` (the maximum of ``max_token_id``)."""
+    all_counts = list(counts)
+    sums = {name: sum(getattr(count, name) for count in all_counts) for name in Counts._fields}
+    return Counts(**sums | {"max_token_id": max((count.max_token_id for count in all_counts), default=-1)})

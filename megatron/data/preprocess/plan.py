@@ -1,4 +1,4 @@
-"""What a job reads and how it is cut; going on with one that was cut off; room on the disk."""
+"""The plan of a job (its inputs, units and options), resuming an interrupted job, and checks of the disk space."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron.log import human_bytes
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.identity import is_same
 
-# What a job is: what it reads, how it encodes and into which units it is cut. Parts of one plan fit no other.
+# The identity of a job: its inputs, its encoding options and its units. Parts can only be used with their own plan.
 
 FORMAT = 2
 _NAMED = 5
@@ -37,16 +37,17 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 @dataclasses.dataclass(frozen=True)
 class JobPlan:
-    """All that the tokens depend on.
+    """Everything that determines the tokens of a job.
 
     Args:
-        inputs: (absolute path, bytes, time of the last change in ns) of each file in order, as often as it is read.
-        units: a digest of what each unit reads.
-        options: value of each option of the tool that changes tokens or units.
-        tokenizer: what is told apart of it, by name.
-        committed: the output is in place, and this is what it came to; the parts only wait to be deleted.
-        num_units: how many there are.
-        eod_id: ends every document, None where nothing does.
+        inputs: (absolute path, bytes, modification time in ns) of each file in order, one entry per time it is read.
+        units: digest of the paths, formats and ranges of all units.
+        options: values of the tool's options that affect the tokens or the units.
+        tokenizer: properties that identify the tokenizer, by name.
+        committed: summary of the job if its output files are in place and only the parts remain to be deleted; else
+            None.
+        num_units: number of units.
+        eod_id: id of the token that ends every document; None if there is none.
     """
 
     inputs: Sequence[tuple[str, int, int]]
@@ -60,64 +61,67 @@ class JobPlan:
 
     @property
     def num_shares(self) -> int:
-        """How many jobs with ``--part`` make this output, 0 where it is one without."""
+        """Number of jobs with ``--part`` that produce the output; 0 for a single job without ``--part``."""
         return int(self.options.get(_SHARES) or 0)
 
     def digest(self) -> str:
-        """Return what tells finished units of this plan from those of another."""
-        given = {name: value for name, value in self.options.items() if value is not None}
-        parts = [[list(facts) for facts in self.inputs], self.units, given, dict(self.tokenizer)]
+        """Return a digest that identifies the finished units of this plan."""
+        set_options = {name: value for name, value in self.options.items() if value is not None}
+        parts = [[list(facts) for facts in self.inputs], self.units, set_options, dict(self.tokenizer)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     def publish(self, folder: Path) -> JobPlan | None:
-        """Put the plan into the folder unless one is there, and return the one that is there then.
+        """Write the plan into the folder unless it has one, and return the folder's plan; None if it is unreadable.
 
-        Of jobs that start at once on several machines one puts it there, whole; None if it cannot be read.
+        If jobs start simultaneously on several machines, exactly one of them writes its plan, atomically.
         """
-        own = folder / f".{PLAN}.tmp-{socket.gethostname()}-{os.getpid()}"
+        temporary = folder / f".{PLAN}.tmp-{socket.gethostname()}-{os.getpid()}"
         try:
-            files.write_bytes(own, json.dumps(dataclasses.asdict(self), indent=1).encode())
+            files.write_bytes(temporary, json.dumps(dataclasses.asdict(self), indent=1).encode())
             files.before_operation("link", folder / PLAN)
             with suppress(FileExistsError):
-                os.link(own, folder / PLAN)
+                os.link(temporary, folder / PLAN)
         except OSError as error:
             if error.errno not in _NO_LINKS or (folder / PLAN).exists():
                 raise
-            files.rename(own, folder / PLAN)  # a file system without links: the last of them counts, and all compare
+            # Without hard links, the last plan counts, and all jobs compare theirs with it.
+            files.rename(temporary, folder / PLAN)
         finally:
-            own.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         return read(folder)
 
     def write(self, folder: Path) -> None:
-        """Put the plan into the folder of the parts."""
+        """Write the plan into the folder of the parts, replacing an existing plan."""
         files.replace_bytes(folder / PLAN, json.dumps(dataclasses.asdict(self), indent=1).encode())
 
     def differences(self, earlier: JobPlan) -> list[str]:
-        """Return what is not as it was in ``earlier``, each in words."""
+        """Return descriptions of the differences from ``earlier``."""
         if self.format != earlier.format:
             return ["the parts are those of another version of this tool"]
-        found = (
+        descriptions = (
             []
             if self.num_shares == earlier.num_shares
             else [f"the output was of {_number_of_jobs(earlier)}, now of {_number_of_jobs(self)}"]
         )
-        found += [text for text in _changed("", earlier.options, self.options) if not text.startswith(f"{_SHARES} ")]
-        found += _changed("the tokenizer's ", earlier.tokenizer, self.tokenizer)
-        found += _changed_inputs(earlier.inputs, self.inputs)
-        return found if found or self.units == earlier.units else ["the input is cut into other units"]
+        descriptions += [
+            text for text in _changed("", earlier.options, self.options) if not text.startswith(f"{_SHARES} ")
+        ]
+        descriptions += _changed("the tokenizer's ", earlier.tokenizer, self.tokenizer)
+        descriptions += _changed_inputs(earlier.inputs, self.inputs)
+        return descriptions if descriptions or self.units == earlier.units else ["the input is cut into other units"]
 
 
 def inputs_of(units: Sequence[Unit]) -> list[tuple[str, int, int]]:
-    """Return ``JobPlan.inputs`` of ``units``: a file once for all of its units, a stream not at all.
+    """Return ``JobPlan.inputs`` for ``units``, with one entry for all units of a file and none for standard input.
 
     Raises:
-        DataError: a file is no longer there.
+        DataError: a file no longer exists.
     """
     return [_file_facts(path) for unit in units if not unit.start for path in unit.paths if path != STDIN]
 
 
 def digest_of(units: Sequence[Unit]) -> str:
-    """Return ``JobPlan.units``: another text for other units, wherever the job is started."""
+    """Return ``JobPlan.units``, a digest of the units that does not depend on the working directory."""
     digest = hashlib.sha256()
     for unit in units:
         paths = [path if path == STDIN else _absolute(path) for path in unit.paths]
@@ -126,12 +130,12 @@ def digest_of(units: Sequence[Unit]) -> str:
 
 
 def changes(plan: JobPlan, units: Sequence[Unit]) -> str:
-    """Return in what the files are no longer what they were when the job began, "" where they are."""
+    """Describe the changes of the input files since the job began; "" if there are none."""
     return _named(_changed_inputs(plan.inputs, inputs_of(units)))
 
 
 def read(folder: Path) -> JobPlan | None:
-    """Return the plan of the parts in ``folder``, None where there is none that can be read."""
+    """Return the plan of the parts in ``folder``; None if there is no readable plan."""
     try:
         fields = json.loads((folder / PLAN).read_bytes())
         if fields["format"] != FORMAT:
@@ -143,14 +147,14 @@ def read(folder: Path) -> JobPlan | None:
 
 
 def check_same(plan: JobPlan, earlier: JobPlan, folder: Path) -> None:
-    """Check that the parts in ``folder``, made by ``earlier``, are parts of ``plan``.
+    """Check that the parts in ``folder``, which belong to the plan ``earlier``, can be used for ``plan``.
 
     Raises:
-        DataError: names each difference.
+        DataError: the plans differ; the message names the differences.
     """
-    if found := plan.differences(earlier):
+    if differences := plan.differences(earlier):
         raise DataError(
-            f"--resume needs the job that was cut off; {_named(found)}. Give what was given then, or leave out "
+            f"--resume needs the job that was cut off; {_named(differences)}. Give what was given then, or leave out "
             f"--resume: {folder} is then removed."
         )
 
@@ -186,17 +190,17 @@ def _absolute(path: str) -> str:
 def _changed_inputs(earlier: Sequence[tuple[str, int, int]], now: Sequence[tuple[str, int, int]]) -> list[str]:
     before, after = ([path for path, *_ in inputs] for inputs in (earlier, now))
     times_before, times_after = Counter(before), Counter(after)
-    found = ["the order of --input has changed"] if before != after and times_before == times_after else []
-    found += [f"{path} is no longer read" for path in times_before if path not in times_after]
-    found += [f"{path} is new" for path in times_after if path not in times_before]
+    descriptions = ["the order of --input has changed"] if before != after and times_before == times_after else []
+    descriptions += [f"{path} is no longer read" for path in times_before if path not in times_after]
+    descriptions += [f"{path} is new" for path in times_after if path not in times_before]
     common = [path for path in times_after if path in times_before]
-    found += [
+    descriptions += [
         f"{path} was read {times_before[path]} times, now {times_after[path]}"
         for path in common
         if times_before[path] != times_after[path]
     ]
     facts_before, facts_after = ({path: facts for path, *facts in inputs} for inputs in (earlier, now))
-    return found + [
+    return descriptions + [
         _difference(path, *facts_before[path], *facts_after[path])
         for path in common
         if facts_before[path] != facts_after[path]
@@ -211,21 +215,21 @@ def _difference(path: str, size: int, time: int, new_size: int, new_time: int) -
     )
 
 
-# From what is asked for to units and a folder of parts: a fresh one, or that of the job that was cut off.
+# Create the units and the folder of parts of a job, or continue those of an interrupted job.
 
 _SMALLEST_UNIT = 4 << 20
 _UNITS_PER_WORKER = 8
-"""So many at least, if they are not too small: the last ones then end at about the same time."""
+"""Minimum number of units per worker, unless they would be too small, so that all workers finish at a similar time."""
 
 _WORKERS_OF_A_MACHINE, _MACHINES_OF_A_CLUSTER = 8, 8
-"""Reckoned with where nobody knows them."""
+"""Assumed numbers of workers and machines if they are unknown."""
 
 
 def check_resumable(job: Job, paths: Sequence[Path | str]) -> None:
-    """Check that a job over ``paths`` can go on with what is finished, if that is asked for.
+    """Check that the inputs of a job with --resume, --part or --cluster can be read repeatedly.
 
     Raises:
-        DataError: it reads standard input, which cannot be read again.
+        DataError: one of these flags is set and the job reads standard input.
     """
     flag = "--part" if job.share else "--cluster" if job.cluster else "--resume" if job.resume else ""
     if flag and STDIN in map(str, paths):
@@ -233,50 +237,52 @@ def check_resumable(job: Job, paths: Sequence[Path | str]) -> None:
 
 
 def open_parts(job: Job, paths: Sequence[Path | str], tokenizer: Tokenizer) -> tuple[JobPlan, list[Unit], ShardFolder]:
-    """Return the plan of ``job``, or that found if it goes on, its units and its parts. The caller locks them.
+    """Return the plan (the saved one if the job is resumed), the units and the parts of ``job``.
+
+    The caller must hold the lock of the folder of parts.
 
     Raises:
-        DataError: the parts to go on with belong to another job, or an input cannot be used.
+        DataError: the parts to resume belong to another job, or an input is invalid.
     """
     folder = folder_of(job.output_prefix)
     earlier = read(folder)
-    goes_on = job.resume and earlier is not None and not job.share
-    unit_bytes = job.unit_bytes or _unit_bytes(job, paths, earlier if goes_on else None)
+    resumes = job.resume and earlier is not None and not job.share
+    unit_bytes = job.unit_bytes or _unit_bytes(job, paths, earlier if resumes else None)
     units = plan_units(paths, job.format, unit_bytes)
-    begun = earlier if goes_on or job.share else None
-    if begun is not None and job.append_eod:
-        _keep_eod(begun, tokenizer, folder)
-    asked = JobPlan(
+    saved = earlier if resumes or job.share else None
+    if saved is not None and job.append_eod:
+        _keep_eod(saved, tokenizer, folder)
+    requested = JobPlan(
         inputs=inputs_of(units),
         units=digest_of(units),
         options=_options(job, unit_bytes),
-        tokenizer=_tokenizer_facts(tokenizer, begun),
+        tokenizer=_tokenizer_facts(tokenizer, saved),
         num_units=len(units),
         eod_id=tokenizer.eod_id if job.append_eod else None,
     )
-    parts = folder_for(folder, asked, is_shared=bool(job.share or job.cluster))
+    parts = folder_for(folder, requested, is_shared=bool(job.share or job.cluster))
     if job.share:
-        _check_share(job.share, asked, asked.publish(folder), folder)
-        return asked, units, parts
-    if goes_on and earlier is not None:
-        check_same(asked, earlier, folder)
+        _check_share(job.share, requested, requested.publish(folder), folder)
+        return requested, units, parts
+    if resumes and earlier is not None:
+        check_same(requested, earlier, folder)
         if earlier.committed is None or _is_in_place(job.output_prefix, earlier.committed):
             return earlier, units, parts
-        asked.write(folder)
-        return asked, units, parts
+        requested.write(folder)
+        return requested, units, parts
     _remove_earlier(job, parts, earlier)
-    asked.write(folder)
-    return asked, units, parts
+    requested.write(folder)
+    return requested, units, parts
 
 
 def folder_for(folder: Path, plan: JobPlan, *, is_shared: bool) -> ShardFolder:
-    """Return the parts of ``plan`` in ``folder``."""
+    """Return the ``ShardFolder`` of ``plan`` at ``folder``."""
     dtype = index_format.token_type(plan.tokenizer["size"])
     return ShardFolder(folder, dtype, plan.digest(), is_shared=is_shared)
 
 
 def _check_share(share: Share, asked: JobPlan, found: JobPlan | None, folder: Path) -> None:
-    """Check that the plan in ``folder`` is the one that every other job of ``share.num_jobs`` has made, too."""
+    """Check that the plan ``asked`` of this job equals the plan ``found`` in ``folder``, which all shares must have."""
     if found is None:
         raise DataError(f"{folder / PLAN} cannot be read. Remove {folder} and run all parts again.")
     if differences := asked.differences(found):
@@ -287,11 +293,11 @@ def _check_share(share: Share, asked: JobPlan, found: JobPlan | None, folder: Pa
 
 
 def _unit_bytes(job: Job, paths: Sequence[Path | str], earlier: JobPlan | None) -> int:
-    if earlier is not None and isinstance(found := earlier.options.get("--unit-bytes"), int):
-        return found
+    if earlier is not None and isinstance(unit_bytes := earlier.options.get("--unit-bytes"), int):
+        return unit_bytes
     total = sum(object_store.status(path).size for path in paths if str(path) != STDIN)
     num_workers = job.num_workers
-    if job.share or job.cluster:  # not by this machine's cores: all jobs must cut alike, and a cluster may grow
+    if job.share or job.cluster:  # ignore this machine's cores: all jobs need equal units, and a cluster may grow
         num_workers = _WORKERS_OF_A_MACHINE * (job.share.num_jobs if job.share else _MACHINES_OF_A_CLUSTER)
     return min(max(total // (num_workers * _UNITS_PER_WORKER), _SMALLEST_UNIT), UNIT_BYTES)
 
@@ -309,7 +315,7 @@ def _options(job: Job, unit_bytes: int) -> dict[str, object]:
 
 
 def _is_in_place(prefix: str, committed: Mapping[str, Any]) -> bool:
-    """Return whether the files of a finished job are still there, and say where they are not."""
+    """Return True if the files of a finished job still exist; otherwise log the reason."""
     try:
         file = IndexedDataset(prefix)
         is_complete = file.sidecar is not None and file.num_tokens == committed["num_tokens"]
@@ -322,7 +328,7 @@ def _is_in_place(prefix: str, committed: Mapping[str, Any]) -> bool:
 
 
 def _tokenizer_facts(tokenizer: Tokenizer, begun: JobPlan | None) -> dict[str, object]:
-    """Return what a plan says of the tokenizer; the identity as in the plan that was begun if it names the same one."""
+    """Return ``JobPlan.tokenizer``, with the identity of the saved plan ``begun`` if that is the same tokenizer."""
     identity = tokenizer.identity
     earlier = begun.tokenizer.get("identity") if begun is not None else None
     if isinstance(earlier, str) and is_same(earlier, identity):
@@ -331,16 +337,16 @@ def _tokenizer_facts(tokenizer: Tokenizer, begun: JobPlan | None) -> dict[str, o
 
 
 def _keep_eod(begun: JobPlan, tokenizer: Tokenizer, folder: Path) -> None:
-    """End documents with the token of the units that are finished.
+    """Make ``tokenizer`` use the end-of-document token of the finished units.
 
     Raises:
-        DataError: If --eod-token names another one.
+        DataError: --eod-token names another token.
     """
     eod_id = begun.eod_id
     if eod_id is None or eod_id == tokenizer.eod_id or (name := tokenizer.name_of(eod_id)) is None:
         return
     if not is_same(str(begun.tokenizer.get("identity")), tokenizer.identity):
-        return  # reported by the comparison of both plans
+        return  # reported when the plans are compared
     if tokenizer.has_given_eod:
         raise DataError(
             f"the documents in {folder} end with {name} (id {eod_id}), but --eod-token is {tokenizer.eod_name} (id "
@@ -365,58 +371,58 @@ def _remove_earlier(job: Job, parts: ShardFolder, earlier: JobPlan | None) -> No
     parts.remove()
 
 
-# Whether the disk has room, before and after it turns out that it has none.
+# Disk space: checks before a job, and the message for a full disk.
 
 _BYTES_PER_TOKEN_AT_MOST = 8
-"""Bytes of text that a token stands for; few tokenizers reach it, so less room than that is never enough."""
+"""Upper bound of the bytes of text per token, which few tokenizers reach; yields a lower bound of the disk space."""
 
 _IDX_BYTES_PER_DOCUMENT, _LEN_BYTES_PER_DOCUMENT = 20, 4
 
 _megabytes = partial(human_bytes, units=("MB", "GB"), digits=1)
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a full disk, a used up quota, a limit on the size of files."""
+"""Error numbers of a full disk, an exceeded quota and an exceeded file size limit."""
 
 
 def check_for_units(folder: Path, units: Sequence[Unit], itemsize: int) -> None:
-    """Check that there may be room for the tokens of ``units``, twice: as parts and in the ``.bin`` made of them.
+    """Check the disk space for the tokens of ``units``, which are stored twice: in the parts and in the ``.bin``.
 
     Raises:
-        DataError: there is not, whatever the tokenizer.
+        DataError: the space is insufficient for any tokenizer.
     """
     text = sum(unit.size for unit in units)
     _check(folder, 2 * itemsize * text // _BYTES_PER_TOKEN_AT_MOST, f"{text / 1e9:.2f} GB of input need at least")
 
 
 def check_for_output(folder: Path, counts: Counts, itemsize: int) -> None:
-    """Check that there is room for the output that is made of all parts.
+    """Check the disk space for the output.
 
     Raises:
-        DataError: there is not.
+        DataError: the space is insufficient.
     """
     _check(folder, output_bytes(counts, itemsize), "the output made of the finished parts needs")
 
 
 def output_bytes(counts: Counts, itemsize: int) -> int:
-    """Return the size of ``.bin`` and ``.idx``, and of what is written on the way to them."""
-    per_document = _IDX_BYTES_PER_DOCUMENT + _LEN_BYTES_PER_DOCUMENT
-    return itemsize * counts.num_tokens + per_document * counts.num_documents
+    """Return the size of the ``.bin``, the ``.idx`` and their temporary files."""
+    bytes_per_document = _IDX_BYTES_PER_DOCUMENT + _LEN_BYTES_PER_DOCUMENT
+    return itemsize * counts.num_tokens + bytes_per_document * counts.num_documents
 
 
 def in_words(error: OSError, folder: Path, counts: Counts, total_bytes: int, itemsize: int) -> str:
-    """Return what a full disk means for the job: what is free, about how much more is needed, and what to do.
+    """Return the message for a full disk: the free space, an estimate of the additional space needed, and the fix.
 
     Args:
-        counts: what was encoded before the disk was full.
-        total_bytes: of the whole input.
+        counts: counts of the data encoded before the disk was full.
+        total_bytes: size of the input.
     """
     if error.errno == errno.EFBIG:
         return f"a file of the output in {folder} is {files.too_large_message()} ({error})"
     text = f"there is no room for the output in {folder} ({error}): {_megabytes(files.free_bytes(folder))} are free"
     if counts.num_tokens and total_bytes >= counts.num_bytes:
-        whole = output_bytes(counts, itemsize) * total_bytes / counts.num_bytes
-        done = (itemsize * counts.num_tokens) + _LEN_BYTES_PER_DOCUMENT * counts.num_documents
-        text += f", about {_megabytes(2 * whole - done)} are needed beyond the finished parts"
+        total_output = output_bytes(counts, itemsize) * total_bytes / counts.num_bytes
+        finished_output = (itemsize * counts.num_tokens) + _LEN_BYTES_PER_DOCUMENT * counts.num_documents
+        text += f", about {_megabytes(2 * total_output - finished_output)} are needed beyond the finished parts"
     return f"{text}. Make room"
 
 

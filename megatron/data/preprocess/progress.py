@@ -1,4 +1,4 @@
-"""Progress, tallies, how much may be bad."""
+"""Progress display, progress of a job, and limits of bad records."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from megatron import log
 from megatron.data.preprocess.job_types import Counts, Summary, Unit, is_whole, total
 from megatron.data.preprocess.shards import Part
 
-# Progress of a tool: a bar on a terminal, a plain line every few seconds elsewhere.
+# Progress display: a bar on a terminal, otherwise a log line every few seconds.
 
 _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Show(Protocol):
-    """Says how much is done, and the rest in words."""
+    """Updates the progress display with the amount that is done and a text."""
 
     def __call__(self, done: int, text: str) -> None: ...
 
 
 @contextmanager
 def progress(title: str, total: int, already: int = 0) -> Iterator[Show]:
-    """Show how much of ``total`` is done as the returned function is called.
+    """Display progress; the yielded function updates the display.
 
     Args:
-        total: 0 where nobody knows it.
-        already: what was done before and tells nothing about the time that is left.
+        total: total amount; 0 if unknown.
+        already: amount that was done before and is excluded from the estimate of the remaining time.
     """
     if sys.stderr.isatty():
         with _bar(title, total) as show:
@@ -69,26 +69,26 @@ class _Lines:
             return
         self._last = now
         share = f"{100 * done / self._total:.0f}%, " if self._total else ""
-        left = ""
+        remaining = ""
         if self._total and done > self._already:
             seconds = (now - self._start) * (self._total - done) / (done - self._already)
-            left = f", {in_words(seconds)} left"
-        log.info(f"{self._title}: {share}{text}{left}")
+            remaining = f", {in_words(seconds)} left"
+        log.info(f"{self._title}: {share}{text}{remaining}")
 
 
 def in_words(seconds: float) -> str:
-    """Return a span of time as 42 s, 3:07 min or 2:05 h."""
+    """Format a duration as 42 s, 3:07 min or 2:05 h."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
     return f"{whole // 60}:{whole % 60:02d} min" if whole < 3600 else f"{whole // 3600}:{whole % 3600 // 60:02d} h"
 
 
-# What a job has done so far: finished units and those that are being encoded, as numbers and in words.
+# Progress of a job: its finished and running units.
 
 
 class JobProgress:
-    """Counts the units that a job encodes; ``counts`` are those of the finished ones."""
+    """The progress of the units of a job; ``counts`` covers the finished units."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = {unit.number: unit for unit in units}
@@ -102,11 +102,11 @@ class JobProgress:
         self._done = self._encoded_before = self._num_resumed = 0
 
     def begin(self) -> None:
-        """Say that the encoding begins, from which its speed is reckoned."""
+        """Start the measurement of the encoding speed."""
         self._encoding_since = time.monotonic()
 
     def add(self, part: Part, is_new: bool) -> None:
-        """Count a finished unit, ``is_new`` unless it was finished before this job began."""
+        """Add a finished unit; ``is_new`` is False if it was finished before this job began."""
         self._finished[part.unit] = part
         self.counts = total((self.counts, part.counts))
         self._done += self.units[part.unit].size
@@ -116,33 +116,36 @@ class JobProgress:
 
     def parts(self) -> list[Part]:
         """Return the parts of the finished units in order."""
-        return [self._finished[number] for number in sorted(self._finished)]
+        return [self._finished[unit_number] for unit_number in sorted(self._finished)]
 
     def done(self, running: Mapping[int, Counts]) -> int:
-        """Return how many of ``total_bytes`` are encoded.
+        """Return the number of encoded bytes, out of ``total_bytes``.
 
-        A compressed unit gives more text than it has bytes; it counts for those at most.
+        A compressed unit has more text than bytes on the disk; it counts at most for its bytes on the disk.
         """
         return self._done + sum(min(counts.num_bytes, self.units[unit].size) for unit, counts in running.items())
 
     def most_records(self, running: Mapping[int, Counts], counts: Counts) -> float:
-        """Return how many records there can be at most, ``counts`` being those so far: each takes a byte at least.
+        """Return an upper bound of the number of records, assuming one byte per remaining record.
 
-        Infinite where bytes on the disk say nothing about that.
+        The bound is infinite for formats in which the bytes on the disk do not limit the number of records.
+
+        Args:
+            counts: counts of the finished and the running units.
         """
         if not self._has_bound:
             return math.inf
         return counts.num_records + self.total_bytes - self.done(running)
 
     def in_words(self, counts: Counts) -> str:
-        """Return the speed of this run, and ``counts``."""
+        """Format the speed of this run and ``counts``."""
         seconds = max(time.monotonic() - self._encoding_since, 1e-9)
         speed = (counts.num_bytes - self._encoded_before) / 1e6 / seconds
         text = f"{speed:.1f} MB/s, {counts.num_documents:,} documents, {counts.num_tokens:,} tokens"
         return text + (f", {counts.num_bad:,} bad" if counts.num_bad else "")
 
     def summary(self, bad_path: str | None) -> Summary:
-        """Return what the job came to, its bad records told in ``bad_path``."""
+        """Return the summary of the job; ``bad_path`` is the file that lists its bad records, if any."""
         return Summary(
             num_documents=self.counts.num_documents,
             num_tokens=self.counts.num_tokens,
@@ -156,34 +159,35 @@ class JobProgress:
         )
 
 
-# How much of the input may be bad.
+# Limits of bad records.
 
 
 class TooManyBad(Exception):
-    """A limit is passed; the message says which."""
+    """A limit of bad records is exceeded; the message names it."""
 
 
 @dataclass(frozen=True)
 class ErrorLimits:
-    """Whichever is reached first ends the job; with none given no record may be bad.
+    """Limits of bad records; a job fails when one of them is exceeded. Without limits, no record may be bad.
 
     Args:
-        max_lines: how many records may be bad.
-        max_fraction: how many of all records. Before the end it is passed only where it would be if all that is still
-            to be read were good, so that the verdict does not depend on which unit comes first.
+        max_lines: maximum number of bad records.
+        max_fraction: maximum fraction of bad records. Before the end of the job, it is exceeded only if it would be
+            exceeded with all remaining records valid, so that the result does not depend on the order of the units.
     """
 
     max_lines: int | None = None
     max_fraction: float | None = None
 
     def check(self, counts: Counts, most_records: float) -> None:
-        """Check what was read so far.
+        """Check the limits.
 
         Args:
-            most_records: there cannot be more in the whole input; at the end those that there were.
+            counts: counts of the records read so far.
+            most_records: upper bound of the number of records in the input; at the end, their actual number.
 
         Raises:
-            TooManyBad: a limit is passed.
+            TooManyBad: a limit is exceeded.
         """
         max_lines = 0 if self.max_lines is None and self.max_fraction is None else self.max_lines
         if max_lines is not None and counts.num_bad > max_lines:

@@ -1,4 +1,4 @@
-"""Lines, texts and rows out of plain, compressed and parquet files."""
+"""Read lines, texts and rows from plain, compressed and parquet files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron import object_store
 from megatron.data.preprocess.job_types import ROWS, STDIN, Record, Unit, compression_of
 from megatron.errors import DataError
 
-# Rows of parquet files, through pyarrow, which is imported only when such a file comes.
+# Rows of parquet files. pyarrow is imported when the first such file is opened.
 
 _ROWS_AT_ONCE = 256
 _BYTES_AT_ONCE = 4 << 20
@@ -25,66 +25,66 @@ def row_groups(path: str) -> list[int]:
     """Return the size in bytes of each row group of a file.
 
     Raises:
-        DataError: pyarrow is missing, or the file is no whole parquet file.
+        DataError: pyarrow is missing, or the file is not a complete parquet file.
     """
     with _opened(path) as file:
-        return [file.metadata.row_group(number).total_byte_size for number in range(file.num_row_groups)]
+        return [file.metadata.row_group(idx).total_byte_size for idx in range(file.num_row_groups)]
 
 
 def column_bytes(unit: Unit, keys: Sequence[str]) -> int:
-    """Return the bytes of the columns ``keys`` in the unit's row groups, before they were compressed."""
+    """Return the uncompressed bytes of the columns ``keys`` in the unit's row groups."""
     with _opened(unit.path) as file:
-        groups = [file.metadata.row_group(number) for number in range(unit.start, unit.stop)]
-        columns = [group.column(number) for group in groups for number in range(group.num_columns)]
+        groups = [file.metadata.row_group(idx) for idx in range(unit.start, unit.stop)]
+        columns = [group.column(idx) for group in groups for idx in range(group.num_columns)]
         return sum(column.total_uncompressed_size for column in columns if column.path_in_schema in keys)
 
 
 def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
-    """Yield the rows of the unit's row groups, each as a JSON object of the columns ``keys`` ("a.b" for fields of one).
+    """Yield the rows of the unit's row groups, each as a JSON object of the columns ``keys`` ("a.b" for a field).
 
-    Memory is that of 256 rows, or of 4 MB of rows by their mean size where that is less, and pyarrow's own.
+    The memory use is that of 256 rows or 4 MB of average rows, whichever is less, plus pyarrow's own.
 
     Raises:
-        DataError: a column is missing or holds no strings, or the file is damaged.
+        DataError: a column is missing or does not contain strings, or the file is damaged.
     """
     with _opened(unit.path) as file:
         check_columns(file.schema_arrow, unit.path, keys)
-        groups = [file.metadata.row_group(number) for number in range(unit.stop)]
-        number = sum(group.num_rows for group in groups[: unit.start])
+        groups = [file.metadata.row_group(row) for row in range(unit.stop)]
+        row = sum(group.num_rows for group in groups[: unit.start])
         rows_at_once = _rows_at_once(groups[unit.start :])
         try:
             for batch in file.iter_batches(
                 rows_at_once, list(range(unit.start, unit.stop)), columns=list(keys), use_threads=False
             ):
                 for data in rows_as_json(batch, keys):
-                    yield Record(unit.path, ROWS, number, data)
-                    number += 1
-        except (OSError, ValueError) as error:  # pyarrow's errors are of these two
+                    yield Record(unit.path, ROWS, row, data)
+                    row += 1
+        except (OSError, ValueError) as error:  # base classes of pyarrow's errors
             raise DataError(
-                f"--input {unit.path} must be a whole parquet file; it is damaged at row {number} ({error})"
+                f"--input {unit.path} must be a whole parquet file; it is damaged at row {row} ({error})"
             ) from error
 
 
 def _rows_at_once(groups: Sequence[Any]) -> int:
-    """Return how many rows of these groups take some 4 MB, by the size that their metadata tell."""
+    """Return the number of rows of these groups that take about 4 MB according to their metadata, at most 256."""
     mean = sum(group.total_byte_size for group in groups) / max(sum(group.num_rows for group in groups), 1)
     return max(1, min(_ROWS_AT_ONCE, int(_BYTES_AT_ONCE / max(mean, 1))))
 
 
 def rows_as_json(batch: Any, keys: Sequence[str]) -> Iterator[bytes]:
-    """Yield the rows of a record batch with the columns ``keys``, each as a JSON object."""
+    """Yield each row of a record batch with the columns ``keys`` as a JSON object."""
     for part in _slices(batch):
         try:
             rows = part.to_pylist()
-        except UnicodeDecodeError:  # some text is no UTF-8: pass its bytes on row by row, parsing names the one
-            for number in range(part.num_rows):
-                yield _row_as_json(part.slice(number, 1), keys)
+        except UnicodeDecodeError:  # some text is not UTF-8: yield raw bytes row by row; parse() names the bad row
+            for row in range(part.num_rows):
+                yield _row_as_json(part.slice(row, 1), keys)
         else:
             yield from map(orjson.dumps, rows)
 
 
 def _slices(batch: Any) -> Iterator[Any]:
-    """Cut a batch by its size in memory: a text that many rows share lies in the file once."""
+    """Split a batch by its size in memory, which may be much larger than in the file, where rows can share a text."""
     step = max(1, batch.num_rows * _BYTES_AT_ONCE // max(batch.nbytes, 1))
     for start in range(0, batch.num_rows, step):
         yield batch.slice(start, step)
@@ -98,10 +98,10 @@ def _row_as_json(row: Any, keys: Sequence[str]) -> bytes:
 
 
 def _raw_text(row: Any, key: str) -> bytes:
-    """Return the text at ``key`` as JSON, its bytes as they are where they are no UTF-8."""
-    first, *inner = [key] if key in row.schema.names else key.split(".")
+    """Return the text at ``key`` as JSON; if it is not UTF-8, its bytes are unchanged."""
+    first, *fields = [key] if key in row.schema.names else key.split(".")
     column = row.column(first)
-    for name in inner:
+    for name in fields:
         column = column.field(name)
     try:
         return orjson.dumps(column.to_pylist()[0])
@@ -110,32 +110,34 @@ def _raw_text(row: Any, key: str) -> bytes:
 
 
 def check_columns(schema: Any, path: str, keys: Sequence[str]) -> None:
-    """Check that a table has one column of strings for each of ``keys``.
+    """Check that a table has exactly one column of strings for each of ``keys``.
 
     Raises:
-        DataError: It has not; names the column.
+        DataError: a column is missing, duplicated or not of type string; the message names it.
     """
     import pyarrow
     from pyarrow import types
 
     for key in keys:
         fields: Any = schema
-        kind: Any = None
+        column_type: Any = None
         for name in [key] if key in schema.names else key.split("."):
-            times = 0 if fields is None else [field.name for field in fields].count(name)
-            if times > 1:
+            count = 0 if fields is None else [field.name for field in fields].count(name)
+            if count > 1:
                 raise DataError(
-                    f"--input {path} must have one column {key!r} (--json-key), it has {times} of that name"
+                    f"--input {path} must have one column {key!r} (--json-key), it has {count} of that name"
                 )
-            if not times:
+            if not count:
                 names = ", ".join(schema.names) or "none"
                 raise DataError(f"--input {path} must have a column {key!r} (--json-key), it has only {names}")
-            kind = fields.field(name).type
-            fields = kind if isinstance(kind, pyarrow.StructType) else None
-        if types.is_dictionary(kind):
-            kind = kind.value_type
-        if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-            raise DataError(f"--input {path}: column {key!r} (--json-key) must hold strings, it holds {kind}")
+            column_type = fields.field(name).type
+            fields = column_type if isinstance(column_type, pyarrow.StructType) else None
+        if types.is_dictionary(column_type):
+            column_type = column_type.value_type
+        if not (
+            types.is_string(column_type) or types.is_large_string(column_type) or types.is_string_view(column_type)
+        ):
+            raise DataError(f"--input {path}: column {key!r} (--json-key) must hold strings, it holds {column_type}")
 
 
 def _opened(path: str) -> Any:
@@ -150,7 +152,7 @@ def _opened(path: str) -> Any:
         raise DataError(f"--input {path} must be a whole parquet file, pyarrow says: {error}") from error
 
 
-# What a file is by its first bytes, and what to do about one that is no text.
+# Detection of files that are not text by their first bytes.
 
 HEAD_BYTES = 4096
 BOM = b"\xef\xbb\xbf"
@@ -183,15 +185,15 @@ _TAR = slice(257, 262)
 
 
 def check_is_text(path: str | Path, head: bytes) -> None:
-    """Refuse a text that begins with ``head``, its first HEAD_BYTES, if those are of an archive or another encoding.
+    """Reject a file whose first HEAD_BYTES ``head`` are those of an archive, a binary file or another encoding.
 
     Raises:
-        DataError: says what it looks like and how to turn it into text.
+        DataError: the message names the detected type and how to convert it to text.
     """
     inside = " (decompressed)" if compression_of(path) else ""
-    for opening, kind in _KINDS.items():
+    for opening, description in _KINDS.items():
         if head.startswith(opening):
-            raise DataError(f"--input {path}{inside} must be UTF-8 text; it looks like {kind}")
+            raise DataError(f"--input {path}{inside} must be UTF-8 text; it looks like {description}")
     if head[_TAR] == b"ustar":
         raise DataError(f"--input {path}{inside} must be UTF-8 text; it looks like tar; unpack it: tar -xf")
     if head.count(0) > len(head) // 10:
@@ -202,36 +204,36 @@ def check_is_text(path: str | Path, head: bytes) -> None:
 
 
 def check_is_lines(path: str | Path, head: bytes) -> None:
-    """Refuse JSON that is laid out over several lines, if ``head``, the first bytes of a file, begins so.
+    """Reject JSON with objects that span several lines, judging by ``head``, the first bytes of the file.
 
     Raises:
-        DataError: names the command that writes each object on a line of its own.
+        DataError: the message names the command that writes each object on one line.
     """
     line = head.removeprefix(BOM).lstrip().partition(b"\n")[0].strip()
     if line in (b"[", b"[{") or (line.startswith(b"[") and line.endswith(b",")):
-        what, cure = "one JSON array", ".[]"
+        layout, jq_filter = "one JSON array", ".[]"
     elif line == b"{":
-        what, cure = "objects that take several lines each", "."
+        layout, jq_filter = "objects that take several lines each", "."
     else:
         return
     raise DataError(
-        f"--input {path} must have one JSON object on each line; it looks like {what}. "
-        f"Write each object on a line of its own: jq -c '{cure}'"
+        f"--input {path} must have one JSON object on each line; it looks like {layout}. "
+        f"Write each object on a line of its own: jq -c '{jq_filter}'"
     )
 
 
 def check_is_compressed(path: str | Path, head: bytes) -> None:
-    """Refuse a file whose name says .gz or .zst and whose first bytes do not; an empty file has nothing to say.
+    """Reject a file named .gz or .zst whose first bytes ``head`` do not match; empty files are accepted.
 
     Raises:
-        DataError: names both.
+        DataError: the message has the expected and the actual bytes.
     """
-    kind = compression_of(path)
-    skippable = kind == "zst" and head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5
-    if kind and head and not head.startswith(_MAGIC[kind]) and not skippable:
+    suffix = compression_of(path)
+    skippable = suffix == "zst" and head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5
+    if suffix and head and not head.startswith(_MAGIC[suffix]) and not skippable:
         raise DataError(
-            f"--input {path} must be what its name says, .{kind}; its first bytes are {head[:4].hex(' ')}, those of "
-            f".{kind} {_MAGIC[kind].hex(' ')}. If it is plain text, take .{kind} off its name."
+            f"--input {path} must be what its name says, .{suffix}; its first bytes are {head[:4].hex(' ')}, those of "
+            f".{suffix} {_MAGIC[suffix].hex(' ')}. If it is plain text, take .{suffix} off its name."
         )
 
 
@@ -248,14 +250,14 @@ def read_head(path: str | Path) -> bytes:
         raise DataError(f"--input {path} cannot be read: {error.strerror}") from error
 
 
-# Decompressing .gz and .zst in pieces, so that memory does not depend on the file; damage is named with its place.
+# Decompression of .gz and .zst in blocks, so that memory use does not depend on the file. Errors name the position.
 
 _PIECE_BYTES = {"gz": 1 << 16, "zst": 1 << 11}
-"""Compressed bytes at a time. One call may inflate gzip a thousandfold and zstandard 32,000-fold, so pieces are small:
-a file made to burst takes some 200 MB, ordinary text a few hundred kB."""
+"""Compressed bytes per call, small because one call may inflate gzip 1,000-fold and zstandard 32,000-fold. The memory
+use is about 200 MB for a decompression bomb, and a few hundred kB for ordinary text."""
 
 _LARGEST_WINDOW = 1 << 31
-"""What ``zstd --long=31`` asks for; memory is taken only for files that were written with such a window."""
+"""The window of ``zstd --long=31``; memory is only allocated for files that were written with such a window."""
 
 _JUDGED_BYTES = 1 << 23
 
@@ -273,35 +275,35 @@ class _Stream(Protocol):
 
 
 def decompressed(path: str, file: BinaryIO) -> Iterator[bytes]:
-    """Yield the content of ``file``, which is compressed as its name says; members one after another are one text.
+    """Yield the decompressed content of ``file``; consecutive members or frames are concatenated.
 
     Raises:
-        DataError: the file is damaged or cut off; says at which byte, and how many could be unpacked.
+        DataError: the file is damaged or truncated; the message has the position and the number of decompressed bytes.
     """
-    kind = compression_of(path) or ""
-    stream, in_stream, place, unpacked = _new(kind), False, 0, 0
-    while piece := file.read(_PIECE_BYTES[kind]):
-        place += len(piece)
-        while piece := piece if in_stream or kind != "gz" else piece.lstrip(b"\x00"):  # tapes fill up with zeros
+    suffix = compression_of(path) or ""
+    stream, in_stream, position, unpacked = _new(suffix), False, 0, 0
+    while piece := file.read(_PIECE_BYTES[suffix]):
+        position += len(piece)
+        while piece := piece if in_stream or suffix != "gz" else piece.lstrip(b"\x00"):  # tapes pad with zeros
             try:
                 data = stream.decompress(piece)
             except (zlib.error, zstandard.ZstdError) as error:
-                raise _damaged(path, kind, f"damaged before byte {place} ({error})", unpacked) from None
+                raise _damaged(path, suffix, f"damaged before byte {position} ({error})", unpacked) from None
             unpacked += len(data)
             if data:
                 yield data
             in_stream, piece = not stream.eof, stream.unused_data
             if not in_stream:
-                stream = _new(kind)
+                stream = _new(suffix)
     if in_stream:
-        raise _damaged(path, kind, f"cut off: it ends at byte {place}, in the middle of a stream", unpacked)
+        raise _damaged(path, suffix, f"cut off: it ends at byte {position}, in the middle of a stream", unpacked)
 
 
 def check_is_whole(path: str) -> None:
-    """Read a compressed file through; one with no checksum is only seen to be damaged where that breaks its stream.
+    """Decompress a file completely to detect damage; without a checksum, only a broken stream is detected.
 
     Raises:
-        DataError: the file is damaged or cut off, or cannot be read.
+        DataError: the file is damaged, truncated or unreadable.
     """
     try:
         with object_store.open_file(path) as file:
@@ -312,7 +314,7 @@ def check_is_whole(path: str) -> None:
 
 
 def unpacked_size(path: str) -> int:
-    """Return about how many bytes a compressed file holds, judged by its first ones; exact for small files."""
+    """Estimate the decompressed size of a file from its first 8 MB of text; exact for smaller files."""
     unpacked = 0
     with object_store.open_file(path) as file:
         for data in decompressed(path, file):
@@ -336,20 +338,22 @@ def _damaged(path: str, kind: str, what: str, unpacked: int) -> DataError:
     )
 
 
-# The bytes of a unit's files as blocks, wherever they come from.
+# Blocks of bytes from plain files, compressed files and standard input.
 
 BLOCK_BYTES = 1 << 18
 
 
 def blocks(path: str, start: int = 0) -> Iterator[bytes]:
-    """Yield the (decompressed) bytes of a file from ``start`` on; those of a stream from its beginning, checked.
+    """Yield the (decompressed) bytes of a file from ``start`` on.
+
+    Compressed files and standard input are read from their beginning, and their first bytes are checked.
 
     Raises:
-        DataError: the file cannot be read, is damaged, or a stream holds no text.
+        DataError: the file is unreadable or damaged, or compressed data or standard input is not text.
     """
     try:
         if path == STDIN:
-            with open(0, "rb", closefd=False) as file:  # a forked process has no sys.stdin, but it has its descriptor
+            with open(0, "rb", closefd=False) as file:  # forked processes have the descriptor, but no sys.stdin
                 yield from _checked(path, _raw(file))
             return
         with object_store.open_file(path) as file:
@@ -368,7 +372,7 @@ def _raw(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _checked(path: str, pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Look at the first bytes of what cannot be looked at before."""
+    """Check the first bytes of a stream, which cannot be read in advance, and return an iterator over all of it."""
     head = b""
     for piece in pieces:
         head += piece
@@ -378,10 +382,10 @@ def _checked(path: str, pieces: Iterator[bytes]) -> Iterator[bytes]:
     return chain([head] if head else [], pieces)
 
 
-# Cutting blocks of bytes into records: lines, texts between blank lines, whole files.
+# Records in blocks of bytes: lines, texts between blank lines, complete files.
 #
-# A record belongs to the unit in which it begins, wherever the borders of units fall: a line by its first byte, a text
-# between blank lines by the first byte of the last blank line before it. So no unit has to know what lies before it.
+# A record belongs to the unit that contains its first byte; for a text between blank lines, the first byte of the last
+# blank line before it decides. A unit can therefore be read without the data before it.
 
 _LONGEST_LINE = 1 << 30
 
@@ -396,24 +400,24 @@ def lines(unit: Unit) -> Iterator[Record]:
 
 
 def texts_between_blank_lines(unit: Unit) -> Iterator[Record]:
-    """Yield what stands between blank lines, with its line ends, as far as it is the unit's."""
+    """Yield the unit's texts between blank lines, including their line ends."""
     text: list[bytes] = []
-    place: Record | None = None
-    is_ours = not unit.start  # no blank line stands before the first text of a file
+    first_line: Record | None = None
+    belongs_to_unit = not unit.start  # there is no blank line before the first text of a file
     for record, is_ended in ((record, are_ended) for batch, are_ended in _batches(unit) for record in batch):
-        data = record.data.removeprefix(BOM)  # `cat` leaves that of a file in the middle
+        data = record.data.removeprefix(BOM)  # files joined by `cat` have byte order marks in the middle
         if data and not data.isspace():
-            if is_ours:
-                place = place or record
+            if belongs_to_unit:
+                first_line = first_line or record
                 text += (data, b"\n") if is_ended else (data,)
         else:
-            if place:
-                yield place._replace(data=b"".join(text))
-            text, place, is_ours = [], None, True
-        if record.byte_offset >= unit.stop and not place:
+            if first_line:
+                yield first_line._replace(data=b"".join(text))
+            text, first_line, belongs_to_unit = [], None, True
+        if record.byte_offset >= unit.stop and not first_line:
             return
-    if place:
-        yield place._replace(data=b"".join(text))
+    if first_line:
+        yield first_line._replace(data=b"".join(text))
 
 
 def whole_files(unit: Unit) -> Iterator[Record]:
@@ -425,17 +429,17 @@ def whole_files(unit: Unit) -> Iterator[Record]:
 
 
 def _batches(unit: Unit) -> Iterator[tuple[list[Record], bool]]:
-    """Yield the lines that begin at ``unit.start`` or later, until the file ends, and whether line feeds end them.
+    """Yield (lines, True if they end with line feeds) for all lines from ``unit.start`` to the end of the file.
 
-    Lines are counted where the reading begins with the file.
+    Lines are numbered only if the unit starts at the beginning of the file.
     """
     path = unit.path
-    make = tuple.__new__  # a third of the time that Record(...) takes, which matters for short lines
+    make = tuple.__new__  # three times as fast as Record(...), which matters for short lines
     offset, stream = _first_line(unit)
     line, step = (0, 0) if unit.start else (1, 1)
-    for cut, are_ended in _cut(path, stream):
+    for complete_lines, are_ended in _cut(path, stream):
         batch = []
-        for data in cut:
+        for data in complete_lines:
             batch.append(make(Record, (path, line, offset, data)))
             offset += len(data) + 1
             line += step
@@ -443,7 +447,7 @@ def _batches(unit: Unit) -> Iterator[tuple[list[Record], bool]]:
 
 
 def _first_line(unit: Unit) -> tuple[int, Iterator[bytes]]:
-    """Return where the unit's first line begins, and what follows from there."""
+    """Return the offset of the unit's first line and an iterator over the bytes from there on."""
     if not unit.start:
         stream = blocks(unit.path)
         head = next(stream, b"")
@@ -451,28 +455,28 @@ def _first_line(unit: Unit) -> tuple[int, Iterator[bytes]]:
             check_is_lines(unit.path, head[:HEAD_BYTES])
         start = len(BOM) if head.startswith(BOM) else 0
         return start, chain([head[start:]], stream)
-    place = unit.start - 1
-    stream = blocks(unit.path, place)
+    position = unit.start - 1
+    stream = blocks(unit.path, position)
     for block in stream:
-        if (found := block.find(b"\n")) >= 0:
-            return place + found + 1, chain([block[found + 1 :]], stream)
-        place += len(block)
-        if place >= unit.stop:
+        if (line_end := block.find(b"\n")) >= 0:
+            return position + line_end + 1, chain([block[line_end + 1 :]], stream)
+        position += len(block)
+        if position >= unit.stop:
             break
     return unit.stop, iter(())
 
 
 def _cut(path: str, stream: Iterator[bytes]) -> Iterator[tuple[list[bytes], bool]]:
-    """Yield lines as they are complete, many at a time, then what follows the last line feed, if anything does."""
-    rest: list[bytes] = []
+    """Yield batches of complete lines, then the text after the last line feed, if any."""
+    pieces: list[bytes] = []
     size = 0
     for block in stream:
         *ended, last = block.split(b"\n")
         if ended:
-            ended[0] = b"".join([*rest, ended[0]])
-            rest, size = [], 0  # before the yield: while a giant line is used, its pieces must not lie beside it
+            ended[0] = b"".join([*pieces, ended[0]])
+            pieces, size = [], 0  # before the yield, to free the pieces of a long line while the line is in use
             yield ended, True
-        rest.append(last)
+        pieces.append(last)
         size += len(last)
         if size > _LONGEST_LINE:
             raise DataError(
@@ -480,4 +484,4 @@ def _cut(path: str, stream: Iterator[bytes]) -> Iterator[tuple[list[bytes], bool
                 "if it is one large JSON array, write each element on a line of its own: jq -c '.[]'"
             )
     if size:
-        yield [b"".join(rest)], False
+        yield [b"".join(pieces)], False

@@ -1,4 +1,4 @@
-"""Finished units in PREFIX.parts, and records that could not be used."""
+"""The parts of finished units in PREFIX.parts, and the list of bad records."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from megatron.data.preprocess.encode import Encoded
 from megatron.data.preprocess.job_types import ROWS, BadRecord, Counts
 from megatron.errors import DataError
 
-# What finished units leave in ``PREFIX.parts``, so that a job that was cut off goes on with them.
+# The folder ``PREFIX.parts``, from which an interrupted job is resumed.
 #
 # | file | content |
 # |---|---|
 # | unit-000000.bin | tokens, in the type of the final ``.bin`` |
-# | unit-000000.len | tokens of each document, int32 |
-# | unit-000000.bad | bad records, a line of JSON each |
-# | unit-000000.json | counts, and size and crc32 of the three; renamed into place last: the unit is finished |
-# | plan.json | what the job is (``plan``) |
-# | lock, part-3-of-16.lock | held by the job while it runs |
+# | unit-000000.len | number of tokens of each document, int32 |
+# | unit-000000.bad | bad records, one line of JSON each |
+# | unit-000000.json | counts, and size and crc32 of the other three files; renamed last, which finishes the unit |
+# | plan.json | the identity of the job (``plan``) |
+# | lock, part-3-of-16.lock | locked by the job while it runs |
 #
-# On one machine nothing here is flushed to the disk: after a power cut a part that was lost is found out by its size
-# and crc32, and done again. In a folder that several machines fill the four are flushed before a unit counts as
-# finished, since whoever joins them has another machine's word for it.
+# If a single machine writes the folder, the files are not fsynced: parts that are lost in a power failure are detected
+# by their size and crc32, and encoded again. If several machines write the folder, the four files are fsynced before a
+# unit counts as finished, because the machine that merges the parts must be able to rely on them.
 #
-# Two processes may make one unit at a time (a machine that was taken for lost goes on): each writes under names of its
-# own, and both rename the same bytes into place.
+# Two processes may encode the same unit concurrently (if a machine is considered lost but continues). Each of them
+# writes under its own temporary names, and both rename files with the same content.
 
 KINDS = ("bin", "len", "bad")
 PLAN, LOCK = "plan.json", "lock"
@@ -50,7 +50,12 @@ _UNFINISHED = re.compile(r"unit-([0-9]{6,})\.[a-z]+\.tmp-")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A finished unit: what it counts, the (bytes, crc32) of its files by kind, the digest of the plan it is of."""
+    """A finished unit.
+
+    Args:
+        facts: (bytes, crc32) of each of its files, by kind.
+        plan: digest of the plan that the unit belongs to.
+    """
 
     unit: int
     counts: Counts
@@ -73,24 +78,24 @@ class ShardFolder:
 
     Args:
         dtype: type of the tokens.
-        plan: digest of the plan; finished units of another one do not count.
-        is_shared: several machines write here.
+        plan: digest of the plan; finished units of other plans are ignored.
+        is_shared: several machines write the folder.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype, plan: str, *, is_shared: bool = False) -> None:
         self.folder, self.dtype, self.plan, self.is_shared = folder, dtype, plan, is_shared
 
     def path(self, unit: int, kind: str) -> Path:
-        """Return where a file of a unit lies once it is finished."""
+        """Return the final path of a file of a unit."""
         return self.folder / f"unit-{unit:06d}.{kind}"
 
     def finished(self, unit: int) -> Part | None:
-        """Return the part of ``unit`` if it is there with the size and crc32 that it must have."""
-        found = self.look_at(unit)
-        return found if isinstance(found, Part) else None
+        """Return the part of ``unit`` if its files have the recorded sizes and checksums; else None."""
+        part = self.look_at(unit)
+        return part if isinstance(part, Part) else None
 
     def look_at(self, unit: int) -> Part | Literal["missing", "damaged", "of another job"]:
-        """Return the part of ``unit``, read through, or what is the matter with it."""
+        """Verify the checksums of ``unit`` and return its part, or the problem as text."""
         try:
             part = Part.from_json(self.path(unit, "json").read_bytes())
             is_whole = part.unit == unit and set(part.facts) == set(KINDS)
@@ -106,7 +111,7 @@ class ShardFolder:
         return part if is_whole else "damaged"
 
     def bad_lines(self, unit: int, unfinished: Sequence[Path] = ()) -> Iterator[bytes]:
-        """Yield the whole lines of JSON about the bad records of a unit, finished or not."""
+        """Yield the complete JSON lines about the bad records of a unit, finished or not."""
         for path in (self.path(unit, "bad"), *unfinished):
             if path.exists():
                 with open(path, "rb") as file:
@@ -114,15 +119,15 @@ class ShardFolder:
                 return
 
     def unfinished(self) -> dict[int, list[Path]]:
-        """Return the files of each unit that is being written, or was when its writer was killed."""
-        found: dict[int, list[Path]] = defaultdict(list)
+        """Return unit -> temporary files of the units that are being written, or whose writer was killed."""
+        paths_by_unit: dict[int, list[Path]] = defaultdict(list)
         for path in self.folder.iterdir():
             if name := _UNFINISHED.match(path.name):
-                found[int(name[1])].append(path)
-        return found
+                paths_by_unit[int(name[1])].append(path)
+        return paths_by_unit
 
     def unfinished_bad(self) -> dict[int, list[Path]]:
-        """Return those of bad records, the latest of each unit first."""
+        """Return unit -> temporary files of bad records, the latest first."""
         return {
             unit: sorted((path for path in paths if ".bad.tmp-" in path.name), key=_time_of, reverse=True)
             for unit, paths in self.unfinished().items()
@@ -136,7 +141,7 @@ class ShardFolder:
 def _time_of(path: Path) -> int:
     try:
         return path.stat().st_mtime_ns
-    except FileNotFoundError:  # it has just been finished, or given up
+    except FileNotFoundError:  # another process has just renamed or deleted it
         return 0
 
 
@@ -144,7 +149,7 @@ _numbers = itertools.count()
 
 
 class PartWriter:
-    """Writes the part of one unit; it counts for nothing until ``finish``."""
+    """A writer of the part of one unit; the part is ignored until ``finish``."""
 
     def __init__(self, parts: ShardFolder, unit: int) -> None:
         self._parts, self._unit = parts, unit
@@ -154,21 +159,21 @@ class PartWriter:
 
     def __enter__(self) -> PartWriter:
         with suppress(FileNotFoundError):
-            files.remove_file(self._parts.path(self._unit, "json"))  # a part that did not verify
+            files.remove_file(self._parts.path(self._unit, "json"))  # of a part that failed the verification
         self._files = {kind: self._open.enter_context(StreamedFile(self._temporary(kind))) for kind in KINDS}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError):  # a full disk fails a second time when what is buffered is written on closing
+        with suppress(OSError):  # on a full disk, flushing the buffers on close fails a second time
             self._open.close()
         if kind is not None:
-            for name in ("bin", "len"):  # room for others; what is bad is still to be told
+            for name in ("bin", "len"):  # free disk space, but keep the list of bad records
                 self._temporary(name).unlink(missing_ok=True)
 
     def add(self, encoded: Encoded, counts: Counts) -> None:
-        """Append a chunk; ``counts`` are those of all chunks so far. Bad records are there at once for all to read."""
+        """Append a chunk; ``counts`` covers all chunks so far. Other processes can read its bad records immediately."""
         if len(encoded.tokens):
             self._files["bin"].write(encoded.tokens.astype(self._parts.dtype).data.cast("B"))
             self._files["len"].write(encoded.sizes.astype("<i4").data.cast("B"))
@@ -178,7 +183,7 @@ class PartWriter:
         self.counts = counts
 
     def finish(self) -> Part:
-        """Put the part in place."""
+        """Rename the files of the part to their final names and return the part."""
         if self._parts.is_shared:
             for file in self._files.values():
                 file.sync()
@@ -197,7 +202,7 @@ class PartWriter:
         return part
 
     def _temporary(self, kind: str) -> Path:
-        """Return the name that a file has while it is written, which no other writer uses."""
+        """Return the temporary path of a file, which is unique to this writer."""
         path = self._parts.path(self._unit, kind)
         return path.with_name(f"{path.name}.tmp-{self._mark}")
 
@@ -208,21 +213,21 @@ class PartWriter:
 
 
 def folder_of(prefix: str) -> Path:
-    """Return the folder of the parts of a job."""
+    """Return the folder of the parts for an output prefix."""
     return Path(prefix + ".parts")
 
 
 def remove(folder: Path) -> None:
-    """Delete all parts in ``folder``, what ``--resume`` needs last: a kill leaves parts that can still be used.
+    """Delete all parts in ``folder``, and then the plan, so that an interrupted deletion leaves resumable parts.
 
-    The lock stays; who holds it removes it with the folder.
+    The lock file is not deleted; its holder removes it together with the folder.
 
     Raises:
-        DataError: something else lies there.
+        DataError: the folder contains other files.
     """
     names = sorted(path.name for path in folder.iterdir())
     units = [name for name in names if name.startswith("unit-")]
-    locks = [name for name in names if name.startswith("part-") and name.endswith(".lock")]  # left by a kill
+    locks = [name for name in names if name.startswith("part-") and name.endswith(".lock")]  # left by a killed job
     plans = [name for name in names if name == PLAN or name.startswith(f".{PLAN}.tmp")]
     if foreign := sorted(set(names) - {*units, *locks, *plans, LOCK}):
         raise DataError(f"{folder} must hold nothing but parts, got {', '.join(foreign[:5])}. Move that elsewhere.")
@@ -230,21 +235,21 @@ def remove(folder: Path) -> None:
         files.remove_file(folder / name)
 
 
-# ``PREFIX.bad.jsonl``: a line of JSON for each record that could not be used.
+# ``PREFIX.bad.jsonl``: one line of JSON for each bad record.
 
 _SHOWN = 20
 _READ_AT_ONCE = 1 << 22
 
 
 def path_of(prefix: str) -> Path:
-    """Return where the bad records of a job are told."""
+    """Return the path of the file that lists the bad records of a job."""
     return Path(prefix + ".bad.jsonl")
 
 
 def gather(prefix: str, parts: ShardFolder, units: Iterable[int]) -> list[str]:
-    """Write what the parts of ``units`` say, in this order, finished or not, and return the first ones in words.
+    """Write the bad records of ``units``, finished or not, in this order, and return descriptions of the first ones.
 
-    An older file goes where nothing is bad.
+    If there are no bad records, an existing file is deleted.
     """
     target = path_of(prefix)
     records = _records(parts, units)
@@ -253,19 +258,19 @@ def gather(prefix: str, parts: ShardFolder, units: Iterable[int]) -> list[str]:
         with suppress(FileNotFoundError):
             files.remove_file(target)
         return []
-    shown = [first]
+    examples = [first]
     temporary = file_io.temporary_path(target)
     try:
         with StreamedFile(temporary) as file:
             file.write(orjson.dumps(first) + b"\n")
             for record in records:
                 file.write(orjson.dumps(record) + b"\n")
-                shown += [record] if len(shown) < _SHOWN else []
+                examples += [record] if len(examples) < _SHOWN else []
             file.sync()
         files.rename(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
-    return [_in_words(record) for record in shown]
+    return [_in_words(record) for record in examples]
 
 
 def _records(parts: ShardFolder, units: Iterable[int]) -> Iterator[dict[str, Any]]:
@@ -279,19 +284,19 @@ def _records(parts: ShardFolder, units: Iterable[int]) -> Iterator[dict[str, Any
 
 
 def _in_words(record: dict[str, Any]) -> str:
-    place = record["row"] if "row" in record else record["byte_offset"]
-    return str(BadRecord(record["file"], record.get("line", ROWS), place, record["reason"], record["opening"]))
+    position = record["row"] if "row" in record else record["byte_offset"]
+    return str(BadRecord(record["file"], record.get("line", ROWS), position, record["reason"], record["opening"]))
 
 
 class _Lines:
-    """Counts lines up to places that rise within a file: a unit that begins in the middle of one cannot know them."""
+    """A line counter for ascending offsets in a file, as units that begin within a file do not know line numbers."""
 
     def __init__(self) -> None:
         self._path, self._offset, self._line = "", 0, 1
         self._file: BinaryIO | None = None
 
     def number(self, path: str, offset: int) -> int:
-        """Return the number of the line that begins at ``offset``, 0 if the file cannot be read any more."""
+        """Return the number of the line that begins at ``offset``; 0 if the file is no longer readable."""
         try:
             if path != self._path or self._file is None or offset < self._offset:
                 self._open(path)

@@ -1,4 +1,4 @@
-"""An even sample of a corpus for training a vocabulary."""
+"""An evenly distributed sample of a corpus for training a vocabulary."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from megatron.data.preprocess.job_types import STDIN, TABLES, BadRecord, Unit, c
 from megatron.data.preprocess.readers import unpacked_size
 from megatron.errors import DataError
 
-# A sample of a corpus, spread evenly over its bytes: for training a vocabulary on what fits into memory.
+# A sample of a corpus, evenly distributed over its bytes, so that a vocabulary can be trained in memory.
 #
-# Of a file that can be read from any byte only the sample is read: pieces of 64 kB of text at even distances.
-# Compressed files are read through and a document is taken whenever the sample has fallen behind its share. How much a
-# compressed file holds is estimated from its first 8 MB; of tables the column's bytes count. All of it follows from
-# the files alone.
+# For a file that can be read from any byte, only the sample is read: evenly spaced pieces of 64 kB of text. Compressed
+# files are read completely, and a document is selected whenever the sample has fallen behind its share. The size of a
+# compressed file is estimated from its first 8 MB; for tables, the size of the text columns counts. The sample depends
+# only on the files.
 
 PIECE_BYTES = 1 << 16
 
 
 class Drawn(NamedTuple):
-    """A document of the sample, or a bad record; the file that it is from; the bytes of the file that it stands for."""
+    """A sampled document or a bad record, with its file and the number of bytes that it occupies in the file."""
 
     path: str
     text: str | BadRecord
@@ -35,10 +35,10 @@ class Drawn(NamedTuple):
 def sample(
     paths: Sequence[Path | str], format: str | None, keys: Sequence[str], num_bytes: int | None = None
 ) -> Iterator[Drawn]:
-    """Yield documents of about ``num_bytes`` of UTF-8 text in the order of the corpus, or all of it.
+    """Yield documents with about ``num_bytes`` of UTF-8 text (None: all documents) in the order of the corpus.
 
     Raises:
-        DataError: as ``plan_units`` and ``read_unit``; or standard input is to be sampled, whose size nobody knows.
+        DataError: see ``plan_units`` and ``read_unit``; or standard input, whose size is unknown, would be sampled.
     """
     units = plan_units(paths, format, unit_bytes=sys.maxsize)
     if num_bytes is None:
@@ -53,63 +53,64 @@ def sample(
 
 
 def _evenly(units: Sequence[Unit], keys: Sequence[str], share: float) -> Iterator[Drawn]:
-    """Take documents while fewer bytes are taken than are due: ``share`` of those that were passed."""
-    taken, due = 0, 0.0
+    """Yield documents while their bytes are less than ``share`` of the bytes passed so far; yield all bad records."""
+    taken_bytes, due_bytes = 0, 0.0
     for unit in units:
         is_read_through = compression_of(unit.path) is not None or unit.format in TABLES
-        if not is_read_through:  # its first documents stand for all of it
-            due += share * unit.size
-        for drawn in _documents(unit, keys) if is_read_through or taken < due else ():
+        if not is_read_through:  # the first documents represent the whole unit
+            due_bytes += share * unit.size
+        for drawn in _documents(unit, keys) if is_read_through or taken_bytes < due_bytes else ():
             if is_read_through:
-                due += share * drawn.passed_bytes
+                due_bytes += share * drawn.passed_bytes
             if isinstance(drawn.text, BadRecord):
                 yield drawn
-            elif taken < due:
-                taken += len(drawn.text.encode())
+            elif taken_bytes < due_bytes:
+                taken_bytes += len(drawn.text.encode())
                 yield drawn
-            if not is_read_through and taken >= due:
+            if not is_read_through and taken_bytes >= due_bytes:
                 break
 
 
 def _documents(unit: Unit, keys: Sequence[str]) -> Iterator[Drawn]:
     for record, text in unit_documents(unit, keys):
-        if unit.format in TABLES and isinstance(text, str):  # the JSON around the text is not in the file
+        if unit.format in TABLES and isinstance(text, str):  # the JSON around the text was added by the reader
             yield Drawn(record.path, text, len(text.encode()))
         else:
             yield Drawn(record.path, text, len(record.data))
 
 
 def _text_bytes(unit: Unit, keys: Sequence[str]) -> int:
-    """Return how many bytes the unit has when it is unpacked, those of ``keys`` alone where they lie apart."""
+    """Return the decompressed bytes of the unit; for tables, only those of the columns ``keys``."""
     if unit.format in TABLES:
         return (readers if unit.format == "parquet" else arrow_files).column_bytes(unit, keys)
     return unpacked_size(unit.path) if compression_of(unit.path) else unit.size
 
 
-# The text that a vocabulary is trained on: a stream of documents, of which a few are kept apart to measure it.
+# The training text of a vocabulary: a stream of documents, some of which are held out to evaluate the vocabulary.
 
 HELD_OUT_STEP = 1 << 14
 _MOST_KEPT_BYTES = 1 << 24
 _BAD_SHOWN = 20
 _MOST_BAD_LISTED = 10_000
 _GIVE_UP_AT = 1000
-"""Bad records after which reading stops if they are the majority: the input or a flag is wrong, not single lines."""
+"""Number of bad records at which reading stops if they are the majority, as the input or a flag is probably wrong."""
 
 
 class TrainingText:
-    """The documents of ``drawn`` without those that are kept apart; can be gone through once.
+    """The documents of ``drawn`` except the held-out ones; can be iterated once.
 
-    A document is kept apart whenever those of its group are 16 kB behind their share of the bytes so far, up to 16 MB
-    in all. So they lie at even distances and are neither longer nor shorter than others; a small text gives none.
+    A document is held out when its group has held out 16 kB less than its share of the bytes read so far, up to a total
+    of 16 MB. Held-out documents are therefore evenly distributed and have typical lengths. A small text has none.
 
     Args:
-        group_of: names the group of a document by the file that it is from.
-        max_bad_lines: number of bad records that are left out without an error; None: 0, or no limit of its own with
-            ``max_bad_fraction``.
-        max_bad_fraction: the same as a fraction of all records with text.
+        group_of: returns the group of a document from the path of its file.
+        held_out_share: share of the bytes of each group to hold out.
+        max_bad_lines: number of bad records that are skipped without an error; None: 0, or unlimited if
+            ``max_bad_fraction`` is given.
+        max_bad_fraction: the same limit as a fraction of all records with text.
 
     Raises:
-        DataError: at the end of the text, if more records are bad, or if there is no document at all.
+        DataError: at the end of the text, if there are too many bad records or no documents.
     """
 
     def __init__(
@@ -122,9 +123,9 @@ class TrainingText:
         self._seen: dict[str, int] = defaultdict(int)
         self._held: dict[str, int] = defaultdict(int)
         self.held_out: dict[str, list[str]] = {}
-        """The documents kept apart, by group."""
+        """Group -> held-out documents."""
         self.bad: list[BadRecord] = []
-        """The bad records, the first 10,000 of them."""
+        """The first 10,000 bad records."""
         self.num_documents = self.num_bytes = self.num_bad = 0
 
     def __iter__(self) -> Iterator[str]:
@@ -156,22 +157,22 @@ class TrainingText:
         """Raise DataError if too many records are bad.
 
         Args:
-            end: why reading ended, for the message.
+            end: reason for which reading stopped, for the message.
         """
         num_records = self.num_documents + self.num_bad
-        allowed = []
+        exceeded = []
         if self._max_bad_lines is not None and self.num_bad > self._max_bad_lines:
-            allowed.append(f"{self._max_bad_lines} (--max-bad-lines)")
+            exceeded.append(f"{self._max_bad_lines} (--max-bad-lines)")
         if self._max_bad_fraction is not None and self.num_bad > self._max_bad_fraction * num_records:
-            allowed.append(f"{self._max_bad_fraction:g} of all lines (--max-bad-fraction)")
-        if not allowed:
+            exceeded.append(f"{self._max_bad_fraction:g} of all lines (--max-bad-fraction)")
+        if not exceeded:
             return
-        shown = "".join(f"\n  {record}" for record in self.bad[:_BAD_SHOWN])
-        more = f"\n  and {self.num_bad - _BAD_SHOWN} more" if self.num_bad > _BAD_SHOWN else ""
+        examples = "".join(f"\n  {record}" for record in self.bad[:_BAD_SHOWN])
+        remaining = f"\n  and {self.num_bad - _BAD_SHOWN} more" if self.num_bad > _BAD_SHOWN else ""
         fix = f"leave them out with --max-bad-lines {self.num_bad}"
         if end:
             fix = "check --input, --format and --json-key"
         raise DataError(
-            f"{self.num_bad} of {num_records} records are bad{end}; at most {' and '.join(allowed)} may be. "
-            f"Correct them, or {fix}:{shown}{more}"
+            f"{self.num_bad} of {num_records} records are bad{end}; at most {' and '.join(exceeded)} may be. "
+            f"Correct them, or {fix}:{examples}{remaining}"
         )

@@ -1,4 +1,4 @@
-"""Reading a pair of token files through to see that it is whole, and showing some of it."""
+"""Verify a pair of token files completely, and show some of its documents."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _SHOWN_TOKENS = 64
 
 @dataclass(frozen=True)
 class Verified:
-    """What a whole pair holds.
+    """The result of a successful verification.
 
     Args:
-        has_sidecar: whether there were checksums to compare with.
-        samples: (number of the document, its tokens, how it begins) of some documents.
+        has_sidecar: True if the files have a sidecar, so that checksums were verified.
+        samples: (document index, number of tokens, first tokens as text) of some documents.
     """
 
     num_documents: int
@@ -39,14 +39,14 @@ class Verified:
 
 
 def verify(prefix: str, tokenizer: Tokenizer | None, *, num_samples: int = 3, seed: int = 0) -> Verified:
-    """Read ``PREFIX.bin`` and ``.idx`` through: sizes, offsets, checksums, the range of ids, the end of each document.
+    """Verify sizes, offsets, checksums, the range of ids and the end of each document of ``PREFIX.bin`` and ``.idx``.
 
     Args:
-        tokenizer: decodes the samples; None shows token ids.
-        seed: of the choice of the samples.
+        tokenizer: tokenizer that decodes the samples; None: the samples are token ids.
+        seed: seed for the selection of the samples.
 
     Raises:
-        DataError: a file is missing or damaged, or the tokens are not those of ``tokenizer``.
+        DataError: a file is missing or damaged, or the data was built with another tokenizer than ``tokenizer``.
     """
     file = _opened(prefix)
     if tokenizer is not None and file.sidecar is not None and not is_same(file.sidecar.tokenizer, tokenizer.identity):
@@ -66,8 +66,8 @@ def verify(prefix: str, tokenizer: Tokenizer | None, *, num_samples: int = 3, se
         raise DataError(f"{file.prefix}.bin: ids must be in 0 ... {vocab_size - 1}, got {lowest} ... {highest}")
     if file.sidecar is not None:
         _check_sidecar(file, file.sidecar, crc32, highest)
-    chosen = sorted(random.Random(seed).sample(range(file.num_documents), min(num_samples, file.num_documents)))
-    samples = [(document, int(file.sizes[document]), _opening(file, document, tokenizer)) for document in chosen]
+    documents = sorted(random.Random(seed).sample(range(file.num_documents), min(num_samples, file.num_documents)))
+    samples = [(document, int(file.sizes[document]), _opening(file, document, tokenizer)) for document in documents]
     return Verified(file.num_documents, file.num_tokens, file.sidecar is not None, samples)
 
 
@@ -78,7 +78,7 @@ def _opened(prefix: str) -> IndexedDataset:
 
 
 def _read_through(file: IndexedDataset) -> tuple[int, int, int]:
-    """Return crc32, smallest and largest id of all tokens."""
+    """Return the crc32 of the ``.bin``, and the smallest and the largest token id."""
     crc32, lowest, highest = 0, 0, -1
     with open(file.token_path, "rb") as opened:
         while data := opened.read(_BYTES_AT_ONCE):
@@ -98,9 +98,11 @@ def _check_sidecar(file: IndexedDataset, sidecar: DatasetMetadata, crc32: int, h
         "crc32 of .idx by its lengths": (sidecar.idx_crc32, _crc32_by_lengths(file)),
         "largest id": (sidecar.max_token_id, highest),
     }
-    if wrong := [f"{name} {stated}, found {found}" for name, (stated, found) in counts.items() if stated != found]:
+    if mismatches := [
+        f"{name} {stated}, found {actual}" for name, (stated, actual) in counts.items() if stated != actual
+    ]:
         raise DataError(
-            f"{file.prefix}.bin and .idx must be what {file.prefix}.meta.json says; {'; '.join(wrong)}. "
+            f"{file.prefix}.bin and .idx must be what {file.prefix}.meta.json says; {'; '.join(mismatches)}. "
             "They are damaged: build them again."
         )
     if sidecar.has_eod:
@@ -108,7 +110,7 @@ def _check_sidecar(file: IndexedDataset, sidecar: DatasetMetadata, crc32: int, h
 
 
 def _crc32_by_lengths(file: IndexedDataset) -> int:
-    """Return the crc32 of the ``.idx`` that would be written for these lengths: offsets and starts follow from them."""
+    """Return the crc32 of the ``.idx`` that follows from the document lengths, including offsets and starts."""
     crc32 = 0
     for chunk in index_chunks(lambda: _sizes(file), file.num_documents, file.dtype):
         crc32 = zlib.crc32(chunk, crc32)
@@ -120,12 +122,12 @@ def _check_ends(file: IndexedDataset, eod_id: int | None) -> None:
     start = first = 0
     for sizes in _sizes(file):
         ends = start + np.cumsum(sizes, dtype=np.int64)
-        wrong = np.flatnonzero(tokens[ends - 1] != eod_id)
-        if len(wrong):
-            document = first + int(wrong[0])
+        mismatches = np.flatnonzero(tokens[ends - 1] != eod_id)
+        if len(mismatches):
+            document = first + int(mismatches[0])
             raise DataError(
                 f"{file.prefix}: each document must end with the id {eod_id}, document {document} ends with "
-                f"{tokens[ends[wrong[0]] - 1]}. The files are damaged: build them again."
+                f"{tokens[ends[mismatches[0]] - 1]}. The files are damaged: build them again."
             )
         start, first = int(ends[-1]), first + len(sizes)
 

@@ -24,21 +24,21 @@ from megatron.data.preprocess.readers import check_is_whole
 from megatron.data.preprocess.shards import Part, PartWriter, ShardFolder
 from megatron.errors import DataError
 
-# One process that encodes: it asks for units one after another, and tells how far it is.
+# A worker process: it receives units one after another and sends back progress reports.
 
 _SECONDS_BETWEEN_REPORTS = 0.2
 
 
 @dataclass(frozen=True)
 class Running:
-    """A unit is being encoded: what was counted in it so far."""
+    """The report of a unit that is being encoded, with its counts so far."""
 
     counts: Counts
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A unit is finished; ``is_new`` unless its part was there already."""
+    """The report of a finished unit; ``is_new`` is False if its part already existed."""
 
     part: Part
     is_new: bool
@@ -46,7 +46,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """A unit cannot be encoded, and why; ``error_number`` is that of the operating system, 0 if it is none."""
+    """The report of a failed unit. ``error_number`` is the errno of an OSError, else 0; ``where`` is the traceback."""
 
     reason: str
     is_data_error: bool = False
@@ -59,7 +59,7 @@ Report = Running | Finished | Failed
 
 @dataclass(frozen=True)
 class Work:
-    """All that a worker needs; it is inherited by the fork, never pickled."""
+    """The data that a worker needs. It is inherited through the fork and never pickled."""
 
     units: Mapping[int, Unit]
     encoder: Encoder
@@ -67,27 +67,27 @@ class Work:
 
 
 def run(connection: Connection, work: Work, parent: int) -> None:
-    """Encode each unit whose number comes from ``connection``, until None does; reports go back the same way."""
+    """Encode the units whose numbers arrive on ``connection`` until None arrives; send reports on ``connection``."""
     _become_worker(parent)
     try:
-        while (number := connection.recv()) is not None:
-            for report in reports(work.encoder, work.parts, work.units[number], _SECONDS_BETWEEN_REPORTS):
+        while (unit_number := connection.recv()) is not None:
+            for report in reports(work.encoder, work.parts, work.units[unit_number], _SECONDS_BETWEEN_REPORTS):
                 connection.send(report)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the job is gone
+        return  # the parent process has ended
 
 
 def _become_worker(parent: int) -> None:
     die_with_parent()
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before die_with_parent() took effect
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job ends its workers, also on Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers, also on Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    gc.freeze()  # what is inherited stays shared: the collector would write to each page of it
+    gc.freeze()  # keep inherited pages shared; otherwise the garbage collector would write to all of them
 
 
 def reports(encoder: Encoder, parts: ShardFolder, unit: Unit, seconds_between: float) -> Iterator[Report]:
-    """Encode ``unit`` into its part unless that is there; yield how far it is, and at the end Finished or Failed."""
+    """Encode ``unit`` unless its part exists; yield Running reports, and finally Finished or Failed."""
     try:
         if part := parts.finished(unit.number):
             yield Finished(part, is_new=False)
@@ -107,7 +107,8 @@ def _encoded(encoder: Encoder, parts: ShardFolder, unit: Unit, seconds_between: 
     with PartWriter(parts, unit.number) as writer:
         for chunk in in_chunks(read_unit(unit, encoder.json_keys)):
             encoded = encoder.encode(chunk, unit.format)
-            if encoded.bad and not is_checked:  # behind a flipped bit comes rubbish, and the checksum only at the end
+            # A flipped bit turns the rest of a compressed file into garbage, and its checksum is at the very end.
+            if encoded.bad and not is_checked:
                 check_is_whole(unit.path)
                 is_checked = True
             counts = total((counts, encoded.counts))
@@ -119,32 +120,32 @@ def _encoded(encoder: Encoder, parts: ShardFolder, unit: Unit, seconds_between: 
     yield Finished(part, is_new=True)
 
 
-# Handing units to worker processes and watching over them: whatever goes wrong, no process is left behind.
+# The pool: it distributes units, watches the workers, and never leaves a process behind after an error.
 
 
 class UnitError(RuntimeError):
-    """A unit could not be encoded, for a reason that is no fault of the data."""
+    """A unit could not be encoded for a reason other than its data."""
 
 
 class _Worker:
-    """A worker process, seen from the job."""
+    """The parent's handle of a worker process."""
 
     def __init__(self, work: Work) -> None:
-        context = multiprocessing.get_context("fork")  # the tokenizer is inherited, not loaded again and not copied
+        context = multiprocessing.get_context("fork")  # inherit the tokenizer instead of loading or copying it
         self.connection, other_end = context.Pipe()
         self.process: BaseProcess = context.Process(target=run, args=(other_end, work, os.getpid()), daemon=True)
         self.process.start()
-        other_end.close()  # so that a dead worker is the end of its connection
+        other_end.close()  # so that the connection ends when the worker dies
         self.unit: int | None = None
 
     def give(self, unit: int | None) -> None:
-        """Hand over the next unit; None ends the worker."""
+        """Send the next unit to the worker; None stops the worker."""
         self.unit = unit
-        with suppress(BrokenPipeError, ConnectionResetError):  # it died; its connection says so when it is read
+        with suppress(BrokenPipeError, ConnectionResetError):  # a dead worker is detected by take()
             self.connection.send(unit)
 
     def take(self) -> Report | None:
-        """Return the next report, None if the worker is dead."""
+        """Return the next report; None if the worker is dead."""
         try:
             return self.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -152,7 +153,10 @@ class _Worker:
 
 
 class Workers:
-    """``num_workers`` processes, forked at once: nothing may run threads before they are. A context."""
+    """A pool of ``num_workers`` forked processes, used as a context manager.
+
+    The processes are forked on entry. The parent must not have started threads before.
+    """
 
     def __init__(self, work: Work, num_workers: int) -> None:
         self._work = work
@@ -169,11 +173,11 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for each in self._workers:
-            each.process.kill()  # what they write counts for nothing until it is finished
-        for each in self._workers:
-            each.process.join()
-            each.connection.close()
+        for worker in self._workers:
+            worker.process.kill()  # unfinished parts are ignored
+        for worker in self._workers:
+            worker.process.join()
+            worker.connection.close()
 
     def encode(
         self,
@@ -181,32 +185,32 @@ class Workers:
         on_report: Callable[[Mapping[int, Counts]], None],
         on_finished: Callable[[Part, bool], None],
     ) -> None:
-        """Have all ``units`` encoded, in this order as far as they are begun.
+        """Encode all ``units``, starting them in this order.
 
         Args:
-            on_report: called after each report with what is counted in the units that are being encoded.
-            on_finished: called with the part of each finished unit, and whether it is new.
+            on_report: called after each report with the counts of the units that are being encoded.
+            on_finished: called with the part of each finished unit, and True if the part is new.
 
         Raises:
             DataError: a unit cannot be read.
-            UnitError: a worker failed or died; names its unit.
+            UnitError: a worker failed or died; the message names its unit.
         """
         waiting = iter(units)
         running: dict[int, Counts] = {}
-        for each in self._workers:
-            self._next(each, waiting, running)
+        for worker in self._workers:
+            self._next(worker, waiting, running)
         while running:
-            for each, report in self._reports():
-                unit = each.unit
+            for worker, report in self._reports():
+                unit = worker.unit
                 assert unit is not None, "a worker without a unit has nothing to say"
                 if isinstance(report, Running):
                     running[unit] = report.counts
                 elif isinstance(report, Finished):
                     del running[unit]
                     on_finished(report.part, report.is_new)
-                    self._next(each, waiting, running)
+                    self._next(worker, waiting, running)
                 else:
-                    raise self._error(each, report, unit)
+                    raise self._error(worker, report, unit)
                 on_report(running)
 
     def _next(self, each: _Worker, waiting: Iterator[int], running: dict[int, Counts]) -> None:
@@ -215,11 +219,11 @@ class Workers:
             running[each.unit] = Counts()
 
     def _reports(self) -> Iterator[tuple[_Worker, Report | None]]:
-        """Wait for reports and yield them; None for a worker that died."""
-        busy = {each.connection: each for each in self._workers if each.unit is not None}
+        """Wait for reports and yield (worker, report); the report is None for a worker that died."""
+        busy = {worker.connection: worker for worker in self._workers if worker.unit is not None}
         for ready in connection.wait(list(busy)):
-            each = busy[ready]  # type: ignore[index]
-            yield each, each.take()
+            worker = busy[ready]  # type: ignore[index]
+            yield worker, worker.take()
 
     def _error(self, each: _Worker, report: Failed | None, number: int) -> Exception:
         unit = self._work.units[number].name()
@@ -230,7 +234,7 @@ class Workers:
 
 
 def error_of(report: Failed, unit: str) -> Exception:
-    """Return the error for the failure of the unit of this name."""
+    """Return the exception for the failure of the unit called ``unit``."""
     if report.is_data_error:
         return DataError(report.reason)
     if report.error_number:
