@@ -150,8 +150,8 @@ def check_chunks(module: torch.nn.Module, chunks: int, placement: str = LOOP) ->
     num_built = getattr(module, "chunks", 1)
     if chunks > 1 and num_built != chunks:
         raise ConfigError(
-            f"--pipeline-chunks must be the chunks that the model was built with, got {chunks} and {num_built}. Build it "
-            f"with tds.PipelineModule(..., chunks={chunks}), or leave the flag out"
+            f"--pipeline-chunks must be the chunks that the model was built with, got {chunks} and {num_built}. "
+            f"Build it with tds.PipelineModule(..., chunks={chunks}), or leave the flag out"
         )
     actual = getattr(module, "placement", LOOP)
     if actual != placement:

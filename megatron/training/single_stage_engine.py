@@ -44,8 +44,8 @@ from tds.loss_reduction import LossReduction, all_reduce_loss, read_with_norm
 class SingleStageEngine:
     """Training step of a model without a pipeline.
 
-    A ``ModelEngine`` or DeepSpeed's engine runs ``backward`` and ``step``. ``MixedPrecisionOptimizer`` reduces and clips
-    the gradients and scales the loss.
+    A ``ModelEngine`` or DeepSpeed's engine runs ``backward`` and ``step``. ``MixedPrecisionOptimizer`` reduces and
+    clips the gradients and scales the loss.
     """
 
     def __init__(
