@@ -32,9 +32,8 @@ class ExpertMonitor(Callback):
     def __init__(self, model: Any, settings: StabilityConfig) -> None:
         self.model, self.settings = model, settings
         num_experts, k = model.num_experts, model.moe_router_topk
-        self.limit = (
-            (1 + math.log(k) / math.log(num_experts)) / 2 if k < num_experts else 0.0
-        )  # with k = E the load is always even
+        # With k = E the load is always even.
+        self.limit = (1 + math.log(k) / math.log(num_experts)) / 2 if k < num_experts else 0.0
         self._load: ExpertLoad | None = None
         self.load_state_dict({})
 

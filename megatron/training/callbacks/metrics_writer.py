@@ -33,9 +33,8 @@ class Metrics(Callback):
     def on_train_start(self) -> None:
         trainer, is_evaluation = self.trainer, self.trainer.config.checkpoint.eval_only
         given_folder = trainer.config.run.tensorboard_dir
-        default_folder = (
-            None if is_evaluation else trainer.folder / "tensorboard"
-        )  # an evaluation must not modify the run's records
+        # An evaluation must not modify the run's records.
+        default_folder = None if is_evaluation else trainer.folder / "tensorboard"
         name = EVALUATIONS if is_evaluation else METRICS
         self.writer = MetricsWriter(
             trainer.folder, Path(given_folder) if given_folder else default_folder, trainer.resumed_step, name
