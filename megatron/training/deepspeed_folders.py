@@ -34,7 +34,7 @@ _STALE = (".tmp-global_step", ".deleted-global_step", f".{folders.LATEST}.tmp-")
 
 
 def tags_in(source: Path) -> list[Path]:
-    """Return the checkpoints of this layout in ``source``, in the order of ``folders.in_turn``, or ``source`` itself."""
+    """Return the checkpoints of this layout in ``source``, ordered by ``folders.in_turn``, or ``source`` itself."""
     if _TAG.fullmatch(source.resolve().name) and (source / MANIFEST_NAME).exists():
         return [source]
     named = _named(source) if source.is_dir() else []
