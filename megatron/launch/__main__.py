@@ -63,9 +63,8 @@ def _launch(options: Options) -> int:
         importlib.import_module(name)
     gc.enable()
     gc.freeze()  # otherwise a collection in a forked rank would visit all objects and copy their pages
-    folder = Path(
-        tempfile.mkdtemp(prefix="megatron-launch-")
-    )  # a TemporaryDirectory would be deleted when a fork exits
+    # A TemporaryDirectory would be deleted when a fork exits.
+    folder = Path(tempfile.mkdtemp(prefix="megatron-launch-"))
     rendezvous: LaunchRendezvous
     if options.is_elastic:
         assert listener is not None

@@ -133,9 +133,8 @@ def deciding(exits: Collection[Exit]) -> list[Exit]:
     The first exit of each weight is the best one in any window, and the first failure opens the window. Of the killed
     ranks only the lowest counts, and only if all other exits are 4.
     """
-    exits = sorted(
-        exits, key=lambda one: (one.at, one.rank, repr(one))
-    )  # so that the result does not depend on their order
+    # So that the result does not depend on their order.
+    exits = sorted(exits, key=lambda one: (one.at, one.rank, repr(one)))
     own_exits = [one for one in exits if not one.is_consequence]
     kept = [next((one for one in own_exits if one.weight == weight), None) for weight in range(4)]
     kept += [

@@ -103,9 +103,8 @@ def start(
     sys.stdout.flush()
     sys.stderr.flush()
     launcher = os.getpid()
-    previous_mask = signal.pthread_sigmask(
-        signal.SIG_BLOCK, HANDLED
-    )  # the rank's copy of our handler would swallow signals
+    # The rank's copy of our handler would swallow signals.
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
     pid = os.fork()
     if pid:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
@@ -135,9 +134,8 @@ def _become_rank(launcher: int, keeps_input: bool) -> None:
     for number in HANDLED:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(
-        signal.SIGUSR1, signal.SIG_IGN
-    )  # SLURM may signal all processes; a rank that can save installs a handler later
+    # SLURM may signal all processes; a rank that can save installs a handler later.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
     if not keeps_input:
         null = os.open(os.devnull, os.O_RDONLY)

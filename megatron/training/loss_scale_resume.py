@@ -19,9 +19,8 @@ def restore_scaler(scaler: GradScaler, metadata: Mapping[str, Any], config: Conf
     Args:
         metadata: metadata of the checkpoint.
     """
-    saved = dict(
-        metadata.get("scaler") or {"scale": 1.0, "is_dynamic": False}
-    )  # missing in averaged and imported checkpoints
+    # Missing in averaged and imported checkpoints.
+    saved = dict(metadata.get("scaler") or {"scale": 1.0, "is_dynamic": False})
     if "is_dynamic" not in saved:  # written by an earlier version
         precision = former.settings(metadata.get("config", {})).get("precision", {})
         saved["is_dynamic"] = precision.get("dtype") == "fp16" and not precision.get("loss_scale")

@@ -54,9 +54,8 @@ def check_ranks_identical(config: Config, grid: Grid) -> None:
     local_facts = facts(config)
     common = sorted((name, value) for name, value in local_facts.items() if not name.startswith("code"))
     digest = hashlib.sha256(json.dumps(common).encode()).hexdigest()[:16]
-    digests = grid.host.gather_objects(
-        (digest, local_facts.get("code"))
-    )  # 100 bytes per rank; details are sent only after a mismatch
+    # 100 bytes per rank; details are sent only after a mismatch.
+    digests = grid.host.gather_objects((digest, local_facts.get("code")))
     if len({digest for digest, _ in digests}) == 1 and len({code for _, code in digests if code is not None}) == 1:
         return
     rows = list(differences(grid.host.gather_objects(local_facts)))

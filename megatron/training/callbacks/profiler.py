@@ -142,9 +142,8 @@ class Profiler(Callback):
         folder, world_size = self.trainer.folder / FOLDER, world.grid.topology.world_size
         local_operators = _tried(lambda: _ended(taken)) or []
         _tried(lambda: _write_trace(taken, folder / f"rank{world.rank}.json.gz"))
-        operators_of_ranks = world.grid.host.gather_objects(
-            local_operators
-        )  # every rank takes part, even after an error
+        # Every rank takes part, even after an error.
+        operators_of_ranks = world.grid.host.gather_objects(local_operators)
         operators = joined(operators_of_ranks)
         if world.rank != 0:
             return
