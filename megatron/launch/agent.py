@@ -117,7 +117,7 @@ class LaunchAgent(SimpleElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         self.job_code = code
         if code == 0:
-            return RunResult(WorkerState.SUCCEEDED, {one.rank: None for one in self._of_this_start().ranks})
+            return RunResult(WorkerState.SUCCEEDED, {process.rank: None for process in self._of_this_start().ranks})
         restarts, reason = self._agree(code)
         end = self._of_this_start().end(code)
         if restarts and code == RESUMABLE:
@@ -128,9 +128,9 @@ class LaunchAgent(SimpleElasticAgent):
             restart_text = f"restart {self._restarts.done} of {self._restarts.most}"
             log.error(f"launch: {self._lost_text() or end}; starting again {reason} ({restart_text})")
         else:
-            durable, most = self._restarts.durable, self._restarts.most
+            durable, max_restarts = self._restarts.durable, self._restarts.most
             reason = "; ".join(filter(None, (self._lost_text(), reason)))
-            self.job_code, message = job_result(end, self._signals, durable, restarts=most, reason=reason)
+            self.job_code, message = job_result(end, self._signals, durable, restarts=max_restarts, reason=reason)
             if message is not None:
                 log.error(f"launch: {message}")
         self._node.restarts = self._restarts.done if self._node.is_elastic else None

@@ -171,8 +171,8 @@ class RankGroup:
 
     def end(self, code: int) -> End:
         """Return the description of this start's end, once ``watch`` has returned ``code``."""
-        own_exits = [one for one in self._exits if not one.is_consequence]
-        has_reporter = self._node_rank > 0 or any(one.rank == 0 for one in own_exits)
+        own_exits = [rank_exit for rank_exit in self._exits if not rank_exit.is_consequence]
+        has_reporter = self._node_rank > 0 or any(rank_exit.rank == 0 for rank_exit in own_exits)
         return End(
             code=code,
             verdict=self._verdict,
@@ -180,7 +180,7 @@ class RankGroup:
             late=self._late(),
             was_asked_to_stop=self._stop_deadline is not None,
             is_said=launcher_files.is_reported(str(self.failure_file)),
-            is_alike=has_reporter and bool(own_exits) and all(one.status == 2 for one in own_exits),
+            is_alike=has_reporter and bool(own_exits) and all(rank_exit.status == 2 for rank_exit in own_exits),
         )
 
     def is_regrouping(self) -> bool:
@@ -188,26 +188,26 @@ class RankGroup:
 
         The launcher may have ended the other ranks, if a node was lost at the same time.
         """
-        return all(one.state == rank_status.REGROUP for one in self._exits if one.status == RESUMABLE)
+        return all(rank_exit.state == rank_status.REGROUP for rank_exit in self._exits if rank_exit.status == RESUMABLE)
 
     def _late(self) -> str:
-        late = [str(one.rank) for one in self.ranks if one.status not in (0, RESUMABLE)]
+        late = [str(process.rank) for process in self.ranks if process.status not in (0, RESUMABLE)]
         if self._stop_deadline is None or not late:
             return ""
         return f"rank {', '.join(late)} did not leave within --stop-grace {self._options.stop_grace_s:g} s"
 
     def kill(self) -> None:
         """Kill all ranks, and wait until they have exited."""
-        for one in self.ranks:
-            one.kill()
-        while any(one.is_alive for one in self.ranks):
+        for process in self.ranks:
+            process.kill()
+        while any(process.is_alive for process in self.ranks):
             self._reap()
             time.sleep(0.005)
 
     def _reap(self) -> None:
-        for one in self.ranks:
-            if one.reap() and one.status is not None:
-                ended = self._exit_of(one, one.status)
+        for process in self.ranks:
+            if process.reap() and process.status is not None:
+                ended = self._exit_of(process, process.status)
                 if ended.status or ended.state != rank_status.IDLE:
                     self._exits.append(ended)
 
@@ -217,9 +217,9 @@ class RankGroup:
             show_trace(self.failure_file, one.rank)
         hint = explain_kill(self._kills, oom_kills()) if status == -signal.SIGKILL and not self._was_signalled else ""
         error_text = launcher_files.words_of(str(self.failure_file), one.rank) if status > 0 else ""
-        at = min(one.ended_at, position.said_at or one.ended_at) - self._began
+        ended_at = min(one.ended_at, position.said_at or one.ended_at) - self._began
         return Exit(
-            rank=one.rank, pid=one.pid, status=status, at=at, was_signalled=self._was_signalled,
+            rank=one.rank, pid=one.pid, status=status, at=ended_at, was_signalled=self._was_signalled,
             place=position.place, doing=position.doing, words=error_text, hint=hint, state=position.state,
         )  # fmt: skip
 
@@ -230,8 +230,8 @@ class RankGroup:
             "a second signal ends them at once"
         )
         launcher_files.note_asked(str(self.failure_file), self._signals.first_name)
-        for one in self.ranks:
-            one.terminate()
+        for process in self.ranks:
+            process.terminate()
 
     def _is_failed(self) -> bool:
         """Return True if a rank failed, exited too early or too late, or another node has reported a failure."""
@@ -254,13 +254,13 @@ class RankGroup:
     def _leave(self) -> None:
         if not self._has_left:
             self._has_left = True
-            self._board.report_left(max((one.status for one in self._exits), default=0))
+            self._board.report_left(max((rank_exit.status for rank_exit in self._exits), default=0))
 
     def _end(self) -> int:
         """End the remaining ranks within ``KILL_S``, and determine the root cause with the other nodes."""
         start = time.monotonic()
         reported: Exit | None = None
-        while any(one.is_alive for one in self.ranks):
+        while any(process.is_alive for process in self.ranks):
             verdict = self._root_cause()
             if verdict != reported or not self.failure_file.exists():
                 self._write_failure(verdict)
@@ -268,12 +268,12 @@ class RankGroup:
                 reported = verdict
             spent = time.monotonic() - start
             if spent > KILL_S or self._signals.is_ended:
-                for one in self.ranks:
-                    one.kill()
+                for process in self.ranks:
+                    process.kill()
             elif not self._was_signalled and spent > (QUIET_UNKNOWN_S if verdict and verdict.weight > 1 else QUIET_S):
                 self._was_signalled = True
-                for one in self.ranks:
-                    one.terminate()
+                for process in self.ranks:
+                    process.terminate()
             self._signals.wait(0.02)
             self._reap()
         return self._conclude()

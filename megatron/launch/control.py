@@ -321,10 +321,10 @@ class Control:
         elif "ready" in message and peer.node is not None:
             peer.ready = int(message["ready"])
         elif "set" in message:
-            number, key, value = message["set"]
-            if number == self.number and self.leads and peer.node in self.round:
+            start, key, value = message["set"]
+            if start == self.number and self.leads and peer.node in self.round:
                 self.set(key, value)
-            elif number == self.number and peer is self.leader:
+            elif start == self.number and peer is self.leader:
                 self._table[key] = value
         elif peer is self.leader and "start" in message:
             message["nodes"] = from_runs(message["nodes"])

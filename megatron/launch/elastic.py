@@ -316,7 +316,9 @@ def heard_by_all(control: Control, key: str, value: str) -> dict[str, str]:
         entries[ALL_LEFT] = str(max((int(status) for status in statuses if status is not None), default=0))
     if name == "verdict":
         known = exits_of(control.get(VERDICTS) or "")
-        control.keep(VERDICTS, json.dumps([asdict(one) for one in deciding([*known, *exits_of(f"[{value}]")])]))
+        control.keep(
+            VERDICTS, json.dumps([asdict(rank_exit) for rank_exit in deciding([*known, *exits_of(f"[{value}]")])])
+        )
     verdicts, now = control.get(VERDICTS) or "", time.monotonic()
     if verdicts != control.passed_on and (ALL_LEFT in entries or now > control.passed_on_at + VERDICTS_S):
         control.passed_on, control.passed_on_at = verdicts, now
@@ -390,8 +392,8 @@ class ElasticBoard(NodeBoard):
         decision = control.get("decision")
         if decision is None and control.is_cut_off:
             return (False, against) if against else (True, "from the newest durable checkpoint")
-        word, _, reason = (decision or "stop the leader did not decide").partition(" ")
-        return word == "go", reason
+        verb, _, reason = (decision or "stop the leader did not decide").partition(" ")
+        return verb == "go", reason
 
     def leave(self, timeout_s: float) -> None:
         self._control.set(f"gone/{self._control.node}", "1")

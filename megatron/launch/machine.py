@@ -195,9 +195,9 @@ def _fitting(devices: int, nodes: int, product: int, *, upwards: bool) -> int:
 
 
 def _number(name: str, value: str) -> int:
-    least = 0 if name in ("NODE_RANK", "pp_size", "MEGATRON_NUM_GPUS") else 1
-    if not re.fullmatch(r"\d+", value) or int(value) < least:
-        raise ConfigError(f"{name} must be a whole number, at least {least}, got {name}={value!r}.")
+    minimum = 0 if name in ("NODE_RANK", "pp_size", "MEGATRON_NUM_GPUS") else 1
+    if not re.fullmatch(r"\d+", value) or int(value) < minimum:
+        raise ConfigError(f"{name} must be a whole number, at least {minimum}, got {name}={value!r}.")
     return int(value)
 
 

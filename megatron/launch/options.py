@@ -124,14 +124,14 @@ def _elastic_problems(
 
 def _problems(found: argparse.Namespace, nproc: int, gpus: int, nnodes: int) -> list[str]:
     problems = []
-    for flag, value, least in (
+    for flag, value, minimum in (
         ("--nproc-per-node", nproc, 1),
         ("--nnodes", nnodes, 1),
         ("--node-rank", found.node_rank, 0),
         ("--max-restarts", found.max_restarts, 0),
     ):
-        if value < least:
-            problems.append(f"{flag} must be at least {least}, got {value}.")
+        if value < minimum:
+            problems.append(f"{flag} must be at least {minimum}, got {value}.")
     if nnodes >= 1 and found.node_rank >= nnodes:
         problems.append(
             f"--node-rank must be below --nnodes, got --node-rank {found.node_rank} and --nnodes {nnodes}. "

@@ -136,13 +136,13 @@ def deciding(exits: Collection[Exit]) -> list[Exit]:
     # So that the result does not depend on their order.
     exits = sorted(exits, key=lambda one: (one.at, one.rank, repr(one)))
     own_exits = [one for one in exits if not one.is_consequence]
-    kept = [next((one for one in own_exits if one.weight == weight), None) for weight in range(4)]
-    kept += [
+    selected = [next((one for one in own_exits if one.weight == weight), None) for weight in range(4)]
+    selected += [
         next((one for one in own_exits if one.has_failed), None),
         next((one for one in own_exits if one.status != 4), None),
     ]
-    kept.append(first_stuck(exits))
-    return list(dict.fromkeys(one for one in kept if one is not None))
+    selected.append(first_stuck(exits))
+    return list(dict.fromkeys(one for one in selected if one is not None))
 
 
 def exits_of(text: str) -> list[Exit]:
@@ -210,7 +210,7 @@ class NodeBoard:
         """
         known = self._read("verdicts")
         while True:
-            merged = json.dumps([asdict(one) for one in deciding([*exits_of(known), verdict])])
+            merged = json.dumps([asdict(rank_exit) for rank_exit in deciding([*exits_of(known), verdict])])
             if merged == known:
                 return
             before, known = known, self._store.compare_set("verdicts", known, merged).decode()
@@ -250,8 +250,8 @@ class NodeBoard:
         else:
             self._wait(lambda: self._ask(lambda: self._store.check(["decision"]), True), 2 * timeout_s)
             decision = self._ask(lambda: self._read("decision"), "") or "stop node 0 was lost"
-        word, _, reason = decision.partition(" ")
-        return word == "go", reason
+        verb, _, reason = decision.partition(" ")
+        return verb == "go", reason
 
     def leave(self, timeout_s: float) -> None:
         """Report that this node no longer needs the store; node 0, which hosts it, waits for all nodes."""
@@ -404,7 +404,9 @@ class End:
         if verdict is None or verdict.status in (0, RESUMABLE):
             cause = f"ended by {verdict}" if verdict is not None else "ended by another node, or node 0 was lost"
             return self.late or cause
-        other_stuck = [str(one.rank) for one in self.exits if one.is_stuck and one.rank != verdict.rank]
+        other_stuck = [
+            str(rank_exit.rank) for rank_exit in self.exits if rank_exit.is_stuck and rank_exit.rank != verdict.rank
+        ]
         text = f"ended by {verdict}"
         if verdict.is_stuck and other_stuck:
             text += f", as had rank {', '.join(other_stuck)}"

@@ -131,8 +131,8 @@ def _become_rank(launcher: int, keeps_input: bool) -> None:
     if os.getppid() != launcher:  # the launcher died before the line above
         os._exit(1)
     signal.set_wakeup_fd(-1)
-    for number in HANDLED:
-        signal.signal(number, signal.SIG_DFL)
+    for signum in HANDLED:
+        signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # SLURM may signal all processes; a rank that can save installs a handler later.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -136,11 +136,13 @@ def leave_for_dead_peer(death: str) -> None:
         os._exit(_code)
     if _is_reporting:
         return
-    who = f"rank {os.environ.get('RANK', '0')}"
+    rank_name = f"rank {os.environ.get('RANK', '0')}"
     handled = sys.exc_info()[1]
     if isinstance(handled, JobError) and not isinstance(handled, StopRequest):
-        leave(handled, who)
-    os.write(2, f"{who}: leaving, {death}\n".encode())  # os.write, because the signal may have interrupted a print
+        leave(handled, rank_name)
+    os.write(
+        2, f"{rank_name}: leaving, {death}\n".encode()
+    )  # os.write, because the signal may have interrupted a print
     os._exit(4)
 
 

@@ -69,13 +69,13 @@ class StopRequests:
 
     def listen(self) -> None:
         """Install handlers for ``SIGNALS``."""
-        for number in SIGNALS:
-            self._previous[number] = signal.signal(number, self._note)
+        for signum in SIGNALS:
+            self._previous[signum] = signal.signal(signum, self._note)
 
     def restore(self) -> None:
         """Restore the previous signal handlers."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)  # type: ignore[arg-type]
         self._previous.clear()
 
     def reason(self, step: int) -> str | None:
@@ -144,8 +144,8 @@ def _is_folder(given: str | None, folder: Path) -> bool:
 def _flags(argv: Sequence[str]) -> dict[str, str]:
     """Return the flags of a command line, each with the word that follows it or its value after "="."""
     flags = {}
-    for word, following in zip_longest(argv, argv[1:], fillvalue=""):
-        if word.startswith("--"):
-            name, has_value, value = word.partition("=")
+    for argument, following in zip_longest(argv, argv[1:], fillvalue=""):
+        if argument.startswith("--"):
+            name, has_value, value = argument.partition("=")
             flags[name] = value if has_value else following
     return flags

@@ -119,11 +119,11 @@ def _set_address(env: MutableMapping[str, str], hand_over: str) -> Iterator[str]
             return
         env["MASTER_ADDR"] = "127.0.0.1"
     port = env.setdefault("MASTER_PORT", DEFAULT_PORT)
-    least = 0 if size == "1" else 1  # only a single process may use any free port (0)
-    if not re.fullmatch("[0-9]{1,5}", port) or not least <= int(port) <= MOST_PORT:
+    min_port = 0 if size == "1" else 1  # only a single process may use any free port (0)
+    if not re.fullmatch("[0-9]{1,5}", port) or not min_port <= int(port) <= MOST_PORT:
         yield (
-            f"MASTER_PORT must be a number from {least} to {MOST_PORT}, got MASTER_PORT={port!r}. Name a free port of "
-            f"the host of rank 0, the same for every rank, or leave it out for {DEFAULT_PORT}"
+            f"MASTER_PORT must be a number from {min_port} to {MOST_PORT}, got MASTER_PORT={port!r}. Name a free port "
+            f"of the host of rank 0, the same for every rank, or leave it out for {DEFAULT_PORT}"
         )
 
 

@@ -98,8 +98,8 @@ def own() -> Position:
 def read_position(page: bytes) -> Position:
     """Parse the bytes of a page."""
     lines = (page[start:end].split(b"\0", 1)[0].decode(errors="replace") for start, end in pairwise(_BOUNDS))
-    place, doing, state, said_at = lines
-    return Position(place, doing, state, float(said_at or 0.0))
+    coordinates, doing, state, said_at = lines
+    return Position(coordinates, doing, state, float(said_at or 0.0))
 
 
 def _write(line: int, text: str) -> None:

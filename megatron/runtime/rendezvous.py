@@ -214,9 +214,9 @@ def missing_of(keys: Store, opening: str, size: int) -> list[int]:
         deadline = time.monotonic() + _LOOK_S
         while time.monotonic() < deadline:
             if keys.check([result_key]):
-                return [int(number) for number in keys.get(result_key).decode().split()]
+                return [int(rank) for rank in keys.get(result_key).decode().split()]
             time.sleep(_POLL_S)
-    missing = [number for number in range(size) if not keys.check([f"{opening}{number}"])]
+    missing = [rank for rank in range(size) if not keys.check([f"{opening}{rank}"])]
     keys.set(result_key, " ".join(map(str, missing)))
     return missing
 

@@ -112,8 +112,10 @@ def with_placement(config: Config, topology: Topology, dtype: str, limit: int | 
         return config
     fitting = [each for each in all_candidates if limit is None or each.most_bytes <= limit]
     if not fitting:
-        least = min(all_candidates, key=lambda each: each.most_bytes)
-        return _noted(_placed(config, least, [least]), f"{least}, which needs least; none fits", all_candidates, limit)
+        smallest = min(all_candidates, key=lambda each: each.most_bytes)
+        return _noted(
+            _placed(config, smallest, [smallest]), f"{smallest}, which needs least; none fits", all_candidates, limit
+        )
     chosen = min(fitting, key=lambda each: each.time * (1 + MARGIN * (each.chunks > 1)))
     same_placement = [each for each in fitting if (each.chunks, each.placement) == (chosen.chunks, chosen.placement)]
     text = f"{chosen.chunks} chunk{'s' * (chosen.chunks > 1)} on each stage{' in a V' * (chosen.placement == V)}"
@@ -128,7 +130,7 @@ def _candidates(config: Config, topology: Topology, dtype: str) -> Iterator[Cand
             continue
         for name in _allowed(config, chunks, placement):
             placed = _with(config, name, chunks, placement)
-            if any(each not in known for each in find_problems(placed, topology.world_size)):
+            if any(problem not in known for problem in find_problems(placed, topology.world_size)):
                 continue
             bounds = registry.bounds_of(placed, topology.pipe)
             most_bytes = max(stage.total for stage in stage_memory(placed, topology, bounds, dtype))
@@ -167,7 +169,7 @@ def _with(config: Config, schedule: str, chunks: int, placement: str) -> Config:
 
 
 def _placed(config: Config, chosen: Candidate, fitting: list[Candidate]) -> Config:
-    names = tuple(each.schedule for each in fitting)
+    names = tuple(candidate.schedule for candidate in fitting)
     is_all = names == candidates(AUTO, chosen.chunks, chosen.placement)
     placed = _with(config, AUTO, chosen.chunks, chosen.placement)
     schedules = None if is_all else ",".join(names)

@@ -32,10 +32,10 @@ def newest_run(name: str, family: str = "") -> Path:
     newest = _newest_of(RUNS.glob(f"{name}-*"))
     if newest is None:
         other = _newest_of(run for run in RUNS.glob("*") if _family_of(run) == family)
-        named = f"To resume {other}, add --save {other}" if other else "Name another folder with --save"
+        advice = f"To resume {other}, add --save {other}" if other else "Name another folder with --save"
         raise CheckpointError(
             f"--resume needs a run with a checkpoint in {RUNS.resolve()}/{name}-*, found none. "
-            f"{named}, or start without --resume."
+            f"{advice}, or start without --resume."
         )
     return newest
 

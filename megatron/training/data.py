@@ -131,14 +131,14 @@ def open_data(provider: DatasetsProvider, config: Config, world: World) -> RunDa
             num_samples = samples_wanted(config, world)
             provided = _mock_data(config, num_samples) if config.data.is_mock else provider(num_samples)
             opened = dict(zip(KINDS, provided, strict=True))
-            datasets = {kind: dataset for kind, dataset in opened.items() if dataset is not None}
+            datasets = {split: dataset for split, dataset in opened.items() if dataset is not None}
         except DataError as error:
             failure = error
     ranks = world.grid.host.gather_objects(RankData.of(datasets, world.reads_data, failure))
-    problem = next((one.problem for one in ranks if one.problem), None) or disagreement(ranks)
+    problem = next((rank_data.problem for rank_data in ranks if rank_data.problem), None) or disagreement(ranks)
     if problem:
         raise DataError(problem)
-    reader = next((one for one in ranks if one.reads), ranks[0])
+    reader = next((rank_data for rank_data in ranks if rank_data.reads), ranks[0])
     return RunData(datasets, reader.fingerprint, reader.order, reader.corpora, "train" in reader.prints)
 
 

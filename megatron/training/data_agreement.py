@@ -40,8 +40,8 @@ class RankData:
             reads=True,
             fingerprint=_fingerprint(datasets.get("train")),
             order=None if ordered is None else ordered.order,
-            corpora={kind: weights for kind, dataset in datasets.items() if len(weights := _weights(dataset)) > 1},
-            prints={kind: _print(dataset) for kind, dataset in datasets.items()},
+            corpora={split: weights for split, dataset in datasets.items() if len(weights := _weights(dataset)) > 1},
+            prints={split: _print(dataset) for split, dataset in datasets.items()},
         )
 
 
@@ -68,17 +68,17 @@ def _print(dataset: object) -> str:
 
 def disagreement(ranks_data: Sequence[RankData]) -> str | None:
     """Return a message that names the ranks with different data, or None if all readers agree."""
-    for kind in KINDS:
+    for split in KINDS:
         ranks: dict[str, list[int]] = {}
         for rank, rank_data in enumerate(ranks_data):
             if rank_data.reads:
-                ranks.setdefault(rank_data.prints.get(kind, "none"), []).append(rank)
+                ranks.setdefault(rank_data.prints.get(split, "none"), []).append(rank)
         if len(ranks) > 1:
             listed = "; ".join(
                 f"{text} on rank{'s' * (len(readers) > 1)} {_ranges(readers)}" for text, readers in ranks.items()
             )
             return (
-                f"all ranks must read the same data, got of the {kind} data {listed}. Give every node the same "
+                f"all ranks must read the same data, got of the {split} data {listed}. Give every node the same "
                 "files under the same paths."
             )
     return None
@@ -87,9 +87,9 @@ def disagreement(ranks_data: Sequence[RankData]) -> str | None:
 def _ranges(numbers: Sequence[int]) -> str:
     """Return "0-3, 6" for the ascending numbers 0, 1, 2, 3, 6."""
     runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1][1:] = [number]
+    for rank in numbers:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
         else:
-            runs.append([number])
+            runs.append([rank])
     return ", ".join("-".join(map(str, run)) for run in runs)

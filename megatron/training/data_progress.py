@@ -19,11 +19,11 @@ def numbers_text(numbers: Mapping[str, float], form: str) -> str:
     """
     if len(numbers) == 1:
         return format(next(iter(numbers.values())), form)
-    named = list(numbers.items())
-    if len(named) > _NAMED_AT_MOST:
-        named = sorted(named, key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])[:_NAMED_OF_MORE]
-    text = ", ".join(f"{name} {number:{form}}" for name, number in named)
-    return text if len(named) == len(numbers) else f"{text} and {len(numbers) - len(named)} more"
+    items = list(numbers.items())
+    if len(items) > _NAMED_AT_MOST:
+        items = sorted(items, key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])[:_NAMED_OF_MORE]
+    text = ", ".join(f"{name} {value:{form}}" for name, value in items)
+    return text if len(items) == len(numbers) else f"{text} and {len(numbers) - len(items)} more"
 
 
 def epochs_text(data: RunData, samples_consumed: int) -> str:

@@ -37,8 +37,8 @@ def tags_in(source: Path) -> list[Path]:
     """Return the checkpoints of this layout in ``source``, ordered by ``folders.in_turn``, or ``source`` itself."""
     if _TAG.fullmatch(source.resolve().name) and (source / MANIFEST_NAME).exists():
         return [source]
-    named = _named(source) if source.is_dir() else []
-    return folders.in_turn(path for path in named if (path / MANIFEST_NAME).exists())
+    tags = _named(source) if source.is_dir() else []
+    return folders.in_turn(path for path in tags if (path / MANIFEST_NAME).exists())
 
 
 def foreign_tags_in(source: Path) -> list[Path]:

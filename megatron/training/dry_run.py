@@ -210,10 +210,10 @@ def _muon_text(config: Config, topology: Topology) -> str:
     costs = registry.costs_of(config).shared_out(1)
     products = costs.stage_matrices([0, costs.num_units])[0]
     flops = sum(
-        one.number * newton_schulz_flops(one.inner, one.columns, settings.muon_num_ns_steps) for one in products
+        group.number * newton_schulz_flops(group.inner, group.columns, settings.muon_num_ns_steps) for group in products
     )
     text = (
-        f"muon on {human_count(sum(one.weights for one in products))} parameters in matrices of layers (momentum "
+        f"muon on {human_count(sum(group.weights for group in products))} parameters in matrices of layers (momentum "
         f"{settings.muon_momentum:g}, {settings.muon_scale_mode}), AdamW on all else; Newton-Schulz takes "
         f"{flops / 1e12:,.3g} TFLOP a step"
     )
@@ -238,7 +238,7 @@ def ignored_text(config: Config) -> str:
     flags = [name for name in config.ignored if name.startswith("--")]
     keys = [name for name in config.ignored if not name.startswith("--")]
     counts = [
-        f"{len(names)} {word}{'s' * (len(names) > 1)}" for names, word in ((flags, "flag"), (keys, "key")) if names
+        f"{len(names)} {noun}{'s' * (len(names) > 1)}" for names, noun in ((flags, "flag"), (keys, "key")) if names
     ]
     verb = "has" if len(config.ignored) == 1 else "have"
     return f"{' and '.join(counts)} {verb} no effect: {', '.join([*flags, *keys])}"
@@ -291,10 +291,10 @@ def _expert_rows(config: Config) -> Iterator[tuple[str, str]]:
     if not model.num_experts:
         return
     layers = sum(expert_layers(model.moe_layer_freq, model.num_layers))
-    where = f"; {model.num_experts // ranks} of a layer on each of {ranks} ranks" if ranks > 1 else ""
+    placement = f"; {model.num_experts // ranks} of a layer on each of {ranks} ranks" if ranks > 1 else ""
     yield (
         "experts",
-        f"{model.num_experts} in each of {layers} layers, {model.moe_router_topk} for each token{where}; memory is "
+        f"{model.num_experts} in each of {layers} layers, {model.moe_router_topk} for each token{placement}; memory is "
         "that of an even load",
     )
 
@@ -398,7 +398,7 @@ def _range_text(start: int, stop: int) -> str:
 
 
 def _kept_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
-    schedule, chunks, *lie = schedule_of(config, bounds, stages).values()
-    num_kept = in_flight(stages, config.batch.gas, schedule, chunks, stage, *lie)
+    schedule, chunks, *placement_args = schedule_of(config, bounds, stages).values()
+    num_kept = in_flight(stages, config.batch.gas, schedule, chunks, stage, *placement_args)
     total = f"{config.batch.gas} x {chunks} forwards" if chunks > 1 else f"{config.batch.gas} micro-batches"
     return f"keeps the activations of {num_kept} of {total}"

@@ -49,7 +49,7 @@ def make_optimizer(
     """Return the optimizer over ``module``'s parameters; converts them to the run's precision."""
     settings, precision = config.optimizer, config.precision
     table = RateTable.of(config)
-    named = [(name, parameter, table.rate_of(name, parameter)) for name, parameter in named_parameters(module)]
+    named_rates = [(name, parameter, table.rate_of(name, parameter)) for name, parameter in named_parameters(module)]
     return build_optimizer(
         module.parameters(),
         name=settings.optimizer,
@@ -77,7 +77,7 @@ def make_optimizer(
         fuses_accumulation=config.parallel.gradient_accumulation_fusion,
         muon=_muon(settings),
         bf16_states=settings.bf16_states,
-        rates={parameter: rate for _, parameter, rate in named if rate is not None},
+        rates={parameter: rate for _, parameter, rate in named_rates if rate is not None},
     )
 
 

@@ -62,14 +62,14 @@ class PipelineStepEngine:
 
     def train_step(self, data: DataIterator, step: int, share: Share | None = None) -> StepResult:
         """Run this replica's micro-batches of step ``step`` through the stages and update the weights. Collective."""
-        self._step, (self._first, number, mean) = step, share or self.share
-        set_micro_batches(self.engine, number)
-        self.engine.nominal_weight = nominal_weight(self.micro_batch_tokens * mean)
-        self.engine.mean_num_micro_batches = mean
+        self._step, (self._first, num_micro_batches, mean_num_micro_batches) = step, share or self.share
+        set_micro_batches(self.engine, num_micro_batches)
+        self.engine.nominal_weight = nominal_weight(self.micro_batch_tokens * mean_num_micro_batches)
+        self.engine.mean_num_micro_batches = mean_num_micro_batches
         self.micro_losses.clear()
         scale = self.optimizer.loss_scale
         if self.routers is not None:
-            tokens = self.micro_batch_tokens * mean
+            tokens = self.micro_batch_tokens * mean_num_micro_batches
             self.routers.set_scale(scale / token_weight(tokens, self.grid, is_mean=self._trains_on_means))
         with as_data_error():
             self.engine.train_batch(data)

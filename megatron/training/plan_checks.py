@@ -47,11 +47,11 @@ def combination_problems(config: Config, tokenizer: Any, program: str = "") -> I
         tokenizer: the tokenizer; None if no flag names one.
         program: file name of the program; a user's program may read data without a tokenizer.
     """
-    given = config.given
+    given_flags = config.given
     if tokenizer is None:
         yield from tokenizer_problems(config, program)
         for name in ("sample_prompts", "eval_tasks"):
-            if name in given:
+            if name in given_flags:
                 flag = f"--{name.replace('_', '-')}"
                 yield f"{flag} needs a tokenizer, got none. Name it with --tokenizer-path, or leave {flag} out"
     elif _reads_with_tokenizer(config, program):

@@ -81,7 +81,7 @@ def compare_devices(place: torch.device, grid: Grid) -> None:
     chosen = ", ".join(f"{name}={os.environ.get(name, 'unset')}" for name in DEVICE_VARIABLES)
     ranks_of: dict[tuple[str, str], dict[int, str]] = {}
     devices = grid.host.gather_objects((gethostname(), identity(place), chosen, device.model_name(place)))
-    _compare_kinds([kind for *_, kind in devices], grid)
+    _compare_kinds([gpu_model for *_, gpu_model in devices], grid)
     for rank, (host, device_id, device_name, _) in enumerate(devices):
         if device_id:
             ranks_of.setdefault((host, device_id), {})[rank] = device_name
@@ -105,8 +105,11 @@ def _compare_kinds(kinds: Sequence[str], grid: Grid) -> None:
     """Raise if the ranks of a replica have different GPU models; warn if replicas differ."""
     if len(set(kinds)) == 1:
         return
-    ranks_of = {kind: format_ranks([rank for rank, model in enumerate(kinds) if model == kind]) for kind in set(kinds)}
-    models = "; ".join(f"{kind} on rank {ranks}" for kind, ranks in sorted(ranks_of.items()))
+    ranks_of = {
+        gpu_model: format_ranks([rank for rank, model in enumerate(kinds) if model == gpu_model])
+        for gpu_model in set(kinds)
+    }
+    models = "; ".join(f"{gpu_model} on rank {ranks}" for gpu_model, ranks in sorted(ranks_of.items()))
     for ranks in grid.topology.groups("pipe", "context", "tensor"):
         if len({kinds[rank] for rank in ranks}) > 1:
             raise ConfigError(
@@ -134,11 +137,11 @@ def facts(config: Config) -> dict[str, str]:
 
 def differences(everyone: Sequence[Mapping[str, str]]) -> Iterator[str]:
     """Yield a row with the values and their ranks for each fact that differs between the ranks that have it."""
-    for name in sorted({name for one in everyone for name in one}):
+    for name in sorted({name for facts_of_rank in everyone for name in facts_of_rank}):
         ranks_of: dict[str, list[int]] = {}
-        for rank, one in enumerate(everyone):
-            if name in one or not name.startswith("code"):
-                ranks_of.setdefault(one.get(name, "none"), []).append(rank)
+        for rank, facts_of_rank in enumerate(everyone):
+            if name in facts_of_rank or not name.startswith("code"):
+                ranks_of.setdefault(facts_of_rank.get(name, "none"), []).append(rank)
         if len(ranks_of) > 1:
             values = (f"{value} on rank {format_ranks(ranks)}" for value, ranks in ranks_of.items())
             yield f"{name}: {'; '.join(values)}"

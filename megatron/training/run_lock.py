@@ -124,10 +124,10 @@ def _may_live(found: dict[str, Any]) -> bool:
 def _start_of(pid: int) -> str | None:
     """Return the start time of process ``pid`` in clock ticks since boot; None if it has exited or is a zombie."""
     try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        stat_fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if words[0] in "ZX" else words[19]
+    return None if stat_fields[0] in "ZX" else stat_fields[19]
 
 
 def _format_holder(found: dict[str, Any]) -> str:

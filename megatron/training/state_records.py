@@ -101,13 +101,13 @@ def _shard_of_state(key: str, value: torch.Tensor, main_param: torch.Tensor) -> 
     """
     shard, local = shard_of(main_param), tuple(main_param.shape)
     if len(value.shape) != len(local) or any(
-        own not in (1, size) for own, size in zip(value.shape, local, strict=True)
+        state_size not in (1, size) for state_size, size in zip(value.shape, local, strict=True)
     ):
         raise RuntimeError(
             f"a state of the optimizer must have its master's shape, or 1 in some dimensions, got {key} of shape "
             f"{tuple(value.shape)} for {local}: it cannot be saved"
         )
-    is_mean = [own != size for own, size in zip(value.shape, local, strict=True)]
+    is_mean = [state_size != size for state_size, size in zip(value.shape, local, strict=True)]
     global_shape = tuple(1 if mean else size for mean, size in zip(is_mean, shard.global_shape, strict=True))
     if shard.partition_dim is None or is_mean[shard.partition_dim]:
         return Shard(global_shape)

@@ -163,10 +163,10 @@ class Trainer:
         self.resumed_step: int | None = None
         self.steps_taken, self.samples_taken, self.pause_s = 0, Counter[int](), 0.0
         self._save_is_wanted = False
-        self.callbacks = [each for each in callbacks if each.on_all_ranks or world.rank == 0]
+        self.callbacks = [cb for cb in callbacks if cb.on_all_ranks or world.rank == 0]
         for callback in self.callbacks:
             callback.trainer = self
-        self._having = {hook: [each for each in self.callbacks if _overrides(each, hook)] for hook in HOOKS}
+        self._having = {hook: [cb for cb in self.callbacks if _overrides(cb, hook)] for hook in HOOKS}
         if self._having["on_before_update"]:
             self._check_loss = engine.on_loss  # ``_before_update`` calls the engine's check after the hooks
             engine.on_loss = self._before_update
@@ -319,8 +319,8 @@ class Trainer:
         self._save_is_wanted = False
         if not stops:
             return (REGROUP if saves and regroups else ""), saves
-        asked = asked_through_launcher() if reason is None else None  # this rank's signal may still be on its way
-        return reason or (f"received {asked}" if asked else ANOTHER), saves
+        forwarded = asked_through_launcher() if reason is None else None  # this rank's signal may still be on its way
+        return reason or (f"received {forwarded}" if forwarded else ANOTHER), saves
 
     def request_save(self) -> None:
         """Request a checkpoint at the end of this step. Any rank may call this."""

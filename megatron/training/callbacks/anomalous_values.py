@@ -41,5 +41,5 @@ def bad_gradients(engine: StepEngine, grid: Grid, samples: StepSamples) -> str:
 
 
 def _listed(items: list[str]) -> str:
-    more = f" and {len(items) - NAMED_AT_MOST} more" if len(items) > NAMED_AT_MOST else ""
-    return ", ".join(items[:NAMED_AT_MOST]) + more
+    suffix = f" and {len(items) - NAMED_AT_MOST} more" if len(items) > NAMED_AT_MOST else ""
+    return ", ".join(items[:NAMED_AT_MOST]) + suffix

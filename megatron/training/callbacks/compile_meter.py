@@ -38,7 +38,9 @@ class CompileMeter(Callback):
         costs = torch.zeros(3, world.grid.topology.world_size, dtype=torch.float32, device=world.device)
         costs[:, world.rank] = torch.tensor(self.drain())
         by_rank = zip(*all_reduce(costs, world.grid.world).tolist(), strict=True)
-        cost = compile_metrics([Compiled(seconds, round(made), round(found)) for seconds, made, found in by_rank])
+        cost = compile_metrics(
+            [Compiled(seconds, round(num_made), round(num_cached)) for seconds, num_made, num_cached in by_rank]
+        )
         metrics |= cost
         if line := compile_line(cost):
             self.trainer.print_line(f"step {self.trainer.progress.step} | {line}")
@@ -47,8 +49,14 @@ class CompileMeter(Callback):
         """Return the compilation on this rank since the last call."""
         total, before = compiled_here(), self._last
         self._last = total
-        seconds, made, found = total.seconds - before.seconds, total.made - before.made, total.found - before.found
-        return Compiled(max(seconds, 0.0), max(made, 0), max(found, 0))  # torch's counters decrease when they are reset
+        seconds, num_made, num_cached = (
+            total.seconds - before.seconds,
+            total.made - before.made,
+            total.found - before.found,
+        )
+        return Compiled(
+            max(seconds, 0.0), max(num_made, 0), max(num_cached, 0)
+        )  # torch's counters decrease when they are reset
 
 
 def compiled_here() -> Compiled:
@@ -56,8 +64,8 @@ def compiled_here() -> Compiled:
     from torch._dynamo import utils
 
     graphs = int(utils.counters["stats"]["unique_graphs"])
-    found = int(utils.counters["aot_autograd"]["autograd_cache_hit"])
-    return Compiled(utils.calculate_time_spent()["total_wall_time"], graphs - found, found)
+    num_cached = int(utils.counters["aot_autograd"]["autograd_cache_hit"])
+    return Compiled(utils.calculate_time_spent()["total_wall_time"], graphs - num_cached, num_cached)
 
 
 def cache_folder() -> str:
@@ -79,10 +87,10 @@ def compile_metrics(ranks: list[Compiled]) -> dict[str, Any]:
 
 def compile_line(metrics: dict[str, Any]) -> str | None:
     """Return ``compile_metrics`` as a log line, or None if nothing was compiled."""
-    made, found = metrics["graphs_compiled"], metrics["graphs_cached"]
-    if not made + found:
+    num_made, num_cached = metrics["graphs_compiled"], metrics["graphs_cached"]
+    if not num_made + num_cached:
         return None
     return (
         f"torch.compile took {metrics['compile_s']:.1f} s (the rank that waited longest); graphs of all ranks: "
-        f"{made} compiled, {found} found in {cache_folder()}"
+        f"{num_made} compiled, {num_cached} found in {cache_folder()}"
     )

@@ -112,7 +112,7 @@ class Console(Callback):
 def progress_line(step: int, total: int, metrics: Mapping[str, Any], epochs: str = "") -> str:
     """Return the progress line with the metrics of a log interval; ``epochs`` is the text of ``epochs_text``."""
     mfu = f" | MFU {100 * metrics['mfu']:.1f} %" if metrics["mfu"] else ""
-    left = human_time((total - step) * metrics["step_s"])
+    remaining = human_time((total - step) * metrics["step_s"])
     bubble = f" | bubble {100 * metrics['bubble']:.1f} %" if "bubble" in metrics else ""
     length = f" | sequence {metrics['seq_length']}" if "seq_length" in metrics else ""
     experts = f" | load imbalance {max(load.values()):.2f}" if (load := metrics.get("moe_load_imbalance")) else ""
@@ -121,5 +121,5 @@ def progress_line(step: int, total: int, metrics: Mapping[str, Any], epochs: str
         f"step {step:>{len(str(total))}}/{total} | loss {metrics['loss']:.4f} | lr {metrics['learning_rate']:.3e} | "
         f"grad norm {metrics['grad_norm']:.3f} | loss scale {metrics['loss_scale']:g}{experts} | "
         f"{metrics['tokens_per_s']:,.0f} tokens/s | {human_count(metrics['flops_per_s'])}FLOP/s{mfu}{bubble}{length} | "
-        f"data wait {100 * metrics['data_wait']:.1f} %{f' | {epochs}' if epochs else ''}{skipped} | left {left}"
+        f"data wait {100 * metrics['data_wait']:.1f} %{f' | {epochs}' if epochs else ''}{skipped} | left {remaining}"
     )

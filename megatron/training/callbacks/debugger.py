@@ -114,7 +114,7 @@ class Debugger(Callback):
         modules = named_modules(engine.module)
         self._writer: Writer | None = None
         if settings.debug_dump is not None:
-            names = [[name for name, _ in named] for named in (modules, named_parameters(engine.module))]
+            names = [[name for name, _ in named_items] for named_items in (modules, named_parameters(engine.module))]
             self._writer = open_dump(config, world, *names)
         self._is_looking = self._is_dumping = self._has_noted_structure = False
         chunks = getattr(engine.module, "chunks", 1)
@@ -237,8 +237,8 @@ class Debugger(Callback):
                 continue
             gradient = optimizer.gradient_of(parameter)
             if gradient is not None:
-                cut, chunk = shard_cut(optimizer.gradient_shard(parameter)), self._chunks.get(id(parameter), 0)
-                writer.add(gradient, name, GRADIENT, cut=cut, chunk=chunk, factor=factor)
+                shard, chunk = shard_cut(optimizer.gradient_shard(parameter)), self._chunks.get(id(parameter), 0)
+                writer.add(gradient, name, GRADIENT, cut=shard, chunk=chunk, factor=factor)
 
     def _ahead_of_update(self) -> None:
         """Write the gradients; with --debug-nan, end the run if any rank has found a non-finite value. Collective."""

@@ -69,12 +69,12 @@ class ExpertMonitor(Callback):
     def _text(self, found: Mapping[str, float], load: ExpertLoad) -> str:
         num_experts = self.model.num_experts
         worst = min(found, key=found.__getitem__)
-        named = sorted(found, key=found.__getitem__)[:NAMED_AT_MOST]
-        more = f" and {len(found) - len(named)} more" if len(found) > len(named) else ""
+        layers = sorted(found, key=found.__getitem__)[:NAMED_AT_MOST]
+        suffix = f" and {len(found) - len(layers)} more" if len(found) > len(layers) else ""
         imbalance = load.imbalance()[load.layers.index(worst)]
         steps = len(self._seen[worst].values)
         return (
-            f"router collapse: {', '.join(named)}{more}: the entropy of {worst} is that of "
+            f"router collapse: {', '.join(layers)}{suffix}: the entropy of {worst} is that of "
             f"{num_experts ** found[worst]:.1f} of {num_experts} experts, the mean of {steps} steps; now the largest "
             f"has {imbalance:.2f} x the mean tokens. {self._advice()}"
         )

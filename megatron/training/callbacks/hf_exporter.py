@@ -111,7 +111,7 @@ class HuggingFaceExporter(Callback):
         self._report()
 
     def _export(self, step: int, source: Path, target: Path) -> None:
-        began, done, error = time.perf_counter(), None, ""
+        began, exported, error = time.perf_counter(), None, ""
         try:
             checkpoint = open_written(source)
             weights = read_weights(checkpoint)
@@ -119,10 +119,10 @@ class HuggingFaceExporter(Callback):
             files.make_folder(target.parent)
             if target.exists():  # from an earlier start, or from before a rollback
                 files.remove_tree(target)
-            done = export(checkpoint, target, dtype=self.dtype, weights=weights)
+            exported = export(checkpoint, target, dtype=self.dtype, weights=weights)
         except Exception as exception:
             error = f"{type(exception).__name__}: {exception}"
-        self._outcome = _Outcome(step, target, time.perf_counter() - began, done, error)
+        self._outcome = _Outcome(step, target, time.perf_counter() - began, exported, error)
         self._is_read.set()
 
     def _report(self) -> None:

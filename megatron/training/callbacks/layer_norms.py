@@ -27,8 +27,8 @@ class LayerNorms(Callback):
     """
 
     def on_train_start(self) -> None:
-        named = named_parameters(self.trainer.engine.module)
-        self._group_of = {parameter: group_of(name) for name, parameter in named}
+        named_params = named_parameters(self.trainer.engine.module)
+        self._group_of = {parameter: group_of(name) for name, parameter in named_params}
         self._groups = _of_all_ranks(self._group_of.values(), self.trainer.world)
         self._norms: dict[str, float] = {}
 

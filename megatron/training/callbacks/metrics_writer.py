@@ -124,14 +124,14 @@ class MetricsWriter:
         Raises:
             ConfigError: the run folder or the TensorBoard folder was deleted or moved; raised on this rank only.
         """
-        numbers = dict(flat(kind, values))
+        scalars = dict(flat(kind, values))
         with marked(is_of_this_rank=True):
             self._require_folder()
             record = {"kind": kind, "step": step, **values, **(notes or {})}
             self._file.write(orjson.dumps(record, default=str) + b"\n")
             self._file.flush()
             if self._tensorboard_folder is not None:
-                self._add_events(self._tensorboard_folder, step, numbers)
+                self._add_events(self._tensorboard_folder, step, scalars)
 
     def _require_folder(self) -> None:
         try:
@@ -150,8 +150,8 @@ class MetricsWriter:
 
             self._events = SummaryWriter(str(folder), purge_step=self._purge_step)
         try:
-            for name, number in numbers.items():
-                self._events.add_scalar(name, number, step)
+            for name, scalar in numbers.items():
+                self._events.add_scalar(name, scalar, step)
         except FileNotFoundError as error:
             raise ConfigError(
                 f"TensorBoard's folder must stay where it is while the run goes on, got {folder} deleted or moved "
@@ -197,7 +197,7 @@ def draw_losses(metrics: Path, picture: Path) -> None:
     Does nothing without records. The vocabulary size is read from config.json next to the metrics, if it exists.
     """
     records = read_metrics(metrics)
-    curves = {kind: [(r["step"], r["loss"]) for r in records if r["kind"] == kind] for kind in ("train", "valid")}
+    curves = {split: [(r["step"], r["loss"]) for r in records if r["kind"] == split] for split in ("train", "valid")}
     if not any(curves.values()):
         return
     import matplotlib
@@ -206,10 +206,10 @@ def draw_losses(metrics: Path, picture: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for kind, marker in (("train", None), ("valid", "o")):
-        points = [(step, loss) for step, loss in curves[kind] if loss is not None and math.isfinite(loss)]
+    for split, marker in (("train", None), ("valid", "o")):
+        points = [(step, loss) for step, loss in curves[split] if loss is not None and math.isfinite(loss)]
         if points:
-            axes.plot(*zip(*points, strict=True), marker=marker, label=kind)
+            axes.plot(*zip(*points, strict=True), marker=marker, label=split)
     if size := _vocab_size(metrics.parent):
         guess = math.log(size)
         axes.axhline(guess, color="grey", linestyle="--", label=f"ln({size:,}) = {guess:.2f}: knows nothing")
@@ -234,6 +234,6 @@ def _keep_whole(path: Path, last_step: int | None) -> None:
     if not path.exists():
         return
     records = [record for record in read_metrics(path) if last_step is None or record["step"] <= last_step]
-    kept = b"".join(orjson.dumps(record) + b"\n" for record in records)
-    if kept != path.read_bytes():
-        files.replace_bytes(path, kept)
+    content = b"".join(orjson.dumps(record) + b"\n" for record in records)
+    if content != path.read_bytes():
+        files.replace_bytes(path, content)

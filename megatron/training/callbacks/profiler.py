@@ -137,11 +137,11 @@ class Profiler(Callback):
         """
         if self._profile is None:
             return
-        taken, self._profile = self._profile, None
+        profiler, self._profile = self._profile, None
         world = self.trainer.world
         folder, world_size = self.trainer.folder / FOLDER, world.grid.topology.world_size
-        local_operators = _tried(lambda: _ended(taken)) or []
-        _tried(lambda: _write_trace(taken, folder / f"rank{world.rank}.json.gz"))
+        local_operators = _tried(lambda: _ended(profiler)) or []
+        _tried(lambda: _write_trace(profiler, folder / f"rank{world.rank}.json.gz"))
         # Every rank takes part, even after an error.
         operators_of_ranks = world.grid.host.gather_objects(local_operators)
         operators = joined(operators_of_ranks)
@@ -160,9 +160,9 @@ class Profiler(Callback):
         return profiler
 
     def _drop(self) -> None:
-        taken, self._profile = self._profile, None
-        if taken is not None:
-            _tried(taken.stop)
+        profiler, self._profile = self._profile, None
+        if profiler is not None:
+            _tried(profiler.stop)
 
 
 def _ended(taken: profile) -> list[Operator]:

@@ -99,17 +99,17 @@ def itself(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def find_copies(module: torch.nn.Module, grid: Grid, kept: Kept = itself) -> list[ReplicaGroup]:
     """Return the groups of copies that include this rank, in the same order on every rank of a stage."""
-    named = dict(named_parameters(module))
+    named_params = dict(named_parameters(module))
     groups = []
     for group, is_apart in ((grid.data_context, False), (grid.expert_data, True)):
-        names = [name for name, parameter in named.items() if is_reduced_apart(parameter) == is_apart]
-        replicated = [name for name in names if kept(named[name]) is named[name]]
+        names = [name for name, parameter in named_params.items() if is_reduced_apart(parameter) == is_apart]
+        replicated = [name for name in names if kept(named_params[name]) is named_params[name]]
         if group.size > 1 and replicated:
             groups.append(ReplicaGroup(group.handle, replicated))
-    replicated = [name for name, parameter in named.items() if not shard_of(parameter).is_partitioned]
+    replicated = [name for name, parameter in named_params.items() if not shard_of(parameter).is_partitioned]
     if grid.tensor.size > 1 and replicated:
         groups.append(ReplicaGroup(grid.tensor.handle, replicated))
-    return [*groups, *_tied(module, named)]
+    return [*groups, *_tied(module, named_params)]
 
 
 @torch.no_grad()

@@ -77,10 +77,10 @@ class SpeedMonitor(Callback):
         bubble, self.ranks = trainer.engine.bubble(), self._gather()
         steps, samples, pause_s = self._seen
         self._seen = (trainer.steps_taken, trainer.samples_taken.copy(), trainer.pause_s)
-        taken = self._seen[1] - samples
-        flops = sum(count * self.rates.flops_of_sample(length) for length, count in taken.items())
+        new_samples = self._seen[1] - samples
+        flops = sum(count * self.rates.flops_of_sample(length) for length, count in new_samples.items())
         metrics |= self.rates.drain(
-            self._seen[0] - steps, taken.total(), self._seen[2] - pause_s, max(self.ranks.waited_s), flops
+            self._seen[0] - steps, new_samples.total(), self._seen[2] - pause_s, max(self.ranks.waited_s), flops
         )
         metrics["mfu"] = self._plausible_mfu(metrics["mfu"], metrics["flops_per_s"])
         if bubble is not None:

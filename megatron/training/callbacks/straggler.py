@@ -64,9 +64,9 @@ class StragglerDetector:
 
     def judge(self, found: Straggler | None) -> str | None:
         """Record the slowest rank of a report; return its description every ``IN_A_ROW`` reports in a row, or None."""
-        place = None if found is None else found.place
-        self._times = self._times + 1 if place == self._place else 1
-        self._place = place
+        position = None if found is None else found.place
+        self._times = self._times + 1 if position == self._place else 1
+        self._place = position
         return None if found is None or self._times % IN_A_ROW else found.text
 
 
@@ -88,16 +88,16 @@ def slowest(per_step: Sequence[float], waited_s: Sequence[float], topology: Topo
     factor = AS_REPLICA if topology.data_context > 1 else AS_STAGE
     if per_step[rank] < factor * usual or per_step[rank] - usual < AT_LEAST_S:
         return None
-    at = topology.coordinate(rank)
+    coordinate = topology.coordinate(rank)
     alike = [r for r in _same_tensor_group(rank, topology) if per_step[r] > ALIKE * per_step[rank]]
     names = f"rank {rank}" if len(alike) == 1 else f"ranks {', '.join(map(str, alike))}"
-    context = f", context {at.context}" if topology.context > 1 else ""
+    context = f", context {coordinate.context}" if topology.context > 1 else ""
     data_text = f", {waited_s[rank]:.3f} s of it waiting for data" if waited_s[rank] > AT_LEAST_S else ""
     text = (
-        f"slowest: {names} (stage {at.pipe}, data {at.data}{context}) with {per_step[rank]:.3f} s of own work a "
-        f"step{data_text}; its peers need {usual:.3f} s"
+        f"slowest: {names} (stage {coordinate.pipe}, data {coordinate.data}{context}) with {per_step[rank]:.3f} s of "
+        f"own work a step{data_text}; its peers need {usual:.3f} s"
     )
-    return Straggler((at.pipe, at.data, at.context), text)
+    return Straggler((coordinate.pipe, coordinate.data, coordinate.context), text)
 
 
 def _peers(rank: int, topology: Topology) -> list[int]:

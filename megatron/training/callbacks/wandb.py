@@ -127,9 +127,9 @@ def open_wandb(config: Config, folder: Path) -> WandbRun | None:
             resume="allow",
             config=config.to_dict(),
         )
-        for kind in KINDS:
-            run.define_metric(f"{kind}/step")
-            run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
+        for record_kind in KINDS:
+            run.define_metric(f"{record_kind}/step")
+            run.define_metric(f"{record_kind}/*", step_metric=f"{record_kind}/step")
     except Exception as error:
         raise ConfigError(
             f"--wandb-project {seeing.wandb_project} must be one that wandb can write to, got {type(error).__name__}: "
