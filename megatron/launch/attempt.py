@@ -1,4 +1,4 @@
-"""RankGroup: one start of the ranks of a node, from their first process to its root cause; OOM kills."""
+"""RankGroup: one start of the ranks of a node, until the root cause of its end is known; OOM kills."""
 
 from __future__ import annotations
 

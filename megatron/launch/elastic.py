@@ -257,7 +257,7 @@ class ElasticRendezvous(LaunchRendezvous):
         return None
 
     def _is_silent(self, found: Collection[int]) -> bool:
-        """Return True if a node of the last start with precedence has not responded, but may still be alive."""
+        """Return True if a preceding node of the last start has not responded, but may still be alive."""
         control = self.control
         preceding = [node for node in control.round[1:] if node < control.node and node not in found]
         return bool(preceding) and time.monotonic() < self._since + self._silence_s

@@ -162,7 +162,7 @@ def _signal_name(number: int) -> str:
 # | key | written by | content |
 # |---|---|---|
 # | ``failed`` | a node that lost a rank | set after a failure |
-# | ``verdicts`` | a node with an exit that the value lacks | the exits that determine the root cause, as JSON |
+# | ``verdicts`` | a node whose exit the value lacks | the exits that determine the root cause, as JSON |
 # | ``left`` | every node | the number of nodes without ranks |
 # | ``restart/R`` | node R, once all have left | its reason against a restart; empty if there is none |
 # | ``decision`` | node 0, once all have voted | "go" or "stop", a space, and the reason |

@@ -48,7 +48,7 @@ _NCCL_SET_UP = {
     "ncclinvalidusage": _SETTINGS,
     "ncclinvalidargument": _SETTINGS,
 }
-"""Parts of NCCL errors that concern the rank which raises them -> the fix; a restart would fail again."""
+"""Texts of NCCL errors that are caused by the rank itself -> the fix. A restart would fail again."""
 _NCCL_FAILURES = ("ncclunhandledcudaerror", "ncclsystemerror", "ncclinternalerror")
 """NCCL errors of this rank or of a peer; the text after "Last error:" distinguishes them."""
 _NCCL_PEER_SIGNS = ("remote", "connect", "closed", "reset", "broken pipe", "timed out", "timeout", "abort", "peer")
@@ -61,7 +61,7 @@ _MEMORY_SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memo
 
 
 def trace_crashes() -> None:
-    """Write a trace after a crash in native code; with our launcher, to a file that it prints with the rank."""
+    """Enable faulthandler; with our launcher, it writes to a file that the launcher prints with the rank's number."""
     failure = os.environ.get("MEGATRON_FAILURE_FILE")
     if failure:
         try:

@@ -64,7 +64,7 @@ class StopRequests:
         self.deadline = started + 60.0 * exit_minutes if exit_minutes else None
 
     def request(self, reason: str) -> None:
-        """Request a stop after this step; for callers with another reason."""
+        """Request a stop after this step for the given reason."""
         self.requested = reason
 
     def listen(self) -> None:

@@ -85,7 +85,7 @@ class RunData:
 
 
 def evaluated_splits(config: Config) -> dict[str, bool]:
-    """Return for "valid" and "test" True if the run evaluates the split.
+    """Return "valid" and "test" -> True if the run evaluates the split.
 
     As in Megatron, a split without files or documents is not evaluated. ``--eval-only`` always needs the test split.
     """

@@ -154,10 +154,10 @@ def plan_rows(
 
     Args:
         bounds: bounds of the pieces in pipeline layers; with chunks, a stage has several pieces.
-        counted: number of parameters of the full model, then of one rank of each stage; None before the model is
-            built, when it is assumed to be the model that ``config`` describes.
-        forecast: function with the signature of ``tds.schedule.simulate.bubble`` that returns the bubble; None: use
-            that function's closed forms.
+        counted: number of parameters of the full model, then of one rank of each stage. None before the model is
+            built; it is then assumed to be the model that ``config`` describes.
+        forecast: function that returns the bubble, with the signature of ``tds.schedule.simulate.bubble``. None: use
+            the closed forms of that function.
     """
     batch, d = config.batch, topology.data
     size = topology.world_size

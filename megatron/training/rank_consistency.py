@@ -1,6 +1,6 @@
 """Check that all ranks run the same code, versions, arguments and devices.
 
-Otherwise a difference causes an error much later, or none at all: two versions of a layer would train silently.
+Without this check, a difference causes an error much later, or none: two versions of a layer would train silently.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OWN = ("run.local_rank",)
 def check_ranks_identical(config: Config, grid: Grid) -> None:
     """Check that code, versions, arguments and environment are the same on all ranks. Collective.
 
-    These are rows I05 and I06 of the faults note.
+    These are faults I05 and I06 of docs/reliability.md.
 
     Raises:
         ConfigError: they differ; the message lists the differences by rank and is the same on every rank.

@@ -55,7 +55,7 @@ class SingleStageEngine:
 
         Args:
             engine: a ``ModelEngine``, or DeepSpeed's engine.
-            forward_step: the user's function of (data iterator, engine) to (loss, values to report).
+            forward_step: the user's function, which takes (data iterator, engine) and returns (loss, values to report).
             to_deepspeed: function that returns DeepSpeed's engine for the same model and optimizer. Collective.
         """
         self.forward_step = forward_step

@@ -52,10 +52,12 @@ def pretrain(
     """Run a training job from the command line to the test loss. Collective. A failure exits with the job's exit code.
 
     Args:
-        train_valid_test_datasets_provider: function of the sample counts of the three splits to three data sets
-            (or None); a data set has an item for every index. Called only on ranks that read data.
+        train_valid_test_datasets_provider: function that takes the sample counts of the three splits and returns three
+            data sets, or None for a split without data. A data set has an item for every index. Called only on ranks
+            that read data.
         model_provider: function that returns the model: a module or, with 2 or more stages, a PipelineModule.
-        forward_step: function of (data iterator or None, model) to (loss, named losses). Not used with a pipeline.
+        forward_step: function that takes (data iterator or None, model) and returns (loss, named losses). Not used with
+            a pipeline.
         extra_args_provider: function that adds the script's flags to an argparse parser.
         args_defaults: the script's defaults by flag name; flags on the command line override them.
         name: name in the run folder ``runs/<name>-<time>``; None: the script's name without ``pretrain_``. If
@@ -221,7 +223,7 @@ def _checkpoint_args(found: Scan, defaults: Mapping[str, Any], run_name: Callabl
     """Return the model and data settings of the run or checkpoint that --load or --resume names.
 
     Args:
-        run_name: function of a model family to the name of its run.
+        run_name: function that takes a model family and returns the name of its run.
     """
     from megatron.checkpoint import checkpoint_args, run_data  # takes 10 ms, which --help saves
 

@@ -61,7 +61,7 @@ class ModuleError(NumericsError):
 class FiniteLossCheck:
     """Raises an error if the loss or gradient norm of a step is not finite; the default ``policy.accepts_step``.
 
-    The error is raised in the update, after the collectives of the step; raised earlier, other ranks would hang.
+    The error is raised in the update, after the collectives of the step. An earlier error would make other ranks hang.
     """
 
     def __init__(self, optimizer: MixedPrecisionOptimizer) -> None:

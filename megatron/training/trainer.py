@@ -50,7 +50,7 @@ class Callback:
     | ``on_export_end(step, path)`` | on rank 0, when the Hugging Face folder ``path`` has been written |
     | ``on_train_end()`` | after the last step, or after the step at which the run stops early |
     | ``on_exception(error)`` | when an error ends the run on this rank |
-    | ``find_nonfinite(error)`` | when a non-finite value ends a step; returns where ("" if on another rank) or None |
+    | ``find_nonfinite(error)`` | when a non-finite value ends a step; returns its location, if known |
 
     Hooks are called in the order of the list of callbacks, which is the same on all ranks, so they may call
     collectives. The exceptions are ``on_save_end``, ``on_export_end``, ``on_exception`` and ``find_nonfinite``: ranks
@@ -100,6 +100,7 @@ class Callback:
     def on_exception(self, error: BaseException) -> None: ...
 
     def find_nonfinite(self, error: NumericsError) -> str | None:
+        """Return the location of the value on this rank, "" if it is on another rank, or None if unknown."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -312,7 +313,7 @@ class Trainer:
         """Agree on stopping and saving after this step. Collective.
 
         Returns:
-            The reason to stop ("" to continue), and True if any rank has requested a checkpoint.
+            The reason to stop or to regroup ("" to continue), and True if any rank has requested a checkpoint.
         """
         reason = self.stop.reason(self.progress.step)
         stops, saves, regroups = self.world.any([reason is not None, self._save_is_wanted, self.stop.is_awaited()])

@@ -131,7 +131,7 @@ class Debugger(Callback):
         )
 
     def on_step_start(self) -> None:
-        """Start to watch the modules, if this step is dumped or checked."""
+        """Start watching the modules, if this step is dumped or checked."""
         step = self.trainer.samples.step
         self._warn_of_steps_behind(step)
         self._is_dumping = any(step in steps for steps in self._dumped)
@@ -207,7 +207,7 @@ class Debugger(Callback):
         )
 
     def _note_loss_structure(self, writer: Writer) -> None:
-        """Write before the first gradient if the loss is weighted; ``folder.read`` normalises gradients by this.
+        """Record whether the loss is weighted, before the first gradient; ``dump_files.read`` scales gradients by it.
 
         Only the last stage knows it, and its line in the dump applies to the tensors of all stages.
         """

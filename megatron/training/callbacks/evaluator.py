@@ -43,8 +43,8 @@ class Evaluator(Callback):
         """Evaluate a split; report and return its mean loss. Collective.
 
         Returns:
-            The loss, or None if a signal interrupted the evaluation. The run then stops after this step, or right
-            away in the evaluation of the test split.
+            The loss, or None if a signal interrupted the evaluation. The run then stops after this step; during the
+            evaluation of the test split it stops immediately.
         """
         with self.trainer.phases.over(EVALUATING):
             weights = self.trainer.data.corpora.get(split, {})

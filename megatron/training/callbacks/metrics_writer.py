@@ -70,7 +70,7 @@ class Metrics(Callback):
         return self.writer
 
     def _of_evaluation(self) -> dict[str, Any]:
-        """Return the checkpoint and the settings of an evaluation, since its folder has no config.json of its own."""
+        """Return checkpoint and settings of an evaluation, which writes no config.json."""
         checkpointer = self.trainer.find(Checkpointer)
         loaded = None if checkpointer is None else checkpointer.loaded
         return {"time": time.time(), "checkpoint": str(loaded), "config": self.trainer.config.to_dict()}

@@ -93,7 +93,7 @@ Kept = Callable[[torch.nn.Parameter], torch.Tensor]
 
 
 def itself(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return ``parameter``, its own persistent storage without ZeRO 3."""
+    """Return ``parameter``, which is its own persistent storage without ZeRO 3."""
     return parameter
 
 

@@ -1,4 +1,4 @@
-"""RunDescription: writes config.json, starts.jsonl, machine.json and stages.json to the run folder."""
+"""RunDescription: writes config.json, command.txt, versions.json, starts.jsonl and stages.json to the run folder."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 | --stability-guard | an anomalous step | after --stability-patience of them in a row |
 |---|---|---|
-| off | not finite: ends the run (checks of engine and optimizer); far above: is reported | |
-| skip | is skipped on all ranks: weights, moments and loss scale stay | ends the run |
+| off | not finite: ends the run (checks of engine and optimizer); far above recent values: reported | |
+| skip | skipped on all ranks; weights, moments and loss scale are unchanged | ends the run |
 | rollback | as skip | returns to the last good checkpoint and skips the data up to the last anomalous step |
 
 A gradient overflow in fp16 that a smaller loss scale can cure counts neither as good nor as anomalous. The state of the

@@ -63,7 +63,7 @@ class StragglerDetector:
         self._times = 0
 
     def judge(self, found: Straggler | None) -> str | None:
-        """Record the slowest rank of a report; return its description every ``IN_A_ROW`` reports in a row, or None."""
+        """Record the slowest rank of a report; every ``IN_A_ROW`` consecutive reports return its description, else None."""
         position = None if found is None else found.place
         self._times = self._times + 1 if position == self._place else 1
         self._place = position
