@@ -292,8 +292,9 @@ class NodeBoard:
 # Restarts of a failed job: --max-restarts, and progress.
 #
 # A start makes progress if a checkpoint becomes durable whose step is higher than that of the previous durable
-# checkpoint. Rank 0 reports the step in the progress file (megatron/runtime/progress_file.py). ``FRUITLESS``
-# consecutive starts without progress end the job, because the next one would fail in the same way.
+# checkpoint, which after a rollback may be lower than earlier ones. Rank 0 reports the step in the progress file
+# (megatron/runtime/progress_file.py). ``FRUITLESS`` consecutive starts without progress end the job, because the next
+# one would fail in the same way.
 
 FRUITLESS = 3
 RESTARTED = (1, 4)

@@ -84,7 +84,7 @@ def set_rank_environment(env: MutableMapping[str, str]) -> list[str]:
 
 
 def _is_of_several(env: Mapping[str, str], starter: Starter) -> bool:
-    """Return False for a single process, and for srun's variables outside of a step."""
+    """Return True if ``starter`` started several processes; srun's variables outside of a step do not count."""
     rank, size, *_ = starter.variables
     if starter.name == "srun" and size not in env:
         return False

@@ -63,7 +63,7 @@ class StragglerDetector:
         self._times = 0
 
     def judge(self, found: Straggler | None) -> str | None:
-        """Record the slowest rank of a report; every ``IN_A_ROW`` consecutive reports return its description, else None."""
+        """Record the slowest rank of a report; return its description in every ``IN_A_ROW``-th report in a row."""
         position = None if found is None else found.place
         self._times = self._times + 1 if position == self._place else 1
         self._place = position
