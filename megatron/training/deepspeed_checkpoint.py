@@ -160,7 +160,7 @@ def check_layout(checkpoint: Checkpoint, config: Config, now: Topology, *, takes
 
 
 def _other_cut(checkpoint: Checkpoint, config: Config, now: Topology) -> str | None:
-    """Return how the split of layers into stages differs from the checkpoint's, or None if it is the same."""
+    """Return text on the difference to the checkpoint's split of layers into stages, or None if there is none."""
     if checkpoint.metadata["layout"]["pipe"] != now.pipe:
         return layout_text(checkpoint.metadata["layout"], now)
     saved, current = checkpoint.metadata["config"]["parallel"], asdict(config.parallel)

@@ -142,7 +142,7 @@ class Profiler(Callback):
         folder, world_size = self.trainer.folder / FOLDER, world.grid.topology.world_size
         local_operators = _tried(lambda: _ended(profiler)) or []
         _tried(lambda: _write_trace(profiler, folder / f"rank{world.rank}.json.gz"))
-        # Every rank takes part, even after an error.
+        # Every rank participates, even after an error.
         operators_of_ranks = world.grid.host.gather_objects(local_operators)
         operators = joined(operators_of_ranks)
         if world.rank != 0:
