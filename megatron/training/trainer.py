@@ -225,8 +225,8 @@ class Trainer:
         progress, start = self.progress, self.progress.samples_consumed
         count = self.sizes.at(start)
         self.seq_length = self.lengths.of_step(start)
-        layout = self.config.batch.batch_size, self.world.grid.data.size
-        self.samples = StepSamples(progress.step + 1, start, count, *layout)
+        batch_dims = self.config.batch.batch_size, self.world.grid.data.size
+        self.samples = StepSamples(progress.step + 1, start, count, *batch_dims)
         by_samples = self.config.optimizer.lr_follows_samples
         self._lr_position = progress.samples_updated + count if by_samples else progress.updates + 1
         self.learning_rate = set_learning_rates(self.engine.optimizer, self.lr_scheduler, self._lr_position)

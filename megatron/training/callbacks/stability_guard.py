@@ -173,27 +173,27 @@ class StabilityGuard(Callback):
 
     def _go_back(self, reason: str) -> None:
         """Roll back to the last good checkpoint and continue after this step's samples. Collective."""
-        trainer, samples, history = self.trainer, self.trainer.samples, self.history
+        trainer, samples, old_history = self.trainer, self.trainer.samples, self.history
         if self._checkpointer is None:
             raise self._gives_up(reason, " There is no checkpoint to go back to.")
         self.load_state_dict({})  # the default for a checkpoint without a state of the guard
         try:
-            checkpoint = self._checkpointer.roll_back(up_to_step=history.good_step)
+            checkpoint = self._checkpointer.roll_back(up_to_step=old_history.good_step)
         except CheckpointError as error:
-            self.history = history
+            self.history = old_history
             raise self._gives_up(reason, f" There is no checkpoint to go back to: {error}") from error
         first, step = trainer.progress.samples_consumed, trainer.progress.step
         trainer.progress.samples_consumed = samples.last + 1
         trainer.progress.samples_skipped += samples.last + 1 - first  # the learning rate continues from the checkpoint
-        self._count_return(step, history)
+        self._count_return(step, old_history)
         if self.history.returns > MOST_RETURNS:
             note = f" It has gone back to {checkpoint} {MOST_RETURNS} times already, which has not helped."
             raise self._gives_up(reason, note)
         skipped = {"first_sample": first, "last_sample": samples.last}
-        self._record({"event": "went back", "step": samples.step, "to_step": step, "bad_steps": history.streak,
+        self._record({"event": "went back", "step": samples.step, "to_step": step, "bad_steps": old_history.streak,
                       **skipped, "checkpoint": checkpoint.name, "reason": reason})  # fmt: skip
         trainer.print_line(
-            f"step {samples.step} | {history.streak} bad steps in a row: back to {checkpoint}, step {step}; "
+            f"step {samples.step} | {old_history.streak} bad steps in a row: back to {checkpoint}, step {step}; "
             f"{range_text(first, samples.last)} left out"
         )
 
