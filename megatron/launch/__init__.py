@@ -1,23 +1,17 @@
-"""Start the ranks of one node, watch them, and end with the exit code of the rank that caused the end.
+"""Launcher: start the ranks of one node, watch them, and exit with the code of the rank that caused the job to end.
 
-| file | holds |
+| file | content |
 |---|---|
 | options | the launcher's flags |
-| machine | GPUs without importing torch; what unset variables of the run scripts become |
-| signals | SIGTERM, Ctrl-C, SLURM's warning and the end of ranks, as news to wait for |
-| rendezvous | the port, and how several nodes become one job |
-| elastic | the same where nodes are lost and come: who is in the next start, who leads it |
-| control | what the launchers of an elastic job tell each other, and who is lost |
-| board | what the nodes of a job tell each other about its end |
-| ranks | starting, signalling and reaping the processes |
-| verdict | which rank is the culprit, and the job's exit code |
-| ending | what becomes of the job where no other start follows: its code and a line |
-| remains | what a rank that has ended left in files |
-| memory | what can be known of the OOM killer |
-| attempt | one start of the ranks, from the first process to the verdict |
-| restarts | whether a job that failed starts again |
-| agent | torch's elastic agent, told how to do these things |
+| machine | detection of GPUs without importing torch; defaults for unset variables of the run scripts |
+| agent | torch's elastic agent, adapted to start, watch and end the ranks of a node |
+| attempt | one start of the ranks, from the first process to the root cause of its end; OOM kills |
+| processes | start, signal and reap the rank processes; signals to the launcher |
+| outcome | root cause over all nodes, exit code of the job, restarts |
+| rendezvous | the port of the job, and the rendezvous of a fixed number of nodes |
+| elastic | the rendezvous of an elastic job: the nodes of the next start, and their leader |
+| control | messages between the launchers of an elastic job, and detection of lost nodes |
 
-``python -m megatron.launch --help`` says how to use it. Plain ``torchrun`` can start the same scripts; it ends with
-code 1 whatever happened, and gives the ranks up to 30 s after one of them died.
+``python -m megatron.launch --help`` documents the flags. Plain ``torchrun`` can start the same scripts, but always
+exits with code 1 after a failure, and waits for the ranks up to 30 s after one of them died.
 """

@@ -1,4 +1,4 @@
-"""``python -m megatron.launch [flags] script.py [its flags]``: see the package's docstring."""
+"""Entry point of ``python -m megatron.launch [flags] script.py [its flags]``; see the package's docstring."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PORT_WAIT_S = 2.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Start the job and return its exit code."""
+    """Run the job and return its exit code."""
     try:
         return _launch(parse(argv))
     except (ConfigError, PeerError) as error:
@@ -47,7 +47,7 @@ def _launch(options: Options) -> int:
     from megatron.launch.processes import Signals
 
     signals = Signals()
-    # Below, and not at the top: torch reads OMP_NUM_THREADS when imported, and wrong flags should be told at once.
+    # Imported here because torch reads OMP_NUM_THREADS when imported, and so that wrong flags are reported at once.
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from megatron.launch.agent import PROGRESS, LaunchAgent
@@ -58,12 +58,13 @@ def _launch(options: Options) -> int:
     listener = _open_port(options) if options.is_elastic or options.node_rank == 0 else None
     if listener is not None:
         make_room(options.nproc_per_node * options.nnodes)
-    gc.disable()  # nothing of what is imported goes away
+    gc.disable()  # imported objects are never freed
     for name in options.preload:
         importlib.import_module(name)
     gc.enable()
-    gc.freeze()  # a collection in a forked rank would go over all of it, and copy its pages
-    folder = Path(tempfile.mkdtemp(prefix="megatron-launch-"))  # a TemporaryDirectory goes when a fork ends
+    gc.freeze()  # otherwise a collection in a forked rank would visit all objects and copy their pages
+    # A TemporaryDirectory would be deleted when a fork exits.
+    folder = Path(tempfile.mkdtemp(prefix="megatron-launch-"))
     rendezvous: LaunchRendezvous
     if options.is_elastic:
         assert listener is not None
@@ -101,7 +102,7 @@ def _elastic(options: Options, listener: socket.socket, progress: Path, signals:
     from megatron.launch.elastic import ElasticRendezvous
     from megatron.runtime import progress_file
 
-    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the nodes' places: no store is asked
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # ranks follow from the order of the nodes
     facts = {
         "nnodes": [options.fewest_nodes, options.nnodes],
         "nproc": options.nproc_per_node,
@@ -139,16 +140,16 @@ def _open_port(options: Options) -> socket.socket:
 
 
 def _open_own_port(options: Options) -> socket.socket:
-    """Open the port of this node's entry in --node-list; a launcher that was killed just now may be on it yet."""
+    """Open the port of this node's --node-list entry, retrying while a killed launcher may still hold it."""
     from megatron.launch.rendezvous import listen
 
     host, port = options.node_list[options.node_rank]
-    end = time.monotonic() + PORT_WAIT_S
+    deadline = time.monotonic() + PORT_WAIT_S
     while True:
         try:
             return listen(host, port, options.nnodes)
         except OSError as error:
-            if error.errno == errno.EADDRINUSE and time.monotonic() < end:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
                 time.sleep(PORT_WAIT_S / 40)
                 continue
             raise ConfigError(
@@ -161,4 +162,4 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # taking torch down in order costs up to a second, and there is nothing left to do
+    os._exit(code)  # skips the orderly shutdown of torch, which takes up to a second

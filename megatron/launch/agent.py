@@ -1,4 +1,4 @@
-"""Torch's elastic agent, told how this project starts, watches and ends the ranks of a node."""
+"""LaunchAgent: torch's elastic agent, adapted to start, watch and end the ranks of a node."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ from megatron.launch.rendezvous import LaunchRendezvous
 from megatron.runtime import progress_file
 
 PROGRESS = "progress"
-"""The progress file, in the folder of the launcher."""
+"""Name of the progress file in the launcher's folder."""
 
 
 class LaunchAgent(SimpleElasticAgent):
-    """Runs the ranks of this node; ``job_code`` is the job's exit code when ``run`` has returned.
+    """Runs the ranks of this node.
 
     Args:
-        folder: for what the ranks and the launcher tell each other in files; holds a folder for each start.
+        folder: folder for the files through which ranks and launcher communicate, with a subfolder for each start.
+
+    Attributes:
+        job_code: the job's exit code, set when ``run`` has returned.
     """
 
     def __init__(
@@ -62,10 +65,10 @@ class LaunchAgent(SimpleElasticAgent):
             self._restarts.done = node.restarts
         for earlier in self._folder.glob("start-*"):
             shutil.rmtree(earlier, ignore_errors=True)
-        place = self._place = self._folder / f"start-{node.number}"
-        place.mkdir()
+        folder = self._place = self._folder / f"start-{node.number}"
+        folder.mkdir()
         self._board = node.board(cast(Store, worker_group.store), self._signals)
-        self._attempt = RankGroup(self._options, node.node_rank, self._board, self._signals, place)
+        self._attempt = RankGroup(self._options, node.node_rank, self._board, self._signals, folder)
         self._signals.begin()
         pids = {
             worker.local_rank: self._attempt.start(
@@ -106,7 +109,7 @@ class LaunchAgent(SimpleElasticAgent):
         return self._attempt
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Wait for news, and return what it means for the ranks."""
+        """Wait for a signal or timeout, check the ranks, and decide whether the job ends or restarts."""
         self._signals.wait(BOARD_S / 2)
         self._node.pass_on_waiting(self._place)
         code = self._of_this_start().watch()
@@ -114,28 +117,28 @@ class LaunchAgent(SimpleElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         self.job_code = code
         if code == 0:
-            return RunResult(WorkerState.SUCCEEDED, {one.rank: None for one in self._of_this_start().ranks})
-        goes_on, reason = self._agree(code)
+            return RunResult(WorkerState.SUCCEEDED, {process.rank: None for process in self._of_this_start().ranks})
+        restarts, reason = self._agree(code)
         end = self._of_this_start().end(code)
-        if goes_on and code == RESUMABLE:
+        if restarts and code == RESUMABLE:
             lost = f"{self._lost_text()}; " if self._board.lost() else ""
             log.info(f"launch: {lost}all is saved; starting again {reason}, with the node that has come")
-        elif goes_on:
+        elif restarts:
             self._restarts.done += 1
-            which = f"restart {self._restarts.done} of {self._restarts.most}"
-            log.error(f"launch: {self._lost_text() or end}; starting again {reason} ({which})")
+            restart_text = f"restart {self._restarts.done} of {self._restarts.most}"
+            log.error(f"launch: {self._lost_text() or end}; starting again {reason} ({restart_text})")
         else:
-            durable, most = self._restarts.durable, self._restarts.most
+            durable, max_restarts = self._restarts.durable, self._restarts.most
             reason = "; ".join(filter(None, (self._lost_text(), reason)))
-            self.job_code, message = job_result(end, self._signals, durable, restarts=most, reason=reason)
+            self.job_code, message = job_result(end, self._signals, durable, restarts=max_restarts, reason=reason)
             if message is not None:
                 log.error(f"launch: {message}")
         self._node.restarts = self._restarts.done if self._node.is_elastic else None
-        self._remaining_restarts = int(goes_on)  # the elastic agent starts again while some remain
+        self._remaining_restarts = int(restarts)  # the elastic agent restarts while this is positive
         return RunResult(WorkerState.FAILED)
 
     def _agree(self, code: int) -> tuple[bool, str]:
-        """Settle with the other nodes whether the job starts again after ``code``, and why."""
+        """Decide together with the other nodes whether the job restarts after ``code``; return (decision, reason)."""
         if self._signals.is_ended or (code == RESUMABLE and not self._node.is_elastic):
             return False, ""
         against = self._against(code)
@@ -146,9 +149,9 @@ class LaunchAgent(SimpleElasticAgent):
         return self._board.agree(against, MEET_S, self._restarts.origin)
 
     def _against(self, code: int) -> str:
-        """Return why this node would not start again after ``code``, or "" if it would.
+        """Return this node's reason against a restart after ``code``, or "" if there is none.
 
-        A node that comes, or is lost, says nothing of whether the run makes progress.
+        A start that ends because a node joins or is lost does not count as a start without progress.
         """
         restarts = self._restarts
         if code == RESUMABLE and self._node.is_elastic:
@@ -158,7 +161,7 @@ class LaunchAgent(SimpleElasticAgent):
         return restarts.against(code, is_node_0=self._node.node_rank == 0)
 
     def _lost_text(self) -> str:
-        """Say which nodes are lost, "" if none is."""
+        """Return text that names the lost nodes, "" if there are none."""
         lost = self._board.lost()
         return f"node {', '.join(map(str, lost))} was lost" if lost else ""
 
@@ -172,8 +175,8 @@ class LaunchAgent(SimpleElasticAgent):
         self._node.close(self.job_code)
 
     def _exit_barrier(self) -> None:
-        return None  # _monitor_workers has waited for the other nodes
+        return None  # _monitor_workers has already waited for the other nodes
 
     def _construct_event(self, state: str, source: EventSource, *args: Any, **kwargs: Any) -> Event:
-        """Return an event without the host's full name: looking that up takes seconds where DNS is broken."""
+        """Return an event without the host's full name, whose lookup takes seconds if DNS is broken."""
         return Event(name=f"torchelastic.worker.status.{state}", source=source, metadata={})

@@ -1,4 +1,4 @@
-"""One start of the ranks up to its verdict; OOM kills."""
+"""RankGroup: one start of the ranks of a node, until the root cause of its end is known; OOM kills."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ from megatron.launch.outcome import End, Exit, NodeBoard, first_stuck, root_caus
 from megatron.launch.processes import RESUMABLE, Signals
 from megatron.runtime import launcher_files, rank_status
 
-# How often the kernel's OOM killer has struck here: what can be known of it without reading the kernel's log.
+# Counts of the kernel's OOM killer, which can be read without the kernel's log.
 #
-# | count | file |
+# | count of kills in | file |
 # |---|---|
-# | of this memory cgroup, version 2 | ``memory.events``, ``oom_kill`` |
-# | of this memory cgroup, version 1 | ``memory.oom_control``, ``oom_kill`` |
-# | of this machine | ``/proc/vmstat``, ``oom_kill`` |
+# | this memory cgroup, version 2 | ``memory.events``, ``oom_kill`` |
+# | this memory cgroup, version 1 | ``memory.oom_control``, ``oom_kill`` |
+# | this machine | ``/proc/vmstat``, ``oom_kill`` |
 
 ROOT = Path("/")
 
 
 def oom_kills(root: Path = ROOT) -> dict[str, int]:
-    """Return the counts that can be read, by the name of what they count over."""
+    """Return the readable counts of OOM kills by their scope ("this machine", "this job's memory cgroup")."""
     files = {"this machine": root / "proc/vmstat", **_of_cgroup(root)}
     counts = {name: _count(path) for name, path in files.items()}
     return {name: count for name, count in counts.items() if count is not None}
 
 
 def explain_kill(before: dict[str, int], after: dict[str, int]) -> str:
-    """Say what the counts at the start and now mean for a process that ended by SIGKILL."""
+    """Return text on the likely cause of a SIGKILL, from the counts at the start and now."""
     known = {name: (before[name], after[name]) for name in before if name in after}
-    grown = [f"{name}: {was} to {now}" for name, (was, now) in known.items() if now > was]
+    grown = [
+        f"{name}: {old_count} to {new_count}" for name, (old_count, new_count) in known.items() if new_count > old_count
+    ]
     if grown:
         return (
             f"perhaps the OOM killer, whose count rose since the start ({', '.join(grown)}); give the job more memory, "
@@ -53,30 +55,32 @@ def _of_cgroup(root: Path) -> dict[str, Path]:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return {}
-    found = {}
+    files = {}
     for line in lines:
-        _, controllers, place = line.split(":", 2)
+        _, controllers, cgroup = line.split(":", 2)
         if not controllers:
-            found["this job's memory cgroup"] = root / "sys/fs/cgroup" / place.lstrip("/") / "memory.events"
+            files["this job's memory cgroup"] = root / "sys/fs/cgroup" / cgroup.lstrip("/") / "memory.events"
         elif "memory" in controllers.split(","):
-            found["this job's memory cgroup"] = root / "sys/fs/cgroup/memory" / place.lstrip("/") / "memory.oom_control"
-            break  # version 1 holds memory: its files are the ones that count
-    return found
+            files["this job's memory cgroup"] = (
+                root / "sys/fs/cgroup/memory" / cgroup.lstrip("/") / "memory.oom_control"
+            )
+            break  # the memory controller is in version 1
+    return files
 
 
 def _count(path: Path) -> int | None:
     try:
-        found = re.search(r"^oom_kill (\d+)", path.read_text(), re.M)
+        match = re.search(r"^oom_kill (\d+)", path.read_text(), re.M)
     except OSError:
         return None
-    return int(found.group(1)) if found else None
+    return int(match.group(1)) if match else None
 
 
-# What a rank that has ended left beside the failure file.
+# Files of a rank that has ended, next to the failure file.
 
 
 def position_of(failure_file: Path, rank: int) -> rank_status.Position:
-    """Return its place, what it was at last and whether its run had ended; empty if it did not come so far."""
+    """Return the last status of a rank: coordinates, operation, state; empty if it has not written its status page."""
     try:
         return rank_status.read_position(Path(rank_status.page_of(str(failure_file), rank)).read_bytes())
     except OSError:
@@ -84,7 +88,7 @@ def position_of(failure_file: Path, rank: int) -> rank_status.Position:
 
 
 def show_trace(failure_file: Path, rank: int) -> None:
-    """Show what a crash in native code has left, each line with the rank's number."""
+    """Print the trace of a crash in native code, each line with the rank's number."""
     try:
         trace = Path(launcher_files.trace_of(str(failure_file), rank)).read_text(errors="replace")
     except OSError:
@@ -94,18 +98,19 @@ def show_trace(failure_file: Path, rank: int) -> None:
         sys.stderr.flush()
 
 
-# One start of a node's ranks, from their first process to the verdict on how it ended.
+# One start of a node's ranks, from their first process to the root cause of its end.
 #
-# When a rank fails, the launcher writes the failure file, waits a moment in which the others notice by themselves, then
-# sends SIGTERM, then SIGKILL: all are gone within a second. The failure file (environment variable
-# MEGATRON_FAILURE_FILE of each rank) is there, whole, before that SIGTERM; a SIGTERM without it is a request to save
-# and leave with 75. It holds one line of text, such as "a peer died: rank 3 (pid 4711) by SIGKILL". What ranks leave
-# beside it is in megatron/runtime/exit_guard.py, and so is where they are at.
+# When a rank fails, the launcher writes the failure file, waits shortly for the other ranks to notice by themselves,
+# then sends SIGTERM, then SIGKILL: all ranks have exited within a second. The failure file (environment variable
+# MEGATRON_FAILURE_FILE of each rank) is complete before that SIGTERM; a SIGTERM without it is a request to save and
+# exit with 75. It contains one line of text, such as "a peer died: rank 3 (pid 4711) by SIGKILL". The files that ranks
+# write next to it are described in megatron/runtime/launcher_files.py, their status pages in
+# megatron/runtime/rank_status.py.
 
 QUIET_S = 0.2
-"""After a failure the others may notice by themselves for this long."""
+"""Seconds after a failure in which other ranks may notice it by themselves."""
 QUIET_UNKNOWN_S = 0.35
-"""The same while only lost peers are known: the rank that caused it may still be printing its traceback."""
+"""The same while only lost peers are known, because the failed rank may still be printing its traceback."""
 KILL_S = 0.75
 BOARD_S = 0.5
 MEET_S = 3.0
@@ -115,7 +120,7 @@ class RankGroup:
     """The ranks of one start on this node.
 
     Args:
-        folder: of this start alone.
+        folder: folder of this start.
     """
 
     def __init__(self, options: Options, node_rank: int, board: NodeBoard, signals: Signals, folder: Path) -> None:
@@ -132,11 +137,11 @@ class RankGroup:
         self._gate = processes.Gate()
 
     def begin(self) -> None:
-        """Let the ranks run, now that all are started."""
+        """Release the ranks, now that all have been forked."""
         self._gate.open()
 
     def start(self, rank: int, local_rank: int, env: Mapping[str, str]) -> int:
-        """Start one rank and return its process id; with --preload it runs after ``begin``."""
+        """Start one rank and return its process id; with --preload it waits for ``begin``."""
         options = self._options
         pid = processes.start(
             options.script,
@@ -150,7 +155,7 @@ class RankGroup:
         return pid
 
     def watch(self) -> int | None:
-        """Take in the news; return the start's exit code once it has ended on all nodes, else None."""
+        """Check ranks and other nodes; return the exit code once this start has ended on all nodes, else None."""
         self._reap()
         if self._signals.is_ended:
             return self._end_at_once()
@@ -160,14 +165,14 @@ class RankGroup:
             return self._end()
         if any(one.is_alive for one in self.ranks) or not self._all_nodes_left():
             return None
-        if self._board.is_failed():  # said after the last look
+        if self._board.is_failed():  # reported after the last check
             return self._end()
-        return max([one.status for one in self._exits] + self._board.statuses())  # 0, or 75: stopped on request
+        return max([one.status for one in self._exits] + self._board.statuses())  # 0, or 75 if stopped on request
 
     def end(self, code: int) -> End:
-        """Return how this start ended, once ``watch`` has returned ``code``."""
-        own = [one for one in self._exits if not one.is_consequence]
-        has_teller = self._node_rank > 0 or any(one.rank == 0 for one in own)
+        """Return the description of this start's end, once ``watch`` has returned ``code``."""
+        own_exits = [rank_exit for rank_exit in self._exits if not rank_exit.is_consequence]
+        has_reporter = self._node_rank > 0 or any(rank_exit.rank == 0 for rank_exit in own_exits)
         return End(
             code=code,
             verdict=self._verdict,
@@ -175,47 +180,47 @@ class RankGroup:
             late=self._late(),
             was_asked_to_stop=self._stop_deadline is not None,
             is_said=launcher_files.is_reported(str(self.failure_file)),
-            is_alike=has_teller and bool(own) and all(one.status == 2 for one in own),
+            is_alike=has_reporter and bool(own_exits) and all(rank_exit.status == 2 for rank_exit in own_exits),
         )
 
     def is_regrouping(self) -> bool:
-        """Whether those ranks of this node, if any, that have left with 75 did so for a node to be taken in.
+        """Return True if all ranks of this node that exited with 75 did so to let a new node join.
 
-        Others may have been ended by the launcher, where a node was lost at that moment.
+        The launcher may have ended the other ranks, if a node was lost at the same time.
         """
-        return all(one.state == rank_status.REGROUP for one in self._exits if one.status == RESUMABLE)
+        return all(rank_exit.state == rank_status.REGROUP for rank_exit in self._exits if rank_exit.status == RESUMABLE)
 
     def _late(self) -> str:
-        late = [str(one.rank) for one in self.ranks if one.status not in (0, RESUMABLE)]
+        late = [str(process.rank) for process in self.ranks if process.status not in (0, RESUMABLE)]
         if self._stop_deadline is None or not late:
             return ""
         return f"rank {', '.join(late)} did not leave within --stop-grace {self._options.stop_grace_s:g} s"
 
     def kill(self) -> None:
-        """End all ranks at once, and wait until they have."""
-        for one in self.ranks:
-            one.kill()
-        while any(one.is_alive for one in self.ranks):
+        """Kill all ranks, and wait until they have exited."""
+        for process in self.ranks:
+            process.kill()
+        while any(process.is_alive for process in self.ranks):
             self._reap()
             time.sleep(0.005)
 
     def _reap(self) -> None:
-        for one in self.ranks:
-            if one.reap() and one.status is not None:
-                ended = self._exit_of(one, one.status)
+        for process in self.ranks:
+            if process.reap() and process.status is not None:
+                ended = self._exit_of(process, process.status)
                 if ended.status or ended.state != rank_status.IDLE:
                     self._exits.append(ended)
 
     def _exit_of(self, one: processes.RankProcess, status: int) -> Exit:
-        last = position_of(self.failure_file, one.rank)
+        position = position_of(self.failure_file, one.rank)
         if status < 0 and not self._was_signalled:
             show_trace(self.failure_file, one.rank)
         hint = explain_kill(self._kills, oom_kills()) if status == -signal.SIGKILL and not self._was_signalled else ""
-        words = launcher_files.words_of(str(self.failure_file), one.rank) if status > 0 else ""
-        at = min(one.ended_at, last.said_at or one.ended_at) - self._began
+        error_text = launcher_files.words_of(str(self.failure_file), one.rank) if status > 0 else ""
+        ended_at = min(one.ended_at, position.said_at or one.ended_at) - self._began
         return Exit(
-            rank=one.rank, pid=one.pid, status=status, at=at, was_signalled=self._was_signalled,
-            place=last.place, doing=last.doing, words=words, hint=hint, state=last.state,
+            rank=one.rank, pid=one.pid, status=status, at=ended_at, was_signalled=self._was_signalled,
+            place=position.place, doing=position.doing, words=error_text, hint=hint, state=position.state,
         )  # fmt: skip
 
     def _ask_to_stop(self) -> None:
@@ -225,11 +230,11 @@ class RankGroup:
             "a second signal ends them at once"
         )
         launcher_files.note_asked(str(self.failure_file), self._signals.first_name)
-        for one in self.ranks:
-            one.terminate()
+        for process in self.ranks:
+            process.terminate()
 
     def _is_failed(self) -> bool:
-        """Whether a rank failed, left too early or too late, or another node says so."""
+        """Return True if a rank failed, exited too early or too late, or another node has reported a failure."""
         if any(one.has_failed for one in self._exits):
             return True
         if time.monotonic() >= self._next_look:
@@ -249,26 +254,26 @@ class RankGroup:
     def _leave(self) -> None:
         if not self._has_left:
             self._has_left = True
-            self._board.report_left(max((one.status for one in self._exits), default=0))
+            self._board.report_left(max((rank_exit.status for rank_exit in self._exits), default=0))
 
     def _end(self) -> int:
-        """End the ranks that are left within ``KILL_S``, and settle with the other nodes who the culprit is."""
+        """End the remaining ranks within ``KILL_S``, and determine the root cause with the other nodes."""
         start = time.monotonic()
-        named: Exit | None = None
-        while any(one.is_alive for one in self.ranks):
+        reported: Exit | None = None
+        while any(process.is_alive for process in self.ranks):
             verdict = self._root_cause()
-            if verdict != named or not self.failure_file.exists():
+            if verdict != reported or not self.failure_file.exists():
                 self._write_failure(verdict)
                 self._board.report_failed(verdict)
-                named = verdict
+                reported = verdict
             spent = time.monotonic() - start
             if spent > KILL_S or self._signals.is_ended:
-                for one in self.ranks:
-                    one.kill()
+                for process in self.ranks:
+                    process.kill()
             elif not self._was_signalled and spent > (QUIET_UNKNOWN_S if verdict and verdict.weight > 1 else QUIET_S):
                 self._was_signalled = True
-                for one in self.ranks:
-                    one.terminate()
+                for process in self.ranks:
+                    process.terminate()
             self._signals.wait(0.02)
             self._reap()
         return self._conclude()
@@ -276,8 +281,8 @@ class RankGroup:
     def _conclude(self) -> int:
         self._board.report_failed(root_cause(self._exits) or first_stuck(self._exits))
         self._leave()
-        end = time.monotonic() + MEET_S
-        while not self._board.all_left() and time.monotonic() < end and not self._signals.is_ended:
+        deadline = time.monotonic() + MEET_S
+        while not self._board.all_left() and time.monotonic() < deadline and not self._signals.is_ended:
             self._signals.wait(0.02)
         self._verdict = self._root_cause()
         return 4 if self._verdict is None else self._verdict.job_code
@@ -286,7 +291,7 @@ class RankGroup:
         return root_cause([*self._exits, *self._board.verdicts()])
 
     def _write_failure(self, verdict: Exit | None) -> None:
-        """Put the failure file in place in one step."""
+        """Write the failure file atomically."""
         if verdict is None:
             reason = f"the job ends: {self._late() or 'another node failed, or node 0 was lost'}"
         else:

@@ -1,19 +1,19 @@
-"""Control: the launchers of an elastic job over TCP: which are there, which one leads, which are lost (no torch).
+"""Control: TCP connections between the launchers of an elastic job; membership, leader and lost nodes. No torch.
 
-Every launcher listens at its entry of --node-list. One of them leads: the others hold a connection to it, and each end
-sends a line of JSON every ``BEAT_S``. A connection that is closed, as the kernel does for a process that has died, or
-that is silent for --node-timeout, is a lost node; one that is silent for less is none. Of torch's elastic parts its
-agent and its stores serve; why its dynamic rendezvous does not is in docs/architecture.md.
+Every launcher listens at its entry of --node-list. One of them is the leader: the others keep a connection to it, and
+both ends send a line of JSON every ``BEAT_S``. A node is lost if its connection is closed, as the kernel does when a
+process dies, or silent for --node-timeout. Torch's elastic agent and stores are used; docs/architecture.md explains why
+its dynamic rendezvous is not.
 
-| line | from | says |
+| line | sender | meaning |
 |---|---|---|
-| ``ask`` | any launcher | answer with your status: number, whether you lead, the number of your last start |
-| ``join`` | a launcher | take me in, with what must be the same on all nodes; ``refused``: the reason why not |
-| ``ready`` | a follower | no rank of mine lives: the next start may come |
-| ``start`` | the leader | the next start: its number, its nodes, where its store is |
-| ``set`` | both | an entry of the table of this start, or what follows from those of all: who failed, what is decided |
-| ``end`` | the leader | the job has ended, with this code |
-| ``beat`` | both | nothing; the leader's has the step of the newest durable checkpoint |
+| ``ask`` | any launcher | request the status: node number, is leader, number of the last start |
+| ``join`` | a launcher | request to join, with facts that must agree on all nodes; ``refused``: reason of a rejection |
+| ``ready`` | a follower | no rank of this node is alive, so the next start may begin |
+| ``start`` | the leader | the next start: its number, its nodes, the address of its store |
+| ``set`` | both | an entry in the table of this start, or the leader's summary of entries: failures, decisions |
+| ``end`` | the leader | the job has ended with this code |
+| ``beat`` | both | heartbeat; the leader's contains the step of the newest durable checkpoint |
 """
 
 from __future__ import annotations
@@ -38,55 +38,56 @@ SEND_S = 2.0
 HEARD_S = 1.0
 MOST_BYTES = 1 << 24
 RUNS = -2
-"""In the place of the start that a node waits behind: it has ranks yet."""
+"""Value of ``Peer.ready`` for a node that still has ranks."""
 Address = tuple[str, int]
 Message = dict[str, Any]
 
 
 class Peer:
-    """The other end of one connection; ``node`` is known once it has joined, or of the leader."""
+    """The remote end of a connection; ``node`` is set once it has joined, or if it is the leader."""
 
     def __init__(self, connection: socket.socket, node: int | None = None) -> None:
         self.socket, self.node = connection, node
         self.heard_at = time.monotonic()
         self.ready = RUNS
-        """The number of the start behind which it waits for the next one; -1 ahead of its first."""
+        """Number of the last start of a node that waits for the next one (-1: none yet); ``RUNS`` while it runs."""
         self._rest = b""
         self._sending = threading.Lock()
         connection.settimeout(SEND_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: Message) -> None:
-        """Send one line; a connection that does not take it is found out by its silence."""
+        """Send one line; a broken connection is detected later by its silence."""
         with self._sending, suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> list[Message] | None:
-        """Return what has come, None at the end of the connection."""
+        """Return the received messages, or None at the end of the connection."""
         try:
-            found = self.socket.recv(1 << 16)
+            received = self.socket.recv(1 << 16)
         except TimeoutError:
             return []
         except OSError:
             return None
         self.heard_at = time.monotonic()
-        *lines, self._rest = (self._rest + found).split(b"\n")
-        if not found or len(self._rest) > MOST_BYTES:
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        if not received or len(self._rest) > MOST_BYTES:
             return None
         try:
             messages = [json.loads(line) for line in lines]
         except ValueError:
             return None
-        return messages if all(isinstance(one, dict) for one in messages) else None
+        return messages if all(isinstance(message, dict) for message in messages) else None
 
 
 class Control:
-    """This launcher's end of all that; a thread reads, so that a launcher that is busy still answers.
+    """This launcher's connections. A thread receives, so that a busy launcher still responds.
 
     Args:
-        hosts: --node-list, an entry for each node.
-        facts: what must be the same on all nodes.
-        progress: the file in which the step of the newest durable checkpoint is.
+        hosts: addresses from --node-list, one for each node.
+        facts: settings that must be the same on all nodes.
+        silence_s: seconds of silence after which a node is lost (--node-timeout).
+        progress: file with the step of the newest durable checkpoint.
     """
 
     def __init__(
@@ -103,16 +104,16 @@ class Control:
         self.number = -1
         self.round: list[int] = []
         self.job: dict[str, Any] = {}
-        """The job's name, and the restarts that it has used."""
+        """The job's id and the number of restarts used."""
         self.members: dict[int, Peer] = {}
         self.leader: Peer | None = None
         self.inbox: deque[Message] = deque()
         self.summary: Callable[[Control, str, str], dict[str, str]] = lambda control, key, value: {key: value}
-        """What the leader passes on to its followers of an entry: were it all, it would send nodes squared lines."""
+        """Function that selects what to forward of a new entry; forwarding all would take nodes squared lines."""
         self.entries: Counter[str] = Counter()
-        """How many of the table of this start have the same name ahead of their slash."""
+        """Number of entries in the table of this start by the part of their key before the slash."""
         self.passed_on, self.passed_on_at = "", 0.0
-        """What the leader has passed on last of what it does not pass on at once, and when."""
+        """Last forwarded value of the entries with a rate limit, and its time."""
         self._table: dict[str, str] = {}
         self._end: Message | None = None
         self._facts, self._silence_s, self._progress = dict(facts), silence_s, progress
@@ -123,29 +124,29 @@ class Control:
         self._selector.register(listener, selectors.EVENT_READ)
         threading.Thread(target=self._serve, daemon=True, name="control").start()
 
-    # What the launcher says and asks.
+    # Methods for the launcher.
 
     @property
     def status(self) -> Message:
-        """What an ``ask`` is answered with."""
+        """The answer to ``ask``."""
         return {"node": self.node, "leads": self.leads, "number": self.number}
 
     def lead(self) -> None:
-        """Take in those who join, from now on."""
+        """Become the leader and accept nodes that join."""
         with self._lock:
             if self.round and self.round[0] != self.node:
-                self.keep(f"lost/{self.round[0]}", "1")  # else somebody would lead already
+                self.keep(f"lost/{self.round[0]}", "1")  # otherwise there would be a leader already
             self.leads, self.leader = True, None
 
     def abdicate(self) -> None:
-        """Send those who have joined to look for another leader."""
+        """Stop leading, and disconnect the followers so that they look for another leader."""
         with self._lock:
             self.leads = False
             for peer in list(self.members.values()):
                 self._drop(peer)
 
     def join(self, node: int) -> str:
-        """Follow ``node``; return why it does not take this node in, "" if it does."""
+        """Join the leader ``node``; return the reason of a rejection, or "" if it was accepted."""
         try:
             connection = socket.create_connection(self.hosts[node], timeout=ASK_S)
         except OSError as error:
@@ -166,7 +167,7 @@ class Control:
         return ""
 
     def begin(self, message: Message) -> None:
-        """Begin a start as its leader: tell its nodes."""
+        """Begin a start as its leader, and send it to its nodes."""
         with self._lock:
             self._start(message)
             sent = {**message, "nodes": in_runs(message["nodes"])}
@@ -174,60 +175,60 @@ class Control:
                 if node != self.node and node in self.members:
                     self.members[node].send(sent)
                 elif node != self.node:
-                    self._lose(node)  # since it was counted
+                    self._lose(node)  # it was lost after the nodes were counted
 
     def report_ready(self) -> None:
-        """Tell the leader that this node waits for the next start."""
+        """Report to the leader that this node waits for the next start."""
         if leader := self.leader:
             leader.send({"ready": self.number})
 
     def end(self, code: int, why: str) -> None:
-        """Tell all who have joined, or join yet, that the job has ended; wait until those without ranks have left."""
+        """Announce the end of the job to all nodes, including later ones; wait until nodes without ranks have left."""
         with self._lock:
             self._end = self._end or {"end": code, "why": why}
             for peer in self.members.values():
                 peer.send(self._end)
-        end = time.monotonic() + HEARD_S
-        while any(ready > RUNS for ready in self.joined().values()) and time.monotonic() < end:
+        deadline = time.monotonic() + HEARD_S
+        while any(ready > RUNS for ready in self.joined().values()) and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def set(self, key: str, value: str) -> None:
-        """Enter ``value`` in the table of this start; the leader's copy decides, and the others get its summary."""
+        """Set an entry in the table of this start; the leader's copy is authoritative, followers get its summary."""
         with self._lock:
-            is_known = self._table.get(key) == value
+            is_unchanged = self._table.get(key) == value
             self.keep(key, value)
             if not self.leads:
                 if self.leader is not None:
                     self.leader.send({"set": [self.number, key, value]})
                 return
-            for name, text in ({} if is_known else self.summary(self, key, value)).items():
+            for name, text in ({} if is_unchanged else self.summary(self, key, value)).items():
                 self._table[name] = text
                 for node in self.round:
                     if node in self.members:
                         self.members[node].send({"set": [self.number, name, text]})
 
     def keep(self, key: str, value: str) -> None:
-        """Enter ``value`` in this node's own copy of the table."""
+        """Set an entry only in this node's copy of the table."""
         self.entries[key.partition("/")[0]] += key not in self._table
         self._table[key] = value
 
     def get(self, key: str) -> str | None:
-        """Return an entry of the table, None if there is none."""
+        """Return an entry of the table, or None."""
         return self._table.get(key)
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether this node follows nobody any more."""
+        """True if this node has lost its leader."""
         return not self.leads and self.leader is None
 
     def lost(self) -> list[int]:
-        """Return the nodes of this start that are lost; the leader too, where this node follows nobody any more."""
-        found = [node for node in self.round if f"lost/{node}" in self._table]
-        is_first_gone = self.is_cut_off and self.round and self.round[0] not in (self.node, *found)
-        return [self.round[0], *found] if is_first_gone else found
+        """Return the lost nodes of this start, including the leader if this node has lost its connection."""
+        lost_nodes = [node for node in self.round if f"lost/{node}" in self._table]
+        is_leader_lost = self.is_cut_off and self.round and self.round[0] not in (self.node, *lost_nodes)
+        return [self.round[0], *lost_nodes] if is_leader_lost else lost_nodes
 
     def drop(self, node: int) -> None:
-        """Count a node as lost that does not answer."""
+        """Count a node that does not respond as lost."""
         with self._lock:
             if node in self.members:
                 self._drop(self.members[node])
@@ -235,16 +236,16 @@ class Control:
                 self._lose(node)
 
     def joined(self) -> dict[int, int]:
-        """Return the nodes that have joined, with the start behind which each waits for the next one, or ``RUNS``."""
+        """Return node -> number of the last start of a waiting node, or ``RUNS``, for all nodes that have joined."""
         with self._lock:
             return {node: peer.ready for node, peer in self.members.items()}
 
     def waiting(self) -> list[int]:
-        """Return the nodes that have joined and are not part of this start."""
+        """Return the nodes that have joined but are not part of this start."""
         with self._lock:
             return sorted(set(self.members) - set(self.round))
 
-    # The thread.
+    # Methods of the receiving thread.
 
     def _serve(self) -> None:
         beat_at = last = time.monotonic()
@@ -256,7 +257,7 @@ class Control:
                     else:
                         self._read(key.data)
             now = time.monotonic()
-            if now - last > 2 * BEAT_S:  # this process stood still: what came meanwhile has not been read
+            if now - last > 2 * BEAT_S:  # this process was suspended, so received messages are still unread
                 with self._lock:
                     for peer in self._connected():
                         peer.heard_at += now - last
@@ -290,11 +291,11 @@ class Control:
         try:
             for message in messages:
                 self._take(peer, message)
-        except (KeyError, TypeError, ValueError):  # no launcher of ours says such things
+        except (KeyError, TypeError, ValueError):  # not a message of this protocol
             self._drop(peer)
 
     def _drop(self, peer: Peer) -> None:
-        """End a connection; a node of this start that it was of is lost."""
+        """Close a connection; if it belonged to a node of this start, the node is lost."""
         with suppress(KeyError, ValueError):
             self._selector.unregister(peer.socket)
         peer.socket.close()
@@ -307,7 +308,9 @@ class Control:
 
     def _lose(self, node: int) -> None:
         self.set(f"lost/{node}", "1")
-        if f"left/{node}" not in self._table:  # else it has no ranks any more, and may go as soon as all have none
+        if (
+            f"left/{node}" not in self._table
+        ):  # otherwise its ranks have ended, and it may leave once all nodes' ranks have
             self.set("failed", "1")
 
     def _take(self, peer: Peer, message: Message) -> None:
@@ -318,10 +321,10 @@ class Control:
         elif "ready" in message and peer.node is not None:
             peer.ready = int(message["ready"])
         elif "set" in message:
-            number, key, value = message["set"]
-            if number == self.number and self.leads and peer.node in self.round:
+            start, key, value = message["set"]
+            if start == self.number and self.leads and peer.node in self.round:
                 self.set(key, value)
-            elif number == self.number and peer is self.leader:
+            elif start == self.number and peer is self.leader:
                 self._table[key] = value
         elif peer is self.leader and "start" in message:
             message["nodes"] = from_runs(message["nodes"])
@@ -334,16 +337,16 @@ class Control:
 
     def _take_in(self, peer: Peer, message: Message) -> None:
         node = message["join"]
-        held = self.members.get(node)
+        member = self.members.get(node)
         if not self.leads:
             peer.send({"refused": "not the leader"})
         elif message.get("facts") != self._facts:
             peer.send({"refused": f"differs: {json.dumps(self._facts)}"})
-        elif node == self.node or (held is not None and time.monotonic() - held.heard_at < 3 * BEAT_S):
+        elif node == self.node or (member is not None and time.monotonic() - member.heard_at < 3 * BEAT_S):
             peer.send({"refused": "taken"})
         else:
-            if held is not None:
-                self._drop(held)
+            if member is not None:
+                self._drop(member)
             peer.node, peer.ready = node, int(message["ready"])
             self.members[node] = peer
             peer.send({"welcome": self.number, "nodes": in_runs(self.round), "job": self.job})
@@ -351,7 +354,7 @@ class Control:
                 peer.send(self._end)
 
     def _learn(self, welcome: Message) -> None:
-        """Know what the leader knows: a node that waits may be the last that is left."""
+        """Copy the leader's state: a node that waits may become the only remaining one."""
         if welcome["welcome"] > self.number:
             self.number, self.round, self._table = welcome["welcome"], from_runs(welcome["nodes"]), {}
             self.entries.clear()
@@ -369,7 +372,7 @@ class Control:
 
 
 def in_runs(nodes: Sequence[int]) -> list[list[int]]:
-    """Return [[first, last], ...] for nodes in their order: each node hears of all nodes, which are mostly one run."""
+    """Compress node numbers to [[first, last], ...]; lists of all nodes, sent to every node, are mostly one run."""
     runs: list[list[int]] = []
     for node in nodes:
         if runs and runs[-1][1] == node - 1:
@@ -380,23 +383,27 @@ def in_runs(nodes: Sequence[int]) -> list[list[int]]:
 
 
 def from_runs(runs: Sequence[Sequence[int]]) -> list[int]:
-    """Return the nodes of ``in_runs``."""
+    """Return the node numbers that ``in_runs`` has compressed."""
     return [node for first, last in runs for node in range(first, last + 1)]
 
 
 def _first_answers(peer: Peer) -> list[Message]:
-    """Wait for the first line, and return what came with it; nothing if none came in time."""
+    """Wait for the first line, and return the messages received with it; an empty list after a timeout."""
     peer.socket.settimeout(ASK_S)
-    end = time.monotonic() + ASK_S
-    found: list[Message] | None = []
-    while found == [] and time.monotonic() < end:
-        found = peer.read()
+    deadline = time.monotonic() + ASK_S
+    messages: list[Message] | None = []
+    while messages == [] and time.monotonic() < deadline:
+        messages = peer.read()
     peer.socket.settimeout(SEND_S)
-    return found or []
+    return messages or []
 
 
 def ask(hosts: Mapping[int, Address]) -> dict[int, Message]:
-    """Ask all of ``hosts``, at once; return the status of those that answer, and {} where nothing listens."""
+    """Request the status of all ``hosts`` in parallel.
+
+    Returns:
+        node -> status, or {} if nothing listens there. Nodes that do not answer are missing.
+    """
 
     def ask_one(address: Address) -> Message | None:
         try:
@@ -411,5 +418,5 @@ def ask(hosts: Mapping[int, Address]) -> dict[int, Message]:
             return None
 
     with ThreadPoolExecutor(max_workers=min(64, max(1, len(hosts)))) as pool:
-        found = dict(zip(hosts, pool.map(ask_one, hosts.values()), strict=True))
-    return {node: answer for node, answer in found.items() if answer is not None}
+        answers = dict(zip(hosts, pool.map(ask_one, hosts.values()), strict=True))
+    return {node: answer for node, answer in answers.items() if answer is not None}

@@ -1,15 +1,14 @@
-"""Elastic runs, ``--nnodes MIN:MAX``: which nodes make up the next start, who leads it, and how they agree on its end.
+"""Rendezvous of elastic jobs (``--nnodes MIN:MAX``): nodes and leader of the next start, and agreement on its end.
 
-* The launchers are in the order of --node-list. The first that is there leads; its process holds the store of a start,
-  a new one each time, and its ranks come first. When the leader is lost, the first of those that are left leads: who
-  has taken part in the latest start comes before who has not, so that a node that comes back never leads a job that it
-  knows nothing of.
-* The first start waits for MAX nodes for --init-timeout, then begins with MIN or more. Each later one waits for those
-  that are not lost, and where these are fewer than MIN, for --init-timeout for others to come.
-* A node that comes to a job that runs waits. The ranks see the regroup file, end with the next save, all with 75, and
-  the next start has that node in it.
+* The launchers are in the order of --node-list. The first one present is the leader: its process hosts the store of
+  each start, and its ranks come first. If the leader is lost, the first remaining node takes over. Nodes that took part
+  in the latest start take precedence, so that a returning node never leads a job whose state it does not know.
+* The first start waits for MAX nodes for up to --init-timeout, then begins with MIN or more. Later starts wait for the
+  nodes that are not lost; if these are fewer than MIN, they wait for further nodes for up to --init-timeout.
+* A node that joins a running job waits. The ranks see the regroup file and exit with 75 after the next save, and the
+  next start includes the node.
 
-What the ranks do with their number is megatron/config/elastic.py.
+megatron/config/elastic.py determines the layout for the number of ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ ASK_AGAIN_S = 0.5
 
 
 class JobEnded(Exception):
-    """The job has ended while this node had no part in it; ``code`` is its exit code."""
+    """The job has ended while this node took no part in it; ``code`` is its exit code."""
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(why)
@@ -46,12 +45,12 @@ class JobEnded(Exception):
 
 
 class ElasticRendezvous(LaunchRendezvous):
-    """Joins the launchers that are there; when one is lost or comes, the next start has others.
+    """Connects the available launchers; the set of nodes may change with each start.
 
     Args:
         fewest, most: MIN and MAX of --nnodes.
-        nproc: ranks on each node.
-        durable: returns the step of the newest checkpoint that this job has written, or None.
+        nproc: number of ranks on each node.
+        durable: function that returns the step of the newest durable checkpoint of this job, or None.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class ElasticRendezvous(LaunchRendezvous):
 
     @property
     def restarts(self) -> int:
-        """Starts after the first that lost nodes and failures have cost."""
+        """Number of restarts after failures and lost nodes."""
         return int(self.control.job["restarts"])
 
     @restarts.setter
@@ -102,8 +101,8 @@ class ElasticRendezvous(LaunchRendezvous):
         return len(self.nodes)
 
     def environment(self, folder: Path) -> dict[str, str]:
-        span = f"{self.fewest * self._nproc}:{self.most * self._nproc}"
-        return {VARIABLE: span, REGROUP_VARIABLE: str(folder / "regroup")}
+        rank_range = f"{self.fewest * self._nproc}:{self.most * self._nproc}"
+        return {VARIABLE: rank_range, REGROUP_VARIABLE: str(folder / "regroup")}
 
     def board(self, store: Store, signals: Signals) -> NodeBoard:
         return ElasticBoard(self.control, signals, self._silence_s)
@@ -111,9 +110,9 @@ class ElasticRendezvous(LaunchRendezvous):
     def pass_on_waiting(self, folder: Path) -> None:
         control = self.control
         if control.leads:
-            waits = "1" if control.waiting() else ""
-            if (control.get("waiting") or "") != waits:
-                control.set("waiting", waits)
+            is_waiting = "1" if control.waiting() else ""
+            if (control.get("waiting") or "") != is_waiting:
+                control.set("waiting", is_waiting)
         regroup = folder / "regroup"
         if control.get("waiting"):
             regroup.touch()
@@ -121,12 +120,12 @@ class ElasticRendezvous(LaunchRendezvous):
             regroup.unlink(missing_ok=True)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store, this node's place and the number of nodes of the next start.
+        """Return the store, this node's rank and the number of nodes of the next start.
 
         Raises:
-            PeerError: fewer than MIN nodes are there in time.
-            ConfigError: another launcher has this NODE_RANK, or other flags.
-            JobEnded: the job has ended, or this node is asked to stop, before it had a part in the next start.
+            PeerError: fewer than MIN nodes have joined in time.
+            ConfigError: another launcher has this NODE_RANK, or has other flags.
+            JobEnded: the job has ended, or this node was asked to stop, before the next start.
         """
         self._store = None
         self._count_from_now()
@@ -138,19 +137,19 @@ class ElasticRendezvous(LaunchRendezvous):
                 message = self._lead()
             elif self.control.leader is not None:
                 message = self._follow()
-                self._count_from_now()  # a node may wait for hours, and lose its leader then
+                self._count_from_now()  # a node may wait for hours before it loses its leader
             else:
                 message = self._find_leader()
             if message is not None:
                 break
             time.sleep(POLL_S)
-        which = ", ".join(map(str, sorted(self.nodes)))
-        log.info(f"launch: start {self.number} has {self.num_nodes} of {self.most} nodes: {which}")
+        node_list = ", ".join(map(str, sorted(self.nodes)))
+        log.info(f"launch: start {self.number} has {self.num_nodes} of {self.most} nodes: {node_list}")
         info = RendezvousStoreInfo(message["host"], message["port"])
         return RendezvousInfo(self._store or HashStore(), self.node_rank, self.num_nodes, info)
 
     def _count_from_now(self) -> None:
-        """Let --init-timeout begin."""
+        """Restart the period of --init-timeout."""
         self._since, self._asked_at = time.monotonic(), 0.0
         self._deadline = self._since + self._timeout_s
 
@@ -160,7 +159,7 @@ class ElasticRendezvous(LaunchRendezvous):
         raise JobEnded(code, f"{self._signals.first_name} came between two starts")
 
     def _lead(self) -> dict | None:
-        """Begin the next start if all are there that can be waited for."""
+        """Begin the next start if all expected nodes have joined."""
         control, now = self.control, time.monotonic()
         joined = control.joined()
         ready = [node for node, behind in sorted(joined.items()) if behind > RUNS]
@@ -173,39 +172,41 @@ class ElasticRendezvous(LaunchRendezvous):
             has_all = has_all and (len(joined) + 1 == self.most or now > self._deadline)
         has_enough = has_all and len(ready) + 1 >= self.fewest
         if others and now > self._asked_at + ASK_AGAIN_S:
-            self._look_around(others)  # a node that stood still does not know that the others have gone on without it
+            self._look_around(others)  # a suspended node does not know that the others may have continued without it
             return None
         if has_enough:
             return self._begin([control.node, *ready])
         if now > self._deadline and len(joined) + 1 < self.fewest:
-            why = self._too_few(others)
-            control.end(4, why)
-            raise PeerError(why)
+            reason = self._too_few(others)
+            control.end(4, reason)
+            raise PeerError(reason)
         return None
 
     def _give_up(self, nodes: list[int]) -> None:
-        """Count nodes as lost whose ranks do not end, as in a driver or a file system that hangs."""
-        which = ", ".join(map(str, nodes))
-        log.error(f"launch: the ranks of node {which} have not ended after {self._timeout_s:g} s; going on without it")
+        """Count nodes as lost whose ranks do not exit, for example because a driver or file system hangs."""
+        node_list = ", ".join(map(str, nodes))
+        log.error(
+            f"launch: the ranks of node {node_list} have not ended after {self._timeout_s:g} s; going on without it"
+        )
         for node in nodes:
             self.control.drop(node)
 
     def _look_around(self, others: list[int]) -> None:
-        """Find out who of the last start is gone, and whether another node leads that is to be followed."""
+        """Find nodes of the last start that are gone, and abdicate if another leader takes precedence."""
         control = self.control
-        own = (control.number, -control.node)
+        own_priority = (control.number, -control.node)
         answers = ask({node: control.hosts[node] for node in others})
         self._asked_at = time.monotonic()
         for node, answer in answers.items():
             if not answer:
                 self._gone.add(node)
-            elif answer["leads"] and (answer["number"], -answer["node"]) > own:
+            elif answer["leads"] and (answer["number"], -answer["node"]) > own_priority:
                 control.abdicate()
                 self._count_from_now()
                 return
 
     def _is_expecting(self, joined: dict[int, int]) -> bool:
-        """Whether a node of the last start may come yet that is neither here nor lost, as after a leader's end."""
+        """Return True if a node of the last start, neither joined nor lost, may still join after its leader's exit."""
         control = self.control
         absent = set(control.round) - {control.node} - set(joined) - set(control.lost()) - self._gone
         return bool(absent) and time.monotonic() < self._began_to_lead + self._silence_s
@@ -222,7 +223,7 @@ class ElasticRendezvous(LaunchRendezvous):
         return message
 
     def _follow(self) -> dict | None:
-        """Return the leader's word for the next start, if it has come."""
+        """Return the leader's message about the next start if it has arrived."""
         while self.control.inbox:
             message = self.control.inbox.popleft()
             if "end" in message:
@@ -232,21 +233,23 @@ class ElasticRendezvous(LaunchRendezvous):
         return None
 
     def _find_leader(self) -> dict | None:
-        """Join whoever leads, or lead."""
+        """Join the leader, or become the leader."""
         control = self.control
         if time.monotonic() > self._deadline:
             self._refuse_twin()
             raise PeerError(self._too_few([node for node in range(self.most) if node != control.node]))
         others = {node: host for node, host in enumerate(control.hosts) if node != control.node}
-        found = ask(others)
-        answers = {node: answer for node, answer in found.items() if answer}
-        own = (control.number, -control.node)
+        responses = ask(others)
+        answers = {node: answer for node, answer in responses.items() if answer}
+        own_priority = (control.number, -control.node)
         leaders = [one for one in answers.values() if one["leads"] and one["number"] >= control.number]
         if leaders:
             best = max(leaders, key=lambda one: (one["number"], -one["node"]))
             self._join(best["node"], best["number"])
-        elif all((one["number"], -one["node"]) < own for one in answers.values()) and not self._is_silent(found):
-            self._gone = {node for node, answer in found.items() if not answer}
+        elif all((one["number"], -one["node"]) < own_priority for one in answers.values()) and not self._is_silent(
+            responses
+        ):
+            self._gone = {node for node, answer in responses.items() if not answer}
             self._began_to_lead = time.monotonic()
             control.lead()
         else:
@@ -254,13 +257,13 @@ class ElasticRendezvous(LaunchRendezvous):
         return None
 
     def _is_silent(self, found: Collection[int]) -> bool:
-        """Whether a node of the last start that comes before this one has not answered, and may be there yet."""
+        """Return True if a preceding node of the last start has not responded, but may still be alive."""
         control = self.control
-        before = [node for node in control.round[1:] if node < control.node and node not in found]
-        return bool(before) and time.monotonic() < self._since + self._silence_s
+        preceding = [node for node in control.round[1:] if node < control.node and node not in found]
+        return bool(preceding) and time.monotonic() < self._since + self._silence_s
 
     def _join(self, leader: int, number: int) -> None:
-        known = self.control.number
+        last_number = self.control.number
         refused = self.control.join(leader)
         if refused.startswith("differs: "):
             raise ConfigError(
@@ -268,11 +271,11 @@ class ElasticRendezvous(LaunchRendezvous):
                 f"{self.control.node} than on node {leader}, which has {refused.removeprefix('differs: ')}"
             )
         self._is_taken = refused == "taken"
-        if not refused and number > known:
+        if not refused and number > last_number:
             log.info(f"launch: node {leader} leads; this node is taken in with the next start, at the next save")
 
     def _refuse_twin(self) -> None:
-        """Check that no other launcher has this NODE_RANK: the leader has refused this one for it to the last."""
+        """Raise if the leader has rejected this node because another launcher has its NODE_RANK."""
         if self._is_taken:
             raise ConfigError(
                 f"each node needs its own NODE_RANK, got NODE_RANK={self.control.node} twice. "
@@ -294,47 +297,53 @@ class ElasticRendezvous(LaunchRendezvous):
 
 ALL_LEFT, VERDICTS = "all left", "verdicts"
 VERDICTS_S = 0.1
-"""The leader passes on no more often which exits decide: on all nodes ranks may fail within a moment."""
+"""Minimum time between two broadcasts of verdicts by the leader: ranks of all nodes may fail almost simultaneously."""
 TO_LEADER = ("left", "verdict", "restart", "gone")
-"""What nodes enter for the leader alone."""
+"""Entries that only the leader needs."""
 
 
 def heard_by_all(control: Control, key: str, value: str) -> dict[str, str]:
-    """Return what the leader tells all nodes of an entry: that all have left, and which exits decide on the culprit."""
+    """Return the entries that the leader broadcasts for a new entry.
+
+    Entries that only the leader needs are replaced by summaries: that all nodes have left, and the exits that determine
+    the root cause.
+    """
     name = key.partition("/")[0]
-    found = {} if name in TO_LEADER else {key: value}
-    number = control.entries["left"] + control.entries["lost"]  # else all are gone over for each of them
-    if name in ("left", "lost") and number >= len(control.round) and have_all(control, "left"):
+    entries = {} if name in TO_LEADER else {key: value}
+    num_ended = control.entries["left"] + control.entries["lost"]  # avoids a scan of all entries for each
+    if name in ("left", "lost") and num_ended >= len(control.round) and have_all(control, "left"):
         statuses = [control.get(f"left/{node}") for node in control.round]
-        found[ALL_LEFT] = str(max((int(status) for status in statuses if status is not None), default=0))
+        entries[ALL_LEFT] = str(max((int(status) for status in statuses if status is not None), default=0))
     if name == "verdict":
         known = exits_of(control.get(VERDICTS) or "")
-        control.keep(VERDICTS, json.dumps([asdict(one) for one in deciding([*known, *exits_of(f"[{value}]")])]))
+        control.keep(
+            VERDICTS, json.dumps([asdict(rank_exit) for rank_exit in deciding([*known, *exits_of(f"[{value}]")])])
+        )
     verdicts, now = control.get(VERDICTS) or "", time.monotonic()
-    if verdicts != control.passed_on and (ALL_LEFT in found or now > control.passed_on_at + VERDICTS_S):
+    if verdicts != control.passed_on and (ALL_LEFT in entries or now > control.passed_on_at + VERDICTS_S):
         control.passed_on, control.passed_on_at = verdicts, now
-        found = {VERDICTS: verdicts, **found}  # whoever hears that all have left knows the culprit
-    return found
+        entries = {VERDICTS: verdicts, **entries}  # nodes learn the root cause before they learn that all have left
+    return entries
 
 
 def have_all(control: Control, name: str) -> bool:
-    """Return whether each node of this start has entered something of ``name``, but for those that are lost."""
+    """Return True if each node of this start that is not lost has made an entry ``name``."""
     lost = set(control.lost())
     return all(control.get(f"{name}/{node}") is not None or node in lost for node in control.round)
 
 
 class ElasticBoard(NodeBoard):
-    """The same as ``NodeBoard`` over the table of ``Control``, of those nodes that are not lost.
+    """``NodeBoard`` over the table of ``Control``, for the nodes that are not lost.
 
-    | key | written by | holds |
+    | key | written by | content |
     |---|---|---|
-    | ``lost/N`` | the leader | that node N is lost |
-    | ``left/N`` | node N, to the leader | the highest code of its ranks |
-    | ``all left`` | the leader | that all have left, and the highest of their codes |
-    | ``verdict/N`` | node N, to the leader | its culprit, as JSON |
-    | ``verdicts``, ``failed``, ``decision`` | the leader, who may have it of a node | as in ``NodeBoard`` |
-    | ``restart/N`` | node N, to the leader | why it would not start again; empty if it would |
-    | ``gone/N`` | node N, to the leader | that it has read what it wants to know |
+    | ``lost/N`` | the leader | node N is lost |
+    | ``left/N`` | node N, for the leader | the highest exit code of its ranks |
+    | ``all left`` | the leader | all nodes have left; the highest of their codes |
+    | ``verdict/N`` | node N, for the leader | its root cause, as JSON |
+    | ``verdicts``, ``failed``, ``decision`` | the leader, perhaps on behalf of a node | as in ``NodeBoard`` |
+    | ``restart/N`` | node N, for the leader | its reason against a restart; empty if there is none |
+    | ``gone/N`` | node N, for the leader | it has read all that it needs |
     """
 
     def __init__(self, control: Control, signals: Signals, silence_s: float) -> None:
@@ -366,7 +375,7 @@ class ElasticBoard(NodeBoard):
         return self._control.lost()
 
     def agree(self, against: str, timeout_s: float, go: Callable[[], str]) -> tuple[bool, str]:
-        """As ``NodeBoard.agree``; a node that does not answer is lost, and a lost leader decides nothing."""
+        """See ``NodeBoard.agree``; nodes that do not respond are lost, and a lost leader decides nothing."""
         control = self._control
         control.set(f"restart/{control.node}", against)
         if control.leads:
@@ -378,13 +387,13 @@ class ElasticBoard(NodeBoard):
             reason = next((vote for vote in votes if vote), "")
             control.set("decision", f"stop {reason}" if reason else f"go {go()}")
         else:
-            is_known = lambda: control.get("decision") is not None or control.is_cut_off  # noqa: E731
-            self._wait(is_known, 2 * (timeout_s + self._silence_s))
+            is_decided = lambda: control.get("decision") is not None or control.is_cut_off  # noqa: E731
+            self._wait(is_decided, 2 * (timeout_s + self._silence_s))
         decision = control.get("decision")
         if decision is None and control.is_cut_off:
             return (False, against) if against else (True, "from the newest durable checkpoint")
-        word, _, reason = (decision or "stop the leader did not decide").partition(" ")
-        return word == "go", reason
+        verb, _, reason = (decision or "stop the leader did not decide").partition(" ")
+        return verb == "go", reason
 
     def leave(self, timeout_s: float) -> None:
         self._control.set(f"gone/{self._control.node}", "1")

@@ -1,16 +1,16 @@
-"""What this machine offers, without importing torch, and what unset variables of the run scripts become.
+"""Detection of this machine's devices without importing torch, and defaults for variables of the run scripts.
 
 ``python -m megatron.launch.machine`` prints shell assignments for GPUS_PER_NODE, NNODES, NODE_RANK, MASTER_ADDR,
-MASTER_PORT, pp_size and mp_size, where a value that the user set is never changed, and for LAUNCH_FLAGS.
+MASTER_PORT, pp_size and mp_size, and for LAUNCH_FLAGS. Values set by the user are never changed.
 
 | usable GPUs | GPUS_PER_NODE | pp_size x mp_size |
 |---|---|---|
 | none | 4 processes on the CPU | 2 x 2 |
 | 1 | 1 | 1 x 1 |
 | 2, 3 | 2 | 2 x 1 |
-| 4 and more | the largest multiple of 4 | 2 x 2 |
+| 4 or more | the largest multiple of 4 | 2 x 2 |
 
-With cp_size, which is 1 by itself, pp_size x mp_size is that of so many times fewer.
+With cp_size (default 1), pp_size x mp_size is chosen as for 1/cp_size of the GPUs.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ PRELOADED = (
     "megatron.models.common.pipeline",
     "megatron.data.gpt_dataset",
 )
-"""What ranks on a CPU are forked with. The compiler's parts are for optimizers and causal attention."""
+"""Modules imported before ranks on a CPU are forked. Optimizers and causal attention import the compiler's modules."""
 
 
 def count_gpus(env: Mapping[str, str] = os.environ) -> int:
-    """Return how many GPUs a rank started with ``env`` could use; 0 means training on the CPU.
+    """Return the number of GPUs that a rank started with ``env`` could use; 0 means training on the CPU.
 
-    MEGATRON_NUM_GPUS overrides the count, for machines whose driver does not tell.
+    MEGATRON_NUM_GPUS overrides the count, for machines whose driver does not report it.
 
     Raises:
-        ConfigError: MEGATRON_NUM_GPUS is no number.
+        ConfigError: MEGATRON_NUM_GPUS is not a number.
     """
     if env.get("DS_ACCELERATOR") == "cpu":
         return 0
@@ -82,15 +82,15 @@ def _nvidia_gpus() -> int:
     tool = shutil.which("nvidia-smi")
     if tool:
         try:
-            listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
-            return len(re.findall(r"^GPU ", listed, re.M))
+            output = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
+            return len(re.findall(r"^GPU ", output, re.M))
         except (OSError, subprocess.SubprocessError):
             pass
     return len([path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
 
 
 def _torch_has_cuda() -> bool:
-    """Read torch's version file instead of importing torch, which takes seconds."""
+    """Return True if torch is built for CUDA; reads its version file, because importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return False
@@ -99,17 +99,17 @@ def _torch_has_cuda() -> bool:
 
 
 def num_cores() -> int:
-    """Return the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_per_rank(num_ranks: int) -> int:
-    """Return the OpenMP threads of a rank, so that the ranks of a node share its cores."""
+    """Return the number of OpenMP threads per rank if the ranks of a node share its cores."""
     return max(1, num_cores() // num_ranks)
 
 
 def crowding(num_ranks: int) -> str | None:
-    """Return a warning where ranks of this machine share cores more than the run scripts' own on two cores do."""
+    """Return a warning if there are many more ranks than cores on this machine, or None."""
     cores = num_cores()
     if num_ranks <= max(CPU_PROCESSES, 2 * cores):
         return None
@@ -121,10 +121,10 @@ def crowding(num_ranks: int) -> str | None:
 
 
 def resolve(env: Mapping[str, str], gpus: int) -> dict[str, str]:
-    """Return a value for each of ``NAMES``: the user's, else SLURM's, else what suits the machine.
+    """Return a value for each of ``NAMES``: the user's, otherwise SLURM's, otherwise a default for this machine.
 
     Raises:
-        ConfigError: a value is no number, or the devices do not fit pp_size x mp_size.
+        ConfigError: a value is not a number, or the devices do not fit pp_size x mp_size.
     """
     values = {name: env[name] for name in NAMES if env.get(name)}
     for name, value in from_slurm(env).items():
@@ -132,9 +132,9 @@ def resolve(env: Mapping[str, str], gpus: int) -> dict[str, str]:
     has_address = "MASTER_ADDR" in values
     for name, value in (("NNODES", "1"), ("NODE_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
         values.setdefault(name, value)
-    is_elastic = ":" in values["NNODES"]  # MIN:MAX: the flags mean what they mean on MAX nodes
-    given = {**values, "NNODES": values["NNODES"].partition(":")[2]} if is_elastic else values
-    numbers = {name: _number(name, value) for name, value in given.items() if name != "MASTER_ADDR"}
+    is_elastic = ":" in values["NNODES"]  # MIN:MAX: the flags apply to MAX nodes
+    numeric = {**values, "NNODES": values["NNODES"].partition(":")[2]} if is_elastic else values
+    numbers = {name: _number(name, value) for name, value in numeric.items() if name != "MASTER_ADDR"}
     if numbers["NNODES"] > 1 and not has_address and not is_elastic:
         raise ConfigError(
             f"NNODES={numbers['NNODES']} needs MASTER_ADDR, the name of node 0 as the other nodes reach it. "
@@ -145,7 +145,7 @@ def resolve(env: Mapping[str, str], gpus: int) -> dict[str, str]:
 
 
 def _layout(numbers: Mapping[str, int], gpus: int, context: int) -> dict[str, int]:
-    """Return GPUS_PER_NODE, pp_size and mp_size that fit together, and with cp_size, and hold what the user set."""
+    """Return matching values of GPUS_PER_NODE, pp_size and mp_size for cp_size; values set by the user are kept."""
     nodes = numbers["NNODES"]
     devices = numbers.get("GPUS_PER_NODE") or gpus or CPU_PROCESSES
     if gpus and devices > gpus:
@@ -162,48 +162,50 @@ def _layout(numbers: Mapping[str, int], gpus: int, context: int) -> dict[str, in
     else:
         per_node = _fitting(devices, nodes, product, upwards=False)
     if per_node == 0 or per_node * nodes % product:
-        named, got, times = (" x cp_size", f", cp_size={context}", f" x {context}") if context > 1 else ("", "", "")
+        flag_text, got_text, factor_text = (
+            (" x cp_size", f", cp_size={context}", f" x {context}") if context > 1 else ("", "", "")
+        )
         raise ConfigError(
-            f"GPUS_PER_NODE x NNODES must be a multiple of pp_size x mp_size{named}, got "
-            f"GPUS_PER_NODE={per_node or devices}, NNODES={nodes}, pp_size={pipe}, mp_size={tensor}{got} "
+            f"GPUS_PER_NODE x NNODES must be a multiple of pp_size x mp_size{flag_text}, got "
+            f"GPUS_PER_NODE={per_node or devices}, NNODES={nodes}, pp_size={pipe}, mp_size={tensor}{got_text} "
             f"({per_node or devices} x {nodes} = {(per_node or devices) * nodes} devices, {max(pipe, 1)} x {tensor}"
-            f"{times} = {product} wanted). Lower pp_size or mp_size, or give more devices."
+            f"{factor_text} = {product} wanted). Lower pp_size or mp_size, or give more devices."
         )
     return {"GPUS_PER_NODE": per_node, "pp_size": pipe, "mp_size": tensor}
 
 
 def _default_split(numbers: Mapping[str, int], devices: int) -> tuple[int, int]:
-    """Return (pp_size, mp_size): what the user set, else the table's row for this many devices on a node."""
+    """Return (pp_size, mp_size): the user's values, otherwise the table's row for this number of devices per node."""
     chosen = "GPUS_PER_NODE" in numbers
     pipe, tensor = numbers.get("pp_size"), numbers.get("mp_size")
     if pipe is None and tensor is None:
         if devices >= 4 and not (chosen and devices % 4):
             return 2, 2
         return (2, 1) if devices >= 2 and not (chosen and devices % 2) else (1, 1)
-    given = max(pipe if pipe is not None else tensor or 1, 1)
-    left = devices * numbers["NNODES"] // given
-    other = 2 if left >= 2 and devices * numbers["NNODES"] % (2 * given) == 0 else 1
+    fixed = max(pipe if pipe is not None else tensor or 1, 1)
+    remaining = devices * numbers["NNODES"] // fixed
+    other = 2 if remaining >= 2 and devices * numbers["NNODES"] % (2 * fixed) == 0 else 1
     return (pipe if pipe is not None else other), (tensor if tensor is not None else other)
 
 
 def _fitting(devices: int, nodes: int, product: int, *, upwards: bool) -> int:
-    """Return the devices of a node nearest to ``devices``, below or above, that ``product`` divides; 0 if none."""
+    """Return the number of devices per node closest to ``devices``, in one direction, that fits ``product``; or 0."""
     counts = range(devices, devices + product + 1) if upwards else range(devices, 0, -1)
     return next((count for count in counts if count * nodes % product == 0), 0)
 
 
 def _number(name: str, value: str) -> int:
-    least = 0 if name in ("NODE_RANK", "pp_size", "MEGATRON_NUM_GPUS") else 1
-    if not re.fullmatch(r"\d+", value) or int(value) < least:
-        raise ConfigError(f"{name} must be a whole number, at least {least}, got {name}={value!r}.")
+    minimum = 0 if name in ("NODE_RANK", "pp_size", "MEGATRON_NUM_GPUS") else 1
+    if not re.fullmatch(r"\d+", value) or int(value) < minimum:
+        raise ConfigError(f"{name} must be a whole number, at least {minimum}, got {name}={value!r}.")
     return int(value)
 
 
 def from_slurm(env: Mapping[str, str]) -> dict[str, str]:
-    """Return NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT as SLURM tells them; empty outside SLURM.
+    """Return NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT from SLURM's variables; empty outside SLURM.
 
     Raises:
-        ConfigError: SLURM started this script more than once on a node.
+        ConfigError: SLURM has started this script more than once on a node.
     """
     if "SLURM_JOB_ID" not in env:
         return {}
@@ -216,28 +218,28 @@ def from_slurm(env: Mapping[str, str]) -> dict[str, str]:
             "Start the run script with `srun --ntasks-per-node=1 bash SCRIPT`; it starts the ranks itself."
         )
     hosts = (is_step and env.get("SLURM_STEP_NODELIST")) or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-    found = {
+    variables = {
         "NNODES": nodes,
         "NODE_RANK": env.get("SLURM_NODEID"),
         "MASTER_ADDR": first_host(hosts) if hosts else None,
         "MASTER_PORT": str(20000 + int(re.sub(r"\D", "", env["SLURM_JOB_ID"]) or 0) % 20000),
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in variables.items() if value}
 
 
 def first_host(nodelist: str) -> str:
     """Return the first host of a list such as ``gpu[003-010,20],login1``."""
     tool = shutil.which("scontrol")
     if tool:
-        shown = subprocess.run([tool, "show", "hostnames", nodelist], capture_output=True, text=True, check=False)
-        if shown.returncode == 0 and shown.stdout.split():
-            return shown.stdout.split()[0]
+        result = subprocess.run([tool, "show", "hostnames", nodelist], capture_output=True, text=True, check=False)
+        if result.returncode == 0 and result.stdout.split():
+            return result.stdout.split()[0]
     first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group(0) if first else nodelist)
 
 
 def main() -> int:
-    """Print the assignments for ``eval`` in a run script."""
+    """Print the shell assignments for ``eval`` in a run script."""
     try:
         gpus = count_gpus()
         values = resolve(os.environ, gpus)

@@ -18,7 +18,7 @@ LEAST_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to start, where, and how long to wait for what."""
+    """Options of the launcher: what to start, where, and the timeouts."""
 
     nproc_per_node: int
     nnodes: int
@@ -39,7 +39,7 @@ class Options:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the number of nodes may change, between ``fewest_nodes`` and ``nnodes``."""
+        """True if the number of nodes may change between ``fewest_nodes`` and ``nnodes``."""
         return bool(self.node_list)
 
 
@@ -47,41 +47,41 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> Options:
     """Return the options of ``python -m megatron.launch argv``.
 
     Raises:
-        ConfigError: with every problem found.
+        ConfigError: flags are invalid; the message lists all problems.
     """
-    found = _parser().parse_args(argv)
+    flags = _parser().parse_args(argv)
     gpus = machine.count_gpus(env)
-    nproc = found.nproc_per_node if found.nproc_per_node is not None else max(1, gpus)
-    fewest, nnodes = _nodes(found.nnodes)
-    hosts = tuple(_addresses(found.node_list or env.get("NODE_LIST", ""), found.master_port))
-    problems = [*_problems(found, nproc, gpus, nnodes), *_elastic_problems(found, fewest, nnodes, hosts)]
+    nproc = flags.nproc_per_node if flags.nproc_per_node is not None else max(1, gpus)
+    fewest, nnodes = _nodes(flags.nnodes)
+    hosts = tuple(_addresses(flags.node_list or env.get("NODE_LIST", ""), flags.master_port))
+    problems = [*_problems(flags, nproc, gpus, nnodes), *_elastic_problems(flags, fewest, nnodes, hosts)]
     if problems:
         raise ConfigError("\n".join(problems))
     return Options(
         nproc_per_node=nproc,
         nnodes=nnodes,
         fewest_nodes=fewest,
-        node_list=hosts if ":" in found.nnodes else (),
-        node_timeout_s=found.node_timeout,
-        node_rank=found.node_rank,
-        master_addr=found.master_addr,
-        master_port=found.master_port,
-        preload=tuple(name for name in found.preload.split(",") if name),
-        init_timeout_s=found.init_timeout,
-        stop_grace_s=found.stop_grace,
-        exit_grace_s=found.exit_grace,
-        max_restarts=found.max_restarts,
-        stdin=found.stdin,
-        script=found.script,
-        script_args=tuple(found.script_args),
+        node_list=hosts if ":" in flags.nnodes else (),
+        node_timeout_s=flags.node_timeout,
+        node_rank=flags.node_rank,
+        master_addr=flags.master_addr,
+        master_port=flags.master_port,
+        preload=tuple(name for name in flags.preload.split(",") if name),
+        init_timeout_s=flags.init_timeout,
+        stop_grace_s=flags.stop_grace,
+        exit_grace_s=flags.exit_grace,
+        max_restarts=flags.max_restarts,
+        stdin=flags.stdin,
+        script=flags.script,
+        script_args=tuple(flags.script_args),
     )
 
 
 def _nodes(text: str) -> tuple[int, int]:
-    """Return MIN and MAX of "MIN:MAX"; both are N of "N".
+    """Return (MIN, MAX) of "MIN:MAX", or (N, N) of "N".
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: ``text`` has neither form.
     """
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if match is None:
@@ -90,10 +90,12 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _addresses(text: str, port: int) -> Iterator[tuple[str, int]]:
-    """Yield host and port of each entry of "HOST[:PORT],..."; 0 where the port is no number."""
+    """Yield (host, port) of each entry of "HOST[:PORT],..."; port 0 if it is not a number."""
     for entry in filter(None, text.split(",")):
-        host, has_port, own = entry.strip().rpartition(":") if re.search(r"[^:]:[^:]*$", entry) else (entry, "", "")
-        yield host.strip("[] "), (int(own) if own.isdecimal() else 0) if has_port else port
+        host, has_port, port_text = (
+            entry.strip().rpartition(":") if re.search(r"[^:]:[^:]*$", entry) else (entry, "", "")
+        )
+        yield host.strip("[] "), (int(port_text) if port_text.isdecimal() else 0) if has_port else port
 
 
 def _elastic_problems(
@@ -122,14 +124,14 @@ def _elastic_problems(
 
 def _problems(found: argparse.Namespace, nproc: int, gpus: int, nnodes: int) -> list[str]:
     problems = []
-    for flag, value, least in (
+    for flag, value, minimum in (
         ("--nproc-per-node", nproc, 1),
         ("--nnodes", nnodes, 1),
         ("--node-rank", found.node_rank, 0),
         ("--max-restarts", found.max_restarts, 0),
     ):
-        if value < least:
-            problems.append(f"{flag} must be at least {least}, got {value}.")
+        if value < minimum:
+            problems.append(f"{flag} must be at least {minimum}, got {value}.")
     if nnodes >= 1 and found.node_rank >= nnodes:
         problems.append(
             f"--node-rank must be below --nnodes, got --node-rank {found.node_rank} and --nnodes {nnodes}. "

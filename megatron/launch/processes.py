@@ -1,4 +1,4 @@
-"""Starting, signalling and reaping ranks."""
+"""Start, signal and reap the rank processes of a node; signals that the launcher handles."""
 
 from __future__ import annotations
 
@@ -19,18 +19,16 @@ from megatron import log
 from megatron.child_process import die_with_parent
 from megatron.runtime.exit_signals import is_same_press
 
-# Starting, signalling and reaping the processes of one node.
-#
-# Each rank leads its own session and process group: a Ctrl-C in the terminal reaches the launcher alone, which forwards
-# it once, and what a rank has started (data workers) is ended with it. A rank dies with the launcher
+# Each rank leads its own session and process group. So a Ctrl-C in the terminal reaches only the launcher, which
+# forwards it once, and child processes of a rank (data workers) are killed with it. A rank dies with the launcher
 # (PR_SET_PDEATHSIG).
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
-"""What the launcher has handlers for."""
+"""Signals for which the launcher has handlers."""
 
 
 class RankProcess:
-    """One rank that has been started: its numbers, and how it ended."""
+    """A rank that has been started: its rank, process id and exit status."""
 
     def __init__(self, rank: int, local_rank: int, pid: int) -> None:
         self.rank, self.local_rank, self.pid = rank, local_rank, pid
@@ -42,45 +40,45 @@ class RankProcess:
         return self.status is None
 
     def reap(self) -> bool:
-        """Whether it has ended just now; what it had started is ended with it."""
+        """Return True if the rank has just exited; its child processes are killed."""
         if not self.is_alive or os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return False
         self.ended_at = time.monotonic()
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)  # before waitpid: until then nobody else can have this number
+            os.killpg(self.pid, signal.SIGKILL)  # before waitpid, after which the process id may be reused
         self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return True
 
     def terminate(self) -> None:
-        """Ask it to leave; only the rank itself, since its data workers must live while it saves."""
+        """Send SIGTERM to the rank only, since its data workers must live while it saves."""
         if self.is_alive:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it and what it has started, at once."""
+        """Kill the rank and its child processes."""
         if self.is_alive:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
 
 class Gate:
-    """Holds the forked ranks of one start back until the last of them is there.
+    """Blocks the forked ranks of one start until the last of them has been forked.
 
-    A rank that runs connects to the store, and the store's thread in the launcher then asks glibc for the name of the
-    other end, under a lock of glibc's. A rank that is forked at that moment has this lock for ever, and hangs.
+    A running rank connects to the store, and the store's thread in the launcher then resolves the peer's name while
+    holding a lock of glibc. A rank that is forked at that moment inherits the locked lock, and hangs.
     """
 
     def __init__(self) -> None:
         self._inside, self._outside = os.pipe()
 
     def open(self) -> None:
-        """Let all go on; in the launcher."""
+        """Release all ranks; called in the launcher."""
         os.close(self._outside)
         os.close(self._inside)
 
     def wait(self) -> None:
-        """Return when the launcher has opened the gate; in a rank."""
+        """Return once the launcher has opened the gate; called in a rank."""
         os.close(self._outside)
         os.read(self._inside, 1)
         os.close(self._inside)
@@ -98,18 +96,18 @@ def start(
     """Start one rank and return its process id.
 
     Args:
-        in_fork: run the script in a fork of this process, with the modules that are imported already; else in a
-            fresh Python.
-        keeps_input: leave it the launcher's standard input; else it has none.
-        gate: a rank in a fork waits there before it does anything.
+        in_fork: run the script in a fork of this process with the imported modules; otherwise in a new Python process.
+        keeps_input: inherit the launcher's standard input; otherwise it is empty.
+        gate: gate at which a forked rank waits before it starts.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     launcher = os.getpid()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # else the rank's copy of our handler would swallow one
+    # The rank's copy of our handler would swallow signals.
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
     pid = os.fork()
     if pid:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         return pid
     try:
         _become_rank(launcher, keeps_input)
@@ -130,13 +128,14 @@ def start(
 def _become_rank(launcher: int, keeps_input: bool) -> None:
     os.setsid()
     die_with_parent()
-    if os.getppid() != launcher:  # it died before the line above
+    if os.getppid() != launcher:  # the launcher died before the line above
         os._exit(1)
     signal.set_wakeup_fd(-1)
-    for number in HANDLED:
-        signal.signal(number, signal.SIG_DFL)
+    for signum in HANDLED:
+        signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM may warn all processes; one that can save listens later
+    # SLURM may signal all processes; a rank that can save installs a handler later.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
     if not keeps_input:
         null = os.open(os.devnull, os.O_RDONLY)
@@ -145,21 +144,22 @@ def _become_rank(launcher: int, keeps_input: bool) -> None:
 
 
 def _python_flags() -> list[str]:
-    """Return the flags of this Python that change how a script runs."""
+    """Return the flags of this Python that affect how a script runs."""
     return (["-O"] * sys.flags.optimize) + (["-B"] if sys.flags.dont_write_bytecode else [])
 
 
 def _close_inherited() -> None:
-    """Close the launcher's sockets and files, which a fresh Python would not have.
+    """Replace the launcher's sockets and files by the null device.
 
-    Their numbers stay taken, by the null device: an object of the launcher that is collected here closes its number,
-    and would close what this rank had opened under it (gloo's epoll, a checkpoint) if the number were free.
+    Their descriptors must stay in use: an object of the launcher that is collected in this process closes its
+    descriptor, and would otherwise close a file that this rank has opened under the same number (gloo's epoll, a
+    checkpoint).
     """
     null = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        number = int(name)
-        if number > 2 and number != null and _is_open(number):
-            os.dup2(null, number, inheritable=False)
+        descriptor = int(name)
+        if descriptor > 2 and descriptor != null and _is_open(descriptor):
+            os.dup2(null, descriptor, inheritable=False)
     os.close(null)
 
 
@@ -172,7 +172,7 @@ def _is_open(number: int) -> bool:
 
 
 def _run_and_leave(script: str, arguments: Sequence[str]) -> None:
-    """Run ``script`` as ``__main__`` and end this process as Python would."""
+    """Run ``script`` as ``__main__`` and exit as Python would."""
     sys.argv = [script, *arguments]
     sys.path[0] = os.path.dirname(os.path.abspath(script))
     code = 1
@@ -204,25 +204,25 @@ def _code_of(stop: SystemExit) -> int:
 
 def _below_launcher(trace: TracebackType | None, script: str) -> TracebackType | None:
     """Return the part of a traceback that begins in the script."""
-    part = trace
-    while part is not None and part.tb_frame.f_code.co_filename != script:
-        part = part.tb_next
-    return part or trace
+    entry = trace
+    while entry is not None and entry.tb_frame.f_code.co_filename != script:
+        entry = entry.tb_next
+    return entry or trace
 
 
-# The signals that the launcher acts on.
+# Signals that the launcher handles.
 
 RESUMABLE = 75
 WARNING = signal.SIGUSR1
-"""SLURM's warning ahead of the time limit: a first one is as a SIGTERM, a further one is no news."""
+"""SLURM's warning before the time limit: the first one is handled like SIGTERM, further ones are ignored."""
 
 
 class Signals:
-    """Collects SIGTERM, SIGINT, SIGHUP and SIGUSR1, and wakes the launcher when one comes or a rank ends.
+    """Collects SIGTERM, SIGINT, SIGHUP and SIGUSR1, and wakes the launcher when one arrives or a rank exits.
 
-    Until ``begin`` there are no ranks, and a signal ends the launcher at once: with 75 for the warning, since the job
-    has lost nothing and shall run later, and with the signal's own code for the others. A Ctrl-C that arrives twice
-    within ``PRESS_S`` is one.
+    Until ``begin`` there are no ranks, and a signal ends the launcher immediately: with 75 for SLURM's warning, since
+    the job can run later without loss, and with the signal's own code otherwise. Two Ctrl-C within ``PRESS_S`` count as
+    one.
     """
 
     def __init__(self) -> None:
@@ -244,7 +244,7 @@ class Signals:
 
     @property
     def is_ended(self) -> bool:
-        """Whether a second signal has come."""
+        """True if a second signal was received."""
         return len(self.seen) > 1
 
     @property
@@ -253,15 +253,15 @@ class Signals:
 
     @property
     def code(self) -> int:
-        """The job's code where the first signal found nothing that could save."""
+        """The job's exit code if there was nothing to save at the first signal."""
         return RESUMABLE if self.seen[0] == WARNING else 128 + self.seen[0]
 
     def begin(self) -> None:
-        """From now on there are ranks, and signals are news for ``wait``."""
+        """Note that ranks are running, so that signals only wake ``wait``."""
         self._has_ranks = True
 
     def wait(self, timeout_s: float) -> None:
-        """Return at the next signal, at the latest after ``timeout_s``."""
+        """Return at the next signal, or after ``timeout_s``."""
         if select.select([self._reader], [], [], timeout_s)[0]:
             os.read(self._reader, 4096)
 

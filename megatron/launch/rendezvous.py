@@ -1,17 +1,17 @@
-"""The port of a job, and how the launchers of several nodes become one job.
+"""Rendezvous of the launchers of a job with a fixed number of nodes, and its port.
 
-Node 0 holds the store; the ranks use the same one (``TORCHELASTIC_USE_AGENT_STORE``), so no second port is needed and
-nobody can take it in between.
+Node 0 hosts the store. The ranks use the same one (``TORCHELASTIC_USE_AGENT_STORE``), so no second port is needed that
+another process could take meanwhile.
 
-| key | written by | holds |
+| key | written by | content |
 |---|---|---|
-| ``node/R`` | node R | how many launchers said to be node R |
-| ``node/looks``, ``node/missing`` | the first that gives up | that it looks who is missing; their numbers |
-| ``run`` | node 0, when all have come | the run's id |
-| ``come/N`` | every node | how many nodes are ready for restart N |
-| ``begin/N`` | node 0, when all are | that the store is clean |
-| ``agents/N/...`` | the launchers | what they tell each other about start N |
-| anything else | the ranks | what they tell each other; gone before the next start, which must not meet it |
+| ``node/R`` | node R | the number of launchers that claimed to be node R |
+| ``node/looks``, ``node/missing`` | the first node that times out | marks its search; the missing nodes |
+| ``run`` | node 0, when all have joined | the run's id |
+| ``come/N`` | every node | the number of nodes that are ready for restart N |
+| ``begin/N`` | node 0, when all are ready | marks that the store is clean |
+| ``agents/N/...`` | the launchers | their communication about start N |
+| other keys | the ranks | their communication; deleted before the next start |
 """
 
 from __future__ import annotations
@@ -39,40 +39,40 @@ OF_LAUNCHERS = ("agents/", "node/", "run", "come/", "begin/")
 
 
 class LaunchRendezvous(RendezvousHandler):
-    """What ``LaunchAgent`` asks of a rendezvous; what torch's own agent asks has always the same answers."""
+    """The interface of a rendezvous to ``LaunchAgent``; the methods for torch's agent return constants."""
 
     is_elastic = False
     restarts: int | None = None
-    """Starts after the first that have counted, where the nodes agree on their number; else each counts its own."""
+    """Number of restarts that the nodes have agreed on; None: each node counts its own restarts."""
 
     @property
     def number(self) -> int:
-        """The number of the start, from 0."""
+        """Number of the start, from 0."""
         raise NotImplementedError
 
     @property
     def run_id(self) -> str:
-        """The job's name, the same in all of its starts."""
+        """Id of the job, the same in all of its starts."""
         raise NotImplementedError
 
     @property
     def node_rank(self) -> int:
-        """The place of this node in the start."""
+        """Rank of this node in the start."""
         raise NotImplementedError
 
     def board(self, store: Store, signals: Signals) -> NodeBoard:
-        """Return what the nodes tell each other about the end of this start."""
+        """Return the board on which the nodes communicate about the end of this start."""
         raise NotImplementedError
 
     def environment(self, folder: Path) -> dict[str, str]:
-        """Return what the ranks of a start are told beside what they are always told; ``folder`` is of the start."""
+        """Return further environment variables for the ranks of a start, whose folder is ``folder``."""
         return {}
 
     def pass_on_waiting(self, folder: Path) -> None:
-        """Let the ranks of this node know whether a node waits to be taken in."""
+        """Notify the ranks of this node if a node waits to join."""
 
     def close(self, code: int) -> None:
-        """Tell the nodes that wait that the job has ended with ``code``."""
+        """Announce to waiting nodes that the job has ended with ``code``."""
 
     def get_run_id(self) -> str:
         return self.run_id
@@ -85,7 +85,7 @@ class LaunchRendezvous(RendezvousHandler):
         return True
 
     def num_nodes_waiting(self) -> int:
-        return 0  # else torch's agent would end the ranks at once; here they save first
+        return 0  # otherwise torch's agent would end the ranks at once; here they save first
 
     def is_closed(self) -> bool:
         return False
@@ -98,7 +98,11 @@ class LaunchRendezvous(RendezvousHandler):
 
 
 class NodeRendezvous(LaunchRendezvous):
-    """Joins ``num_nodes`` launchers over the store of node 0; ``listener`` is node 0's open socket."""
+    """Rendezvous of ``num_nodes`` launchers over the store of node 0.
+
+    Args:
+        listener: node 0's listening socket; None on other nodes.
+    """
 
     node_rank = 0
     run_id = ""
@@ -129,10 +133,10 @@ class NodeRendezvous(LaunchRendezvous):
         return NodeBoard(store, self.node_rank, self.num_nodes, signals)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store, this node's number and the number of nodes, when all nodes have come.
+        """Return the store, this node's rank and the number of nodes once all nodes have joined.
 
         Raises:
-            PeerError: node 0 cannot be reached, or a node did not come in time.
+            PeerError: node 0 cannot be reached, or a node did not join in time.
         """
         if self._store is None:
             self._store = self._open_store()
@@ -141,8 +145,8 @@ class NodeRendezvous(LaunchRendezvous):
             self._restart += 1
             self._meet_again(self._store)
         info = RendezvousStoreInfo(self.host, self.port)
-        own = PrefixStore(f"agents/{self._restart}", self._store)
-        return RendezvousInfo(own, self.node_rank, self.num_nodes, info)
+        agents_store = PrefixStore(f"agents/{self._restart}", self._store)
+        return RendezvousInfo(agents_store, self.node_rank, self.num_nodes, info)
 
     def _open_store(self) -> TCPStore:
         self._await_node_0()
@@ -160,7 +164,7 @@ class NodeRendezvous(LaunchRendezvous):
         return store
 
     def _await_node_0(self) -> None:
-        """Return when the port answers; node 0 itself listens already, so it tries once."""
+        """Return when the port responds; node 0 tries once, because it already listens."""
         while True:
             try:
                 socket.create_connection((self.host, self.port), timeout=min(5.0, max(0.1, self._left()))).close()
@@ -182,30 +186,32 @@ class NodeRendezvous(LaunchRendezvous):
                 f"Number the nodes from 0 to {self.num_nodes - 1}."
             )
         if self.node_rank == 0:
-            every = [f"node/{node}" for node in range(self.num_nodes)]
-            self._wait(lambda: store.check(every), self._missing_message)  # one question, not one for each node
+            keys = [f"node/{node}" for node in range(self.num_nodes)]
+            self._wait(lambda: store.check(keys), self._missing_message)  # one request, not one per node
             store.set("run", uuid.uuid4().hex[:12])
         else:
             self._wait(lambda: store.check(["run"]), self._missing_message)
         self.run_id = store.get("run").decode()
 
     def _meet_again(self, store: TCPStore) -> None:
-        """Return when all nodes are ready for a restart, and nothing is left of the ranks of the last start.
+        """Wait until all nodes are ready for a restart, and the keys of the last start's ranks are deleted.
 
-        All nodes have said before that none of their ranks lives.
+        All nodes have reported before that none of their ranks is alive.
         """
         self._timeout_s = STORE_TIMEOUT_S
         self._deadline = time.monotonic() + self._timeout_s
-        come, begin = f"come/{self._restart}", f"begin/{self._restart}"
-        store.add(come, 1)
+        ready_key, begin_key = f"come/{self._restart}", f"begin/{self._restart}"
+        store.add(ready_key, 1)
         if self.node_rank == 0:
-            self._wait(lambda: store.add(come, 0) >= self.num_nodes, lambda _: self._lost_message(store.add(come, 0)))
+            self._wait(
+                lambda: store.add(ready_key, 0) >= self.num_nodes, lambda _: self._lost_message(store.add(ready_key, 0))
+            )
             for key in store.list_keys():
                 if not key.startswith(OF_LAUNCHERS):
                     store.delete_key(key)
-            store.set(begin, "1")
+            store.set(begin_key, "1")
         else:
-            self._wait(lambda: store.check([begin]), lambda _: self._lost_message(store.add(come, 0)))
+            self._wait(lambda: store.check([begin_key]), lambda _: self._lost_message(store.add(ready_key, 0)))
 
     def _lost_message(self, come: int) -> str:
         return f"{come} of {self.num_nodes} nodes came to restart {self._restart} within {self._timeout_s:g} s"
@@ -240,10 +246,10 @@ class NodeRendezvous(LaunchRendezvous):
 
 
 def listen(host: str, port: int, num_nodes: int) -> socket.socket:
-    """Open node 0's port: ``port``, or with one node the next free one.
+    """Open node 0's listening socket on ``port``, or with one node on the next free port.
 
     Raises:
-        OSError: the port cannot be had.
+        OSError: the port is not available.
     """
     is_local = num_nodes == 1 and host in ("127.0.0.1", "localhost")
     last = min(port + 200, 65535) if num_nodes == 1 else port

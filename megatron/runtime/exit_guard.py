@@ -1,7 +1,7 @@
-"""End of a process: one line that names the failed rank and the cause, and the exit code of the job (no torch).
+"""Exit of a rank: print one line with the failed rank and the cause, and exit with the code of the error. No torch.
 
-When a rank has died, the launcher writes so to the failure file (``launcher_files``) and sends SIGTERM: the other ranks
-then exit without saving.
+When a rank has died, the launcher reports it in the failure file (``launcher_files``) and sends SIGTERM: the other
+ranks then exit without saving.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ _NCCL_SET_UP = {
     "ncclinvalidusage": _SETTINGS,
     "ncclinvalidargument": _SETTINGS,
 }
-"""What NCCL says of the rank that it runs on, and the cure; another start would end alike."""
+"""Texts of NCCL errors that are caused by the rank itself -> the fix. A restart would fail again."""
 _NCCL_FAILURES = ("ncclunhandledcudaerror", "ncclsystemerror", "ncclinternalerror")
-"""What may be of this rank or of another: that stands behind "Last error:"."""
+"""NCCL errors of this rank or of a peer; the text after "Last error:" distinguishes them."""
 _NCCL_PEER_SIGNS = ("remote", "connect", "closed", "reset", "broken pipe", "timed out", "timeout", "abort", "peer")
 _leaving = threading.RLock()
-"""Held for good by the thread whose error ends this process."""
+"""Acquired by the thread whose error ends this process, and never released."""
 _code: int | None = None
-"""The exit code of the error that has been told."""
+"""The exit code of the error that has been reported."""
 _is_guarded = _is_reporting = _is_hurried = False
 _MEMORY_SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 
 
 def trace_crashes() -> None:
-    """Let a crash in native code leave a trace: with our launcher in a file that it shows with the rank's number."""
+    """Enable faulthandler; with our launcher, it writes to a file that the launcher prints with the rank's number."""
     failure = os.environ.get("MEGATRON_FAILURE_FILE")
     if failure:
         try:
@@ -72,15 +72,15 @@ def trace_crashes() -> None:
             faulthandler.enable(file)
             return
         except OSError:
-            pass  # the launcher is gone, or its disk is full: standard error is left
+            pass  # the launcher is gone, or its disk is full: use standard error
     faulthandler.enable(sys.__stderr__ or 2)
 
 
 def guard(main: Callable[[], None], who: Callable[[], str]) -> None:
-    """Call ``main``; when it raises, say so in one line and end the process with the error's exit code.
+    """Call ``main``; if it raises, print one line and exit with the error's exit code.
 
     Args:
-        who: returns this rank's name for the message, such as "rank 3 (stage 1, tensor 1, data 0)".
+        who: function that returns this rank's name for the message, such as "rank 3 (stage 1, tensor 1, data 0)".
     """
     global _is_guarded
     _is_guarded = True
@@ -94,26 +94,28 @@ def guard(main: Callable[[], None], who: Callable[[], str]) -> None:
 
 
 def report_failure(error: BaseException, who: str) -> None:
-    """Say now what will end this process: undoing what it holds takes a while, in which the launcher may end it.
+    """Report the error that will end this process before the cleanup, during which the launcher may kill it.
 
-    Below ``guard`` alone; what is raised later counts for nothing then. Elsewhere the caller may go on.
+    Works only within ``guard``, and errors raised later are then not reported. Otherwise it does nothing, because the
+    caller may handle the error.
     """
     if _is_guarded and _ends_process(error):
         _report(error, who)
 
 
 def _ends_process(error: BaseException) -> bool:
-    """Return whether ``error`` is a failure: a SystemExit is one in mid-run, and not behind --help or the run."""
+    """Return True if ``error`` is a failure; SystemExit is one only during a run, not after --help or the run's end."""
     return not isinstance(error, SystemExit) or own().is_running
 
 
 def leave(error: BaseException, who: str, linger: Callable[[], object] | None = None) -> NoReturn:
-    """Say what happened and end this process at once, without waiting for peers that may never answer.
+    """Report ``error`` and exit immediately, without waiting for peers that may never answer.
 
-    Of several threads, and of several errors, the first one says it and gives the code.
+    If several threads call this, or several errors occur, the first one is reported and determines the exit code.
 
     Args:
-        linger: called between the last words and the end, while other threads are silent; its errors count for nothing.
+        who: name of this rank.
+        linger: called between the report and the exit, while other threads are blocked; its errors are ignored.
     """
     code = _report(error, who)
     if linger is not None:
@@ -123,10 +125,10 @@ def leave(error: BaseException, who: str, linger: Callable[[], object] | None = 
 
 
 def leave_for_dead_peer(death: str) -> None:
-    """End this process, from a signal's handler in the main thread, since the launcher says that a peer died.
+    """Exit from a signal handler in the main thread, because the launcher has reported the death of a peer.
 
-    An error of this rank that is on its way out counts more: it may be why the peer left. Returns only if its last
-    words are in the midst of being said, and the process ends behind them.
+    If this rank is handling an error of its own, that error is reported instead, since it may be the reason for the
+    peer's exit. Returns only if an error is just being reported; the process then exits after the report.
     """
     global _is_hurried
     _is_hurried = True
@@ -134,16 +136,18 @@ def leave_for_dead_peer(death: str) -> None:
         os._exit(_code)
     if _is_reporting:
         return
-    who = f"rank {os.environ.get('RANK', '0')}"
+    rank_name = f"rank {os.environ.get('RANK', '0')}"
     handled = sys.exc_info()[1]
     if isinstance(handled, JobError) and not isinstance(handled, StopRequest):
-        leave(handled, who)
-    os.write(2, f"{who}: leaving, {death}\n".encode())  # the signal may have fallen into a print
+        leave(handled, rank_name)
+    os.write(
+        2, f"{rank_name}: leaving, {death}\n".encode()
+    )  # os.write, because the signal may have interrupted a print
     os._exit(4)
 
 
 def _report(error: BaseException, who: str) -> int:
-    """Say what happened, unless this thread has said before what ends this process; return the exit code."""
+    """Report ``error`` unless an error has been reported already; return the exit code. Blocks in all other threads."""
     global _code, _is_reporting
     if not _leaving.acquire(blocking=False):
         threading.Event().wait()
@@ -152,11 +156,10 @@ def _report(error: BaseException, who: str) -> int:
     _is_reporting = True
     note_reporting()
     if threading.current_thread() is threading.main_thread():
-        signal.signal(
-            signal.SIGCHLD, signal.SIG_DFL
-        )  # torch's handler raises of a dead reader in the midst of the line
+        # Torch's handler would raise for a dead worker while the line is printed.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     failure = as_peer_error(error)
-    with suppress(OSError):  # nobody reads it any more; the code is news all the same
+    with suppress(OSError):  # standard error may be closed; the exit code still matters
         _print(error, failure, who)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -174,8 +177,8 @@ def _print(error: BaseException, failure: BaseException, who: str) -> None:
             print_line(str(failure))
             note_reported()
     elif isinstance(failure, PeerError | StopRequest):
-        at = heartbeat_now()
-        print_line(f"{who}: leaving{f' at {at}' if at else ''}, {failure}")
+        operation = heartbeat_now()
+        print_line(f"{who}: leaving{f' at {operation}' if operation else ''}, {failure}")
     else:
         cause = failure if isinstance(failure, JobError) else error
         print_line(f"{who} failed: {out_of_memory(error) or _left_early(error) or f'{type(cause).__name__}: {cause}'}")
@@ -185,7 +188,7 @@ def _print(error: BaseException, failure: BaseException, who: str) -> None:
 
 
 def _left_early(error: BaseException) -> str | None:
-    """Return what to say of a SystemExit in mid-run; None for other errors."""
+    """Return the message for a SystemExit during the run; None for other errors."""
     if not isinstance(error, SystemExit):
         return None
     return (
@@ -195,36 +198,38 @@ def _left_early(error: BaseException) -> str | None:
 
 
 def is_same_everywhere(error: BaseException) -> bool:
-    """Return whether every rank raises this error alike, so that one of them is enough to say it."""
+    """Return True if every rank raises this error, so that it is reported only once."""
     return isinstance(error, JobError) and not error.is_of_this_rank
 
 
 def as_peer_error(error: BaseException) -> BaseException:
-    """Return a PeerError for what a process group raises when another rank is gone, else an error of this rank.
+    """Convert an error that a process group raises if another rank is gone to a PeerError; keep other errors.
 
-    That is ``error`` itself, or a ConfigError where NCCL says that it cannot work here.
+    An error of NCCL about this rank's settings is converted to a ConfigError.
     """
     dist = sys.modules.get("torch.distributed")  # not imported yet: no group can have failed
-    kinds = (dist.DistError,) if dist is not None else ()
+    dist_errors = (dist.DistError,) if dist is not None else ()
     cause: BaseException | None = error
     while cause is not None:
         text = str(cause).lower()
-        if isinstance(cause, kinds) and (own := fault_of_this_rank(cause)) is not None:
-            return own
-        if isinstance(cause, kinds) or (type(cause) is RuntimeError and any(sign in text for sign in _PEER_SIGNS)):
+        if isinstance(cause, dist_errors) and (local_error := fault_of_this_rank(cause)) is not None:
+            return local_error
+        if isinstance(cause, dist_errors) or (
+            type(cause) is RuntimeError and any(sign in text for sign in _PEER_SIGNS)
+        ):
             return PeerError(peer_failure() or f"another rank is gone or did not answer ({error})")
         cause = cause.__cause__
     return error
 
 
 def fault_of_this_rank(error: BaseException, *, is_set_up: bool = False) -> BaseException | None:
-    """Return the error of this rank that one of NCCL's is, None where it speaks of another rank.
+    """Return the error to raise for an NCCL error of this rank, or None if it concerns another rank.
 
-    That is a ConfigError where NCCL cannot work here; a device that fails in the midst of a run is no setting, and
-    ``error`` stands as it is.
+    That is a ConfigError if NCCL cannot work on this rank. The failure of a device during a run is not a setting, so
+    ``error`` itself is returned.
 
     Args:
-        is_set_up: the ranks have not worked together yet, so whatever fails here would fail again.
+        is_set_up: True during set-up, when any failure would recur after a restart.
     """
     text = str(error).lower()
     _, _, last = str(error).partition("Last error:")
@@ -235,26 +240,26 @@ def fault_of_this_rank(error: BaseException, *, is_set_up: bool = False) -> Base
             return None
         if not is_set_up:
             return error
-    said = (last.strip() or str(error)).splitlines()[0]
-    found = ConfigError(f"NCCL must be able to work on this rank, got: {said}. {cure or _SETTINGS}")
-    found.is_of_this_rank = True
-    return found
+    detail = (last.strip() or str(error)).splitlines()[0]
+    config_error = ConfigError(f"NCCL must be able to work on this rank, got: {detail}. {cure or _SETTINGS}")
+    config_error.is_of_this_rank = True
+    return config_error
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """Return what to say of an allocation that failed: bytes, and what the rank was at; None for other errors.
+    """Return the message for a failed allocation, with its size and the rank's operation; None for other errors.
 
-    Torch raises a class of its own on GPUs and a RuntimeError on CPUs, Python and numpy a MemoryError.
+    Torch raises OutOfMemoryError on GPUs and RuntimeError on CPUs; Python and numpy raise MemoryError.
     """
     text = str(error)
     is_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     if not is_memory and not (type(error) is RuntimeError and any(sign in text.lower() for sign in _MEMORY_SIGNS)):
         return None
-    wanted = re.search(r"(?:tried|trying|unable) to allocate ([\d.]+ ?\w+)", text, re.I)
-    first = (text.splitlines() or [type(error).__name__])[0]
+    size_match = re.search(r"(?:tried|trying|unable) to allocate ([\d.]+ ?\w+)", text, re.I)
+    first_line = (text.splitlines() or [type(error).__name__])[0]
     return (
-        f"out of memory: could not allocate {wanted.group(1) if wanted else 'what it needed'}, "
-        f"at {heartbeat_now() or 'the start'} ({first}). "
+        f"out of memory: could not allocate {size_match.group(1) if size_match else 'what it needed'}, "
+        f"at {heartbeat_now() or 'the start'} ({first_line}). "
         "Lower --batch-size, add --checkpoint-activations, or cut the model further (--pipe-parallel-size, "
         "--model-parallel-size)."
     )
@@ -266,5 +271,5 @@ def print_line(text: str) -> None:
     try:
         sys.stderr.write(line)
         sys.stderr.flush()
-    except RuntimeError:  # a signal's handler, in the midst of a print
+    except RuntimeError:  # called from a signal handler that has interrupted a print
         os.write(2, line.encode())

@@ -1,4 +1,4 @@
-"""When a run ends before its last step, by a signal, a number of steps or a time; and how to go on then."""
+"""Requests to stop a run before its last step, from signals or limits, and the message on how to resume it."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from megatron.runtime.exit_guard import leave_for_dead_peer
 from megatron.runtime.launcher_files import asked_through_launcher, peer_failure
 
 WARNING = signal.SIGUSR1
-"""What SLURM sends ahead of the time limit with ``--signal=USR1@120``; a first one is as a SIGTERM."""
+"""Signal that SLURM sends before the time limit with ``--signal=USR1@120``; the first one is handled like SIGTERM."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, WARNING)
 PRESS_S = 0.5
-"""Within this time a terminal's signal that comes twice is one: it goes to all processes in the foreground, and a
-wrapper among them, such as ``timeout --foreground`` or torchrun, passes it on once more."""
+"""Seconds within which a repeated terminal signal counts as one: the terminal sends it to all foreground processes, and
+a wrapper among them, such as ``timeout --foreground`` or torchrun, forwards it again."""
 LOSING = ("--finetune", "--load-weights-only", "--no-load-optim", "--no-load-rng")
-"""Flags that leave out something of a checkpoint: a run that goes on needs all of it (``state.Taken``)."""
+"""Flags that restore only part of a checkpoint; resuming a run needs all of it (``RestoreOptions``)."""
 REGROUP_VARIABLE = "MEGATRON_REGROUP_FILE"
-"""Names a file that the launcher of an elastic job makes while a node waits to be taken in."""
+"""Environment variable: path of a file that the launcher of an elastic job creates while a node waits to join."""
 REGROUP = "a node has come: the launcher starts again with it"
 
 
 class StopRequests:
     """Collects this rank's reasons to stop; ``Trainer.agree`` makes all ranks stop after the same step.
 
-    ``is_awaited``: a node waits for the next save, with which the run is to stop and start again.
+    The first signal requests a checkpoint and a stop after the current step. The second ends the process immediately,
+    or is left to our launcher if there is one. Repeated warnings count as one, and so does a repeated Ctrl-C
+    (``PRESS_S``). After a SIGTERM that follows a peer's death, the process exits without saving.
 
-    The first signal asks for a checkpoint at the next step; the second ends the process at once, or is left to our
-    launcher where there is one. A warning that comes twice is still one warning, and so is a Ctrl-C (``PRESS_S``). A
-    SIGTERM that follows a peer's death means leave without saving.
+    Attributes:
+        is_awaited: function that returns True if a node waits for the next save, after which the job restarts.
     """
 
     def __init__(self) -> None:
@@ -45,40 +46,40 @@ class StopRequests:
         self.kill_switch: Path | None = None
         self.signal_name: str | None = None
         self.requested: str | None = None
-        place = os.environ.get(REGROUP_VARIABLE)
-        self.is_awaited: Callable[[], bool] = partial(os.path.exists, place) if place else bool
+        regroup_file = os.environ.get(REGROUP_VARIABLE)
+        self.is_awaited: Callable[[], bool] = partial(os.path.exists, regroup_file) if regroup_file else bool
         self._number, self._at = 0, 0.0
         self._previous: dict[int, object] = {}
 
     def limit(
         self, exit_interval: int, exit_minutes: float, started: float, kill_switch: str | Path | None = None
     ) -> None:
-        """Also stop at multiples of ``exit_interval`` steps and ``exit_minutes`` after ``started``; 0 is never.
+        """Also stop at multiples of ``exit_interval`` steps, and ``exit_minutes`` after ``started``; 0: no limit.
 
         Args:
-            kill_switch: a file; stop as soon as it is there.
+            kill_switch: path of a file; stop as soon as it exists.
         """
         self.kill_switch = Path(kill_switch) if kill_switch is not None else None
         self.exit_interval = exit_interval
         self.deadline = started + 60.0 * exit_minutes if exit_minutes else None
 
     def request(self, reason: str) -> None:
-        """Let the run stop after this step, for a reason of the caller's."""
+        """Request a stop after this step for the given reason."""
         self.requested = reason
 
     def listen(self) -> None:
-        """Take over ``SIGNALS`` of this process."""
-        for number in SIGNALS:
-            self._previous[number] = signal.signal(number, self._note)
+        """Install handlers for ``SIGNALS``."""
+        for signum in SIGNALS:
+            self._previous[signum] = signal.signal(signum, self._note)
 
     def restore(self) -> None:
-        """Give the signals back."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        """Restore the previous signal handlers."""
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)  # type: ignore[arg-type]
         self._previous.clear()
 
     def reason(self, step: int) -> str | None:
-        """Return why this rank would stop after ``step``, or None."""
+        """Return the reason to stop this rank after ``step``, or None."""
         if self.signal_name:
             return f"received {self.signal_name}"
         if self.exit_interval and step % self.exit_interval == 0:
@@ -104,34 +105,36 @@ class StopRequests:
 
 
 def is_same_press(number: int, last: int, since_s: float) -> bool:
-    """Return whether a signal is only the echo of the ``last`` one, which came ``since_s`` before it."""
+    """Return True if a signal repeats the ``last`` one, which arrived ``since_s`` seconds earlier."""
     return number == last and number in (signal.SIGINT, signal.SIGHUP) and since_s < PRESS_S
 
 
 def how_to_go_on(folder: Path, argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> str:
-    """Return the sentence that says how the run of ``folder`` goes on, for the command that was given.
+    """Return the sentence on how to resume the run in ``folder``, relative to the current command line.
 
     Args:
         argv: the script's command line; None: this process's.
     """
-    given = _flags([*shlex.split(env.get("MEGATRON_DEFAULTS", "")), *(sys.argv[1:] if argv is None else argv)])
-    where = shlex.quote(str(folder))
-    saves_here = _is_folder(given.get("--save"), folder)
-    loads_here = _is_folder(given.get("--load"), folder) or (saves_here and "--resume" in given)
-    losing = [name for name in LOSING if name in given]
+    flags = _flags([*shlex.split(env.get("MEGATRON_DEFAULTS", "")), *(sys.argv[1:] if argv is None else argv)])
+    target = shlex.quote(str(folder))
+    saves_here = _is_folder(flags.get("--save"), folder)
+    loads_here = _is_folder(flags.get("--load"), folder) or (saves_here and "--resume" in flags)
+    losing = [name for name in LOSING if name in flags]
     if loads_here:
         command = "Go on with the same command " + (f"without {' and '.join(losing)}" if losing else "as before")
     else:
         script = "of the run script " if "MEGATRON_VARIABLES" in env else ""
-        instead = [name for name in ("--load", "--resume", *LOSING) if name in given]
-        without = f" in place of {' and '.join(instead)}" if instead else ""
-        command = f"Go on with the same command {script}and --load {where}{without}"
+        replaced = [name for name in ("--load", "--resume", *LOSING) if name in flags]
+        replaced_text = f" in place of {' and '.join(replaced)}" if replaced else ""
+        command = f"Go on with the same command {script}and --load {target}{replaced_text}"
     job = env.get("SLURM_JOB_ID")
     if job is None:
         return command
     if loads_here and not losing:
         return f"{command}, or `scontrol requeue {job}`; a script as in examples/slurm does so by itself"
-    return f"{command}; with --save {where} --resume --load-if-exists a requeued job goes on by itself (examples/slurm)"
+    return (
+        f"{command}; with --save {target} --resume --load-if-exists a requeued job goes on by itself (examples/slurm)"
+    )
 
 
 def _is_folder(given: str | None, folder: Path) -> bool:
@@ -139,10 +142,10 @@ def _is_folder(given: str | None, folder: Path) -> bool:
 
 
 def _flags(argv: Sequence[str]) -> dict[str, str]:
-    """Return the flags of a command line with the word that follows each, or what stands behind its "="."""
-    found = {}
-    for word, following in zip_longest(argv, argv[1:], fillvalue=""):
-        if word.startswith("--"):
-            name, has_value, value = word.partition("=")
-            found[name] = value if has_value else following
-    return found
+    """Return the flags of a command line, each with the word that follows it or its value after "="."""
+    flags = {}
+    for argument, following in zip_longest(argv, argv[1:], fillvalue=""):
+        if argument.startswith("--"):
+            name, has_value, value = argument.partition("=")
+            flags[name] = value if has_value else following
+    return flags

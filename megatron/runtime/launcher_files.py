@@ -1,15 +1,18 @@
-"""Files through which the launcher of a node and its ranks report a failure to each other.
+"""Files through which the launcher of a node and its ranks report failures to each other.
 
-| file | written by | holds |
+The suffixes are appended to the path of the failure file.
+
+| file | written by | content |
 |---|---|---|
-| the failure file | the launcher, ahead of its SIGTERM | who died; a SIGTERM without it is a request to save |
-| ``.asked`` beside it | the launcher, ahead of a SIGTERM that asks to save | the signal that it has itself received |
-| ``.words-R`` beside it | rank R | an error that all ranks raise alike; rank 0 alone prints it |
-| ``.said`` | who has printed why the job ends | nothing: the launcher need not say it again |
-| ``.traceback`` | the first rank with a defect | nothing: one traceback is enough |
+| the failure file | the launcher, before its SIGTERM | the rank that died; without it, SIGTERM is a request to save |
+| ``.asked`` | the launcher, before a SIGTERM that requests a save | the signal that it has received |
+| ``.words-R`` | rank R | an error that all ranks raise; only rank 0 prints it |
+| ``.said`` | a rank that has printed why the job ends | empty; the launcher does not report it again |
+| ``.traceback`` | the first rank with an unexpected exception | empty; only one traceback is printed |
 | ``.trace-R`` | rank R | the trace of a crash in native code |
 
-MEGATRON_FAILURE_FILE names the first one; without our launcher there are none, and the ranks print all they know.
+MEGATRON_FAILURE_FILE is the path of the failure file. Without our launcher there are no files, and the ranks print
+everything themselves.
 """
 
 from __future__ import annotations
@@ -20,61 +23,61 @@ from pathlib import Path
 
 
 def peer_failure() -> str | None:
-    """Return what the launcher has written of a dead peer, or None while all live."""
-    place = os.environ.get("MEGATRON_FAILURE_FILE")
-    return (_read(place).strip() or None) if place else None
+    """Return the launcher's message about a dead peer, or None if there is none."""
+    failure_file = os.environ.get("MEGATRON_FAILURE_FILE")
+    return (_read(failure_file).strip() or None) if failure_file else None
 
 
 def asked_through_launcher() -> str | None:
-    """Return the name of the signal that the launcher has passed on as SIGTERM, or None."""
-    place = os.environ.get("MEGATRON_FAILURE_FILE")
-    return (_read(f"{place}.asked") or None) if place else None
+    """Return the name of the signal that the launcher has forwarded as SIGTERM, or None."""
+    failure_file = os.environ.get("MEGATRON_FAILURE_FILE")
+    return (_read(f"{failure_file}.asked") or None) if failure_file else None
 
 
 def note_asked(failure_file: str, signal_name: str) -> None:
-    """Leave the name of the signal that the launcher passes on as SIGTERM."""
-    with suppress(OSError):  # its disk is full: the ranks say SIGTERM
+    """Write the name of the signal that the launcher forwards as SIGTERM."""
+    with suppress(OSError):  # if the disk is full, the ranks report SIGTERM
         Path(f"{failure_file}.asked").write_text(signal_name)
 
 
 def trace_of(failure_file: str, rank: int) -> str:
-    """Return the path of what a crash of this rank leaves."""
+    """Return the path of this rank's trace after a crash."""
     return f"{failure_file}.trace-{rank}"
 
 
 def leave_words(words: str, rank: int) -> None:
-    """Leave what this rank raised like all others, in case that rank 0 does not come to print it."""
-    place = os.environ.get("MEGATRON_FAILURE_FILE")
-    if place:
+    """Write the error that this rank raises like all others, in case rank 0 is killed before it prints it."""
+    failure_file = os.environ.get("MEGATRON_FAILURE_FILE")
+    if failure_file:
         with suppress(OSError):  # the launcher is gone, or its disk is full
-            Path(f"{place}.words-{rank}").write_text(words)
+            Path(f"{failure_file}.words-{rank}").write_text(words)
 
 
 def note_reported() -> None:
     """Note that this rank has printed why the job ends."""
-    place = os.environ.get("MEGATRON_FAILURE_FILE")
-    if place:
+    failure_file = os.environ.get("MEGATRON_FAILURE_FILE")
+    if failure_file:
         with suppress(OSError):
-            Path(f"{place}.said").touch()
+            Path(f"{failure_file}.said").touch()
 
 
 def words_of(failure_file: str, rank: int) -> str:
-    """Return the error that this rank raised like all others, or ""."""
+    """Return the error that this rank has raised like all others, or ""."""
     return _read(f"{failure_file}.words-{rank}")
 
 
 def is_reported(failure_file: str) -> bool:
-    """Return whether a rank of this node has printed why the job ends."""
+    """Return True if a rank of this node has printed why the job ends."""
     return Path(f"{failure_file}.said").exists()
 
 
 def is_first_to_report() -> bool:
-    """Return whether no other rank of this node has shown its traceback: the same one from each says nothing new."""
-    place = os.environ.get("MEGATRON_FAILURE_FILE")
-    if not place:
+    """Return True if no other rank of this node has printed its traceback, which is usually the same."""
+    failure_file = os.environ.get("MEGATRON_FAILURE_FILE")
+    if not failure_file:
         return True
     try:
-        os.close(os.open(f"{place}.traceback", os.O_CREAT | os.O_EXCL))
+        os.close(os.open(f"{failure_file}.traceback", os.O_CREAT | os.O_EXCL))
         return True
     except FileExistsError:
         return False

@@ -1,7 +1,7 @@
-"""The step of the last committed checkpoint, reported to the launcher in a file.
+"""Progress file: reports the step of the newest durable checkpoint to the launcher.
 
-It decides by this whether another start makes sense: a start that ends before a new checkpoint is durable has lost
-all of its work, and the next one does the same.
+The launcher uses it to decide on restarts: a start that ends before a new checkpoint is durable has lost all of its
+work, and the next one would fail in the same way.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ PROGRESS_FILE_VARIABLE = "MEGATRON_PROGRESS_FILE"
 
 
 def note_committed_step(step: int) -> None:
-    """Say that the checkpoint of this step is durable. Rank 0 calls it; without our launcher it does nothing."""
-    place = os.environ.get(PROGRESS_FILE_VARIABLE)
-    if place:
-        write_committed_step(Path(place), step)
+    """Report that the checkpoint of ``step`` is durable. Called on rank 0; no-op without our launcher."""
+    progress_file = os.environ.get(PROGRESS_FILE_VARIABLE)
+    if progress_file:
+        write_committed_step(Path(progress_file), step)
 
 
 def write_committed_step(place: Path, step: int) -> None:
-    """Put ``step`` into the progress file ``place``, in one step."""
+    """Write ``step`` to the progress file ``place`` atomically."""
     temporary = Path(f"{place}.{os.getpid()}")
     with suppress(OSError):  # a full disk here must not end a run whose checkpoint is safe
         temporary.write_text(f"{step}\n")
@@ -29,7 +29,7 @@ def write_committed_step(place: Path, step: int) -> None:
 
 
 def committed_step(place: Path) -> int | None:
-    """Return the step that was told last, or None if none was."""
+    """Return the last reported step, or None."""
     try:
         return int(place.read_text())
     except (OSError, ValueError):

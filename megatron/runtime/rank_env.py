@@ -1,15 +1,15 @@
-"""RANK, WORLD_SIZE and the rest, from torchrun, our launcher, SLURM or MPI (no torch).
+"""Rank environment: RANK, WORLD_SIZE and related variables from torchrun, our launcher, SLURM or MPI. No torch.
 
 | started by | rank, size, rank and size on this host |
 |---|---|
 | our launcher, torchrun, ``deepspeed``, a PyTorchJob | RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE |
 | Open MPI's mpirun | OMPI_COMM_WORLD_RANK, ..._SIZE, ..._LOCAL_RANK, ..._LOCAL_SIZE |
 | MVAPICH's mpirun | MV2_COMM_WORLD_RANK, ..._SIZE, ..._LOCAL_RANK, ..._LOCAL_SIZE |
-| srun, with a task for each rank | SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE |
+| srun, with one task per rank | SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE |
 | mpiexec of MPICH and Intel MPI (Hydra) | PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS |
 
-The first of them that says anything counts. None of the last four names the host of rank 0: on one host that is
-127.0.0.1, elsewhere the user says MASTER_ADDR.
+The first row with any variable set applies. The last four rows do not define the host of rank 0: on a single host it is
+127.0.0.1, otherwise the user must set MASTER_ADDR.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 class Starter(NamedTuple):
-    """A program that starts ranks, the variables in which it says the four numbers, and how it is told a variable."""
+    """A program that starts ranks.
+
+    Args:
+        variables: environment variables with rank, size, local rank and local size.
+        hand_over: command-line syntax that passes a variable to the ranks.
+    """
 
     name: str
     variables: tuple[str, str, str, str]
@@ -60,26 +65,26 @@ STARTERS = (
 
 
 def set_rank_environment(env: MutableMapping[str, str]) -> list[str]:
-    """Say in ``env`` under torch's names what the program that started this process says; return what is wrong.
+    """Set torch's variables in ``env`` from those of the program that started this process; return error messages.
 
-    A process that was started alone stays so: nothing is set.
+    Nothing is set for a process that was started alone.
     """
     if "RANK" in env:
         return [*_number_problems(env, OURS, "the environment"), *_set_address(env, "export MASTER_ADDR=HOST")]
-    starter = next((each for each in STARTERS if any(name in env for name in each.variables[:2])), None)
+    starter = next((candidate for candidate in STARTERS if any(name in env for name in candidate.variables[:2])), None)
     if starter is None or not _is_of_several(env, starter):
         return list(_lonely_problems(env))
     problems = list(_number_problems(env, starter.variables, starter.name))
     if not problems:
-        for ours, theirs in zip(OURS, starter.variables, strict=True):
-            if theirs in env:
-                env[ours] = _first_number(env[theirs])
+        for torch_name, starter_name in zip(OURS, starter.variables, strict=True):
+            if starter_name in env:
+                env[torch_name] = _first_number(env[starter_name])
         problems = list(_set_address(env, starter.hand_over))
     return problems
 
 
 def _is_of_several(env: Mapping[str, str], starter: Starter) -> bool:
-    """False for one process alone, and for srun's own variables outside of a step."""
+    """Return True if ``starter`` started several processes; srun's variables outside of a step do not count."""
     rank, size, *_ = starter.variables
     if starter.name == "srun" and size not in env:
         return False
@@ -87,22 +92,22 @@ def _is_of_several(env: Mapping[str, str], starter: Starter) -> bool:
 
 
 def _number_problems(env: Mapping[str, str], variables: tuple[str, ...], who: str) -> Iterator[str]:
-    """Yield what the four numbers cannot be; the two of this host may be left out."""
+    """Yield errors about the four numbers; the two of this host are optional."""
     rank, size, *local = variables
     missing = [name for name in (rank, size) if not env.get(name)]
     if missing:
-        got = ", ".join(f"{name}={env[name]}" for name in variables if env.get(name)) or "none of these"
-        yield f"{who} must say {rank} and {size}, got {got} without {' and '.join(missing)}. {_START}"
+        given_text = ", ".join(f"{name}={env[name]}" for name in variables if env.get(name)) or "none of these"
+        yield f"{who} must say {rank} and {size}, got {given_text} without {' and '.join(missing)}. {_START}"
         return
-    wrong = [name for name in (rank, size, *local) if name in env and not _is_number(name, env[name])]
-    for name in wrong:
+    invalid = [name for name in (rank, size, *local) if name in env and not _is_number(name, env[name])]
+    for name in invalid:
         yield f"{name} must be a whole number, got {name}={env[name]!r}. {_START}"
-    if not wrong and int(_first_number(env[rank])) >= int(_first_number(env[size])):
+    if not invalid and int(_first_number(env[rank])) >= int(_first_number(env[size])):
         yield f"{rank} must be below {size}, got {env[rank]} and {env[size]}. Ranks count from 0"
 
 
 def _set_address(env: MutableMapping[str, str], hand_over: str) -> Iterator[str]:
-    """Set MASTER_ADDR and MASTER_PORT where they follow; yield that the first does not, or that the second is none."""
+    """Set MASTER_ADDR and MASTER_PORT to their defaults; yield errors about a missing address or invalid port."""
     size = env.get("WORLD_SIZE")
     if not env.get("MASTER_ADDR"):
         if size != "1" and env.get("LOCAL_WORLD_SIZE") != size:
@@ -114,16 +119,16 @@ def _set_address(env: MutableMapping[str, str], hand_over: str) -> Iterator[str]
             return
         env["MASTER_ADDR"] = "127.0.0.1"
     port = env.setdefault("MASTER_PORT", DEFAULT_PORT)
-    least = 0 if size == "1" else 1  # a process alone may take any free port, others have to be told which
-    if not re.fullmatch("[0-9]{1,5}", port) or not least <= int(port) <= MOST_PORT:
+    min_port = 0 if size == "1" else 1  # only a single process may use any free port (0)
+    if not re.fullmatch("[0-9]{1,5}", port) or not min_port <= int(port) <= MOST_PORT:
         yield (
-            f"MASTER_PORT must be a number from {least} to {MOST_PORT}, got MASTER_PORT={port!r}. Name a free port of "
-            f"the host of rank 0, the same for every rank, or leave it out for {DEFAULT_PORT}"
+            f"MASTER_PORT must be a number from {min_port} to {MOST_PORT}, got MASTER_PORT={port!r}. Name a free port "
+            f"of the host of rank 0, the same for every rank, or leave it out for {DEFAULT_PORT}"
         )
 
 
 def _lonely_problems(env: Mapping[str, str]) -> Iterator[str]:
-    """Yield that others are spoken of, but not which of them this process is."""
+    """Yield errors about variables that mention other ranks without stating the rank of this process."""
     if env.get("WORLD_SIZE", "1") != "1":
         yield f"WORLD_SIZE={env['WORLD_SIZE']} needs RANK, which of them this process is, got none. {_START}"
     if not _is_number("LOCAL_RANK", env.get("LOCAL_RANK", "0")):
@@ -131,22 +136,22 @@ def _lonely_problems(env: Mapping[str, str]) -> Iterator[str]:
 
 
 def raise_own(problems: list[str]) -> None:
-    """Raise one ConfigError of this very process: no other sees its variables, and rank 0 may not be there to say it.
+    """Raise a ConfigError for ``problems``, if any, attributed to this rank.
 
-    Returns when there are no problems.
+    Every process reports its own errors, since others do not see its variables and there may be no rank 0.
     """
     with marked(is_of_this_rank=True):
         raise_all(problems)
 
 
 def name_of(env: Mapping[str, str]) -> str:
-    """Return the process in words, for messages, where its variables may be anything."""
+    """Return the name of this process for messages, even if its variables are invalid."""
     rank = env.get("RANK", "0")
     return f"rank {rank}" if _is_number("RANK", rank) else f"process {os.getpid()}"
 
 
 def has_world(env: Mapping[str, str]) -> bool:
-    """Tell whether ``env`` says a number of ranks, or none, which is one."""
+    """Return True if ``env`` has a valid number of ranks, or none, which means one rank."""
     size = env.get("WORLD_SIZE", "1")
     return _is_number("WORLD_SIZE", size) and int(size) > 0
 
@@ -156,9 +161,9 @@ def _is_number(name: str, text: str) -> bool:
 
 
 def _first_number(text: str) -> str:
-    """Return the number that ``text`` begins with ("4" of SLURM's "4(x2)"), or nothing."""
-    found = re.match(r"[0-9]+(?=$|\(|,)", text)
-    return found.group() if found else ""
+    """Return the number at the start of ``text`` ("4" of SLURM's "4(x2)"), or ""."""
+    match = re.match(r"[0-9]+(?=$|\(|,)", text)
+    return match.group() if match else ""
 
 
 _START = "Start the ranks by torchrun, deepspeed, mpirun, srun or a run script, or leave these variables out"

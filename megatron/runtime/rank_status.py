@@ -1,16 +1,16 @@
-"""The status page of a rank: its current step and operation, readable by the launcher.
+"""Status page of a rank: its current step and operation, readable by the launcher.
 
-What is noted lies in a page of memory that is also a file of the launcher, so it outlives a SIGKILL. The page is
-named by MEGATRON_FAILURE_FILE and the rank's number; without our launcher it is the process's own.
+The page is a memory-mapped file in the launcher's folder, so it survives a SIGKILL of the rank. Its path consists of
+MEGATRON_FAILURE_FILE and the rank. Without our launcher it is private memory.
 
-| line of the page | holds |
+| line of the page | content |
 |---|---|
-| 1 | the rank's place: "stage 1, tensor 0, data 0" |
-| 2 | what it is at: "step 7, forward of micro-batch 3" |
-| 3 | ``RUNNING`` from the beginning of the run to its end, ``LATE`` once it has said that the others wait for it, |
-|   | ``IDLE`` of a rank that an elastic job has no work for (megatron/config/elastic.py), ``REGROUP`` of one that |
-|   | has saved and leaves so that a node can be taken in |
-| 4 | when it said why it ends, in seconds of ``time.monotonic()``, which all processes of a machine share |
+| 1 | the rank's coordinates: "stage 1, tensor 0, data 0" |
+| 2 | the current operation: "step 7, forward of micro-batch 3" |
+| 3 | the state: ``RUNNING`` during the run; ``LATE`` once the rank has reported that other ranks wait for it; |
+|   | ``IDLE`` for a rank without work in an elastic job (megatron/config/elastic.py); ``REGROUP`` for a rank that |
+|   | has saved and exits so that a node can join |
+| 4 | the time of the rank's error report in seconds of ``time.monotonic()``, which is the same for all processes |
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _page: mmap.mmap | bytearray = bytearray(SIZE)
 
 
 class Position(NamedTuple):
-    """The lines of a page; empty where nothing was noted."""
+    """The lines of a page; empty if nothing was written."""
 
     place: str = ""
     doing: str = ""
@@ -38,12 +38,12 @@ class Position(NamedTuple):
 
     @property
     def is_running(self) -> bool:
-        """Whether its run has begun and neither ended nor said why it stops."""
+        """True if the rank's run has begun and neither ended nor been stopped."""
         return bool(self.state)
 
 
 def open_page() -> None:
-    """From now on note in the page that the launcher reads, if there is a launcher."""
+    """Map the page into the launcher's folder, if there is a launcher."""
     global _page
     failure = os.environ.get("MEGATRON_FAILURE_FILE")
     if not failure:
@@ -55,51 +55,51 @@ def open_page() -> None:
             _page = mmap.mmap(descriptor, SIZE)
         finally:
             os.close(descriptor)
-    except OSError:  # the launcher is gone, or its disk is full: this rank loses nothing by it
+    except OSError:  # the launcher is gone, or its disk is full: keep the private page
         return
 
 
 def page_of(failure_file: str, rank: int) -> str:
-    """Return the path of a rank's page."""
+    """Return the path of a rank's status page."""
     return f"{failure_file}.at-{rank}"
 
 
 def name_rank(who: str) -> None:
-    """Note the rank's place, as in "rank 3 (stage 1, tensor 0, data 0)"."""
-    within = re.search(r"\((.*)\)", who)
-    _write(0, within.group(1) if within else who)
+    """Write the rank's coordinates, given as "rank 3 (stage 1, tensor 0, data 0)"."""
+    match = re.search(r"\((.*)\)", who)
+    _write(0, match.group(1) if match else who)
 
 
 def heartbeat_note(text: str) -> None:
-    """Note what this rank is at from now on; about a microsecond."""
+    """Write the current operation of this rank; takes about a microsecond."""
     _write(1, text)
 
 
 def note_state(state: str) -> None:
-    """Note ``RUNNING``, ``LATE``, ``IDLE``, ``REGROUP``, or "" once the run has ended."""
+    """Write the state: ``RUNNING``, ``LATE``, ``IDLE``, ``REGROUP``, or "" once the run has ended."""
     _write(2, state)
 
 
 def note_reporting() -> None:
-    """Note that this rank says now why it ends."""
+    """Write the current time as the time of the error report."""
     _write(3, repr(time.monotonic()))
 
 
 def heartbeat_now() -> str | None:
-    """Return what this process noted last of what it is at, or None."""
+    """Return the last operation that this process has written, or None."""
     return own().doing or None
 
 
 def own() -> Position:
-    """Return what this process has noted."""
+    """Return the page of this process."""
     return read_position(bytes(_page))
 
 
 def read_position(page: bytes) -> Position:
-    """Return what a page's bytes say."""
+    """Parse the bytes of a page."""
     lines = (page[start:end].split(b"\0", 1)[0].decode(errors="replace") for start, end in pairwise(_BOUNDS))
-    place, doing, state, said_at = lines
-    return Position(place, doing, state, float(said_at or 0.0))
+    coordinates, doing, state, said_at = lines
+    return Position(coordinates, doing, state, float(said_at or 0.0))
 
 
 def _write(line: int, text: str) -> None:

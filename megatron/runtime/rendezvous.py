@@ -1,8 +1,8 @@
-"""Rendezvous: the ranks of a job come together in a store at MASTER_ADDR:MASTER_PORT, each under its number.
+"""Rendezvous of the ranks of a job in a store at MASTER_ADDR:MASTER_PORT.
 
-Torch's own rendezvous takes a second process with the same RANK as one more, and waits in native code, where no signal
-is heard. Here every rank claims its number, looks again and again whether all have come, and lets the others know when
-it leaves. The store is rank 0's, or that of the launcher (torchrun's or ours) where there is one.
+Torch's own rendezvous counts a second process with the same RANK as another rank, and waits in native code, where
+signals are not handled. Here every rank claims its number, polls until all have joined, and notifies the others when it
+leaves. The store is hosted by rank 0, or by the launcher (torchrun's or ours) if there is one.
 """
 
 from __future__ import annotations
@@ -23,54 +23,54 @@ _CLAIMS, _HEARTBEATS, _HOLDERS, _SIZE = "claims", "heartbeats", "holders", "size
 _COME, _BEGIN = "come", "begin"
 _HEARTBEAT_S = 0.5
 _DEAD_S = 4 * _HEARTBEAT_S
-"""A process that has claimed a rank and shows no heartbeat for so long is gone: another may take its place."""
+"""Seconds without heartbeats after which a process that has claimed a rank is considered gone and may be replaced."""
 _LINGER_S = 2 * _HEARTBEAT_S
-"""The store's process stays so long after the rendezvous has failed, for the others to read why."""
+"""Seconds for which the store's process stays after a failed rendezvous, so that others can read the reason."""
 _BEGIN_S = 30.0
-"""All have come, and look at the store every half second: whoever does not answer for so long is gone."""
+"""Timeout of the second barrier: all ranks have joined and poll the store, so a rank without response is gone."""
 _POLL_S = 0.25
 CONNECTIONS, OWN_FILES = 4, 256
-"""At the store: of a rank at most, one of them while it reconnects; and what its process has open else."""
+"""Connections of a rank to the store, including one during a reconnect; other open files of the store's process."""
 _LOOK_S = 10.0
-"""Of those who give up at once one looks who is missing: the others wait so long for its answer."""
+"""Of ranks that time out together, one searches for missing ranks; the others wait this long for its result."""
 
 
 def rendezvous(rank: int, size: int, timeout: timedelta, signal_name: Callable[[], str | None]) -> Store:
-    """Return the store for torch's process groups once all ranks have come. Collective.
+    """Return the store for torch's process groups once all ranks have joined. Collective.
 
     Args:
-        signal_name: returns the signal that has asked this process to stop, or None.
+        signal_name: function that returns the name of the signal that has requested a stop, or None.
 
     Raises:
-        ConfigError: another process has this RANK, or another WORLD_SIZE, or the port.
-        PeerError: not all ranks came in time; with their numbers.
-        StopRequest: asked to stop while others were missing.
+        ConfigError: another process has this RANK, has another WORLD_SIZE, or uses the port.
+        PeerError: not all ranks joined in time; the message names the missing ones.
+        StopRequest: a stop was requested while ranks were missing.
     """
-    where, limit_s = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", timeout.total_seconds()
-    wanted = f"all {size} ranks must meet at {where} within {limit_s:.0f} s (--phase-timeout-minutes)"
+    address, limit_s = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", timeout.total_seconds()
+    requirement = f"all {size} ranks must meet at {address} within {limit_s:.0f} s (--phase-timeout-minutes)"
     deadline = time.monotonic() + limit_s
-    store = open_store(rank, size, deadline, wanted, signal_name)
+    store = open_store(rank, size, deadline, requirement, signal_name)
     store.set_timeout(timeout)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     keys = PrefixStore(f"megatron/rendezvous/{attempt}", store)
     try:
-        _claim(keys, rank, size, where)
-        _barrier(keys, _COME, rank, size, deadline, wanted, signal_name)
-        _barrier(keys, _BEGIN, rank, size, time.monotonic() + _BEGIN_S, wanted, signal_name)
+        _claim(keys, rank, size, address)
+        _barrier(keys, _COME, rank, size, deadline, requirement, signal_name)
+        _barrier(keys, _BEGIN, rank, size, time.monotonic() + _BEGIN_S, requirement, signal_name)
     except JobError:
         if _is_server(rank):
             time.sleep(_LINGER_S)
         raise
     except RuntimeError as error:
-        raise PeerError(f"{wanted}, and rank 0, which has the store, is gone ({_first_line(error)})") from error
+        raise PeerError(f"{requirement}, and rank 0, which has the store, is gone ({_first_line(error)})") from error
     return PrefixStore("default_pg", store)
 
 
 def open_store(rank: int, size: int, deadline: float, wanted: str, signal_name: Callable[[], str | None]) -> Store:
-    """Return the store at MASTER_ADDR:MASTER_PORT, of which rank 0 is the server where no launcher is.
+    """Connect to the store at MASTER_ADDR:MASTER_PORT; without a launcher, rank 0 hosts it.
 
     Raises:
-        ConfigError, PeerError, StopRequest: as ``rendezvous``.
+        ConfigError, PeerError, StopRequest: as in ``rendezvous``.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_server = _is_server(rank)
@@ -95,16 +95,16 @@ def open_store(rank: int, size: int, deadline: float, wanted: str, signal_name: 
 
 
 def make_room(size: int) -> None:
-    """Let this process, which has the store, hold the connections of ``size`` ranks, and warn if it may not.
+    """Raise this process's limit of open files for a store with ``size`` ranks; warn if that is not allowed.
 
-    A rank has three: of its process groups, and of the watchdogs of its run and of its pipeline.
+    A rank has three connections: of its process groups, and of the watchdogs of its run and of its pipeline.
     """
-    wanted = CONNECTIONS * size + OWN_FILES
-    allowed = files.allow_open_files(wanted)
-    if allowed < wanted:
+    num_needed = CONNECTIONS * size + OWN_FILES
+    num_allowed = files.allow_open_files(num_needed)
+    if num_allowed < num_needed:
         log.warning(
-            f"the store of {size:,} ranks needs {wanted:,} open files, and `ulimit -n` lets this process have "
-            f"{allowed:,}: ranks beyond that cannot connect. Raise the limit (ulimit -Hn) on the node of rank 0"
+            f"the store of {size:,} ranks needs {num_needed:,} open files, and `ulimit -n` lets this process have "
+            f"{num_allowed:,}: ranks beyond that cannot connect. Raise the limit (ulimit -Hn) on the node of rank 0"
         )
 
 
@@ -113,7 +113,7 @@ def _is_server(rank: int) -> bool:
 
 
 def _await_server(host: str, port: int, deadline: float, wanted: str, signal_name: Callable[[], str | None]) -> None:
-    """Return when the port answers."""
+    """Return when the port responds."""
     while True:
         try:
             socket.create_connection((host, port), timeout=min(2.0, max(0.1, deadline - time.monotonic()))).close()
@@ -130,10 +130,10 @@ def _await_server(host: str, port: int, deadline: float, wanted: str, signal_nam
 
 
 def _claim(keys: Store, rank: int, size: int, where: str) -> None:
-    """Enter this process as rank ``rank``, perhaps in the place of one that is gone.
+    """Register this process as rank ``rank``, possibly replacing a process that is gone.
 
     Raises:
-        ConfigError: the rank has a process that lives, or the others count otherwise.
+        ConfigError: a live process has this rank, or other ranks have another WORLD_SIZE.
     """
     first_size = keys.compare_set(_SIZE, "", str(size)).decode()
     with marked(is_of_this_rank=True):
@@ -144,12 +144,12 @@ def _claim(keys: Store, rank: int, size: int, where: str) -> None:
             )
         if keys.add(f"{_CLAIMS}/{rank}", 1) > 1 and _is_held(keys, rank):
             holder = keys.get(f"{_HOLDERS}/{rank}").decode()
-            twice = (
+            problem = (
                 f"each process must have a RANK of its own, got RANK={rank} twice at {where}: {holder}, and {_own()}"
             )
-            keys.compare_set(_COME, "", twice)
+            keys.compare_set(_COME, "", problem)
             raise ConfigError(
-                f"{twice}. Number the processes from 0 to {size - 1}, or give each job a MASTER_PORT of its own"
+                f"{problem}. Number the processes from 0 to {size - 1}, or give each job a MASTER_PORT of its own"
             )
     keys.set(f"{_HOLDERS}/{rank}", _own())
 
@@ -159,10 +159,10 @@ def _own() -> str:
 
 
 def _is_held(keys: Store, rank: int) -> bool:
-    """Whether the process that claimed ``rank`` has met the others, or still shows that it waits for them."""
+    """Return True if the process that claimed ``rank`` has completed the rendezvous or still sends heartbeats."""
     heartbeats = keys.add(f"{_HEARTBEATS}/{rank}", 0)
-    end = time.monotonic() + _DEAD_S
-    while time.monotonic() < end:
+    deadline = time.monotonic() + _DEAD_S
+    while time.monotonic() < deadline:
         if keys.check([_COME]) or keys.add(f"{_HEARTBEATS}/{rank}", 0) > heartbeats:
             return True
         time.sleep(_POLL_S)
@@ -178,8 +178,9 @@ def _barrier(
     wanted: str,
     signal_name: Callable[[], str | None],
 ) -> None:
-    """Return when all ranks have called this with ``name``; the first that gives up ends it for all."""
-    is_first = keys.compare_set(f"{name}/{rank}", "", _own()).decode() == _own()  # or one that is gone was counted
+    """Return when all ranks have called this with ``name``; if one rank gives up, it fails on all ranks."""
+    # Otherwise a replaced process was counted.
+    is_first = keys.compare_set(f"{name}/{rank}", "", _own()).decode() == _own()
     if is_first and keys.add(f"{name}/number", 1) == size:
         keys.compare_set(name, "", ALL)
     began = heartbeat = time.monotonic()
@@ -193,30 +194,30 @@ def _barrier(
         elif now > heartbeat:
             heartbeat = now + _HEARTBEAT_S
             keys.add(f"{_HEARTBEATS}/{rank}", 1)
-        time.sleep(min(_POLL_S, max(0.001, (now - began) / 50)))  # soon after the last one, and few questions meanwhile
-    word = keys.get(name).decode()
-    if word == ALL:
+        time.sleep(min(_POLL_S, max(0.001, (now - began) / 50)))  # polls frequently at first, then rarely
+    result = keys.get(name).decode()
+    if result == ALL:
         return
     if signal_name() is not None:
         raise _asked_to_stop(signal_name())
-    raise PeerError(word)
+    raise PeerError(result)
 
 
 def missing_of(keys: Store, opening: str, size: int) -> list[int]:
     """Return the numbers from 0 to ``size - 1`` for which there is no key ``opening + number``.
 
-    Whoever comes first looks for all who ask: if each looked for itself, the store would be asked ``size`` squared
-    times, for all give up at the same time.
+    The first caller searches for all. All callers time out simultaneously, so separate searches would take ``size``
+    squared requests.
     """
-    answer = f"{opening}missing"
+    result_key = f"{opening}missing"
     if keys.add(f"{opening}looks", 1) > 1:
-        end = time.monotonic() + _LOOK_S
-        while time.monotonic() < end:
-            if keys.check([answer]):
-                return [int(number) for number in keys.get(answer).decode().split()]
+        deadline = time.monotonic() + _LOOK_S
+        while time.monotonic() < deadline:
+            if keys.check([result_key]):
+                return [int(rank) for rank in keys.get(result_key).decode().split()]
             time.sleep(_POLL_S)
-    missing = [number for number in range(size) if not keys.check([f"{opening}{number}"])]
-    keys.set(answer, " ".join(map(str, missing)))
+    missing = [rank for rank in range(size) if not keys.check([f"{opening}{rank}"])]
+    keys.set(result_key, " ".join(map(str, missing)))
     return missing
 
 
@@ -238,7 +239,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return "0, 2-5" for such ranks."""
+    """Return "0, 2-5" for the ranks 0, 2, 3, 4, 5."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] == rank - 1:

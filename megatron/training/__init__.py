@@ -1,6 +1,6 @@
-"""The training loop and what it stands on: ``pretrain`` and the names that ported scripts expect.
+"""The training loop: ``pretrain`` and the functions that Megatron scripts import.
 
-Names resolve on first use, so that --help and --dry-run need neither torch nor DeepSpeed.
+Names are imported on first use, so that --help and --dry-run need neither torch nor DeepSpeed.
 """
 
 from __future__ import annotations

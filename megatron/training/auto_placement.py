@@ -1,9 +1,10 @@
-"""``--pipeline-schedule auto``, ahead of the model: one chunk a stage, two in a loop or two in a V (no torch).
+"""``--pipeline-schedule auto``: choose the placement of layers before the model is built. No torch.
 
-Layers cannot move while a run goes on, so this is decided by arithmetic: each schedule of each placement is simulated
-with the estimated costs of its pieces, and those whose fullest stage would not fit into a device's memory are left out.
-The run begins with the placement of the fastest; among the schedules for it that fit, the engine chooses by measured
-times (``tds.engine.auto_schedule``). Where a flag says how layers lie, they lie so.
+The placements are one chunk per stage, two chunks in a loop, and two chunks in a V. Layers cannot move during a run, so
+the choice is made by simulation: each schedule of each placement is simulated with the estimated costs of its pieces,
+and schedules whose largest stage exceeds the device memory are excluded. The fastest one determines the placement.
+Among the fitting schedules for this placement, the engine later chooses by measured times
+(``tds.engine.auto_schedule``). Flags that set the placement take precedence.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ if TYPE_CHECKING:
     from megatron.training.world import World
 
 PLACEMENTS = ((1, LOOP), (2, LOOP), (2, V))
-"""Chunks on each stage, and how they lie; of equally fast ones the first is taken."""
+"""(chunks per stage, placement); the first of equally fast ones is chosen."""
 LYING = (
     "pipeline_chunks", "layers_per_chunk", "pipeline_placement", "pipeline_layout", "pipeline_schedule_file",
     "micro_batch_group_size", "pipeline_split_rank",
 )  # fmt: skip
-"""Fields of the flags that say how layers lie."""
+"""Fields of the flags that set the placement of layers."""
 MARGIN = 0.01
-"""More chunks must be faster by this share: they send more messages."""
+"""More chunks must be faster by at least this fraction, because they send more messages."""
 MEMORY_MARGIN = 0.10
-"""By how much a plan of memory may be wrong; docs/planner.md has what was measured."""
+"""Relative error of memory estimates to allow for; docs/planner.md has measurements."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,9 @@ class Candidate:
     """A schedule on a placement.
 
     Args:
-        time: of a step, in layers' forwards.
-        most_bytes: of the fullest stage.
+        chunks: number of chunks per stage.
+        time: simulated time of a step, in units of one layer's forward.
+        most_bytes: estimated memory of the largest stage, in bytes.
     """
 
     chunks: int
@@ -59,22 +61,23 @@ class Candidate:
 
 
 def usable_bytes(kind: str, ranks_here: int) -> int:
-    """Return the memory that a plan may fill, of a rank's device or of a host that so many ranks share.
+    """Return the bytes of memory that a rank may plan with: its device's, or its share of the host's on a CPU.
 
     Args:
-        kind: "cpu", "cuda" or that of a plug-in; the device must be there.
+        kind: device type: "cpu", "cuda" or a plug-in's; the device must be available.
+        ranks_here: number of ranks on this host.
     """
     if kind == "cpu":
-        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_here
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_here
     else:
-        from megatron import device  # it imports torch, which a dry run on CPUs does without
+        from megatron import device  # imports torch, which a dry run on CPUs does not need
 
-        found = device.total_memory_bytes(kind) - device.memory_of_others(kind)
-    return int(found * (1 - MEMORY_MARGIN))
+        total = device.total_memory_bytes(kind) - device.memory_of_others(kind)
+    return int(total * (1 - MEMORY_MARGIN))
 
 
 def smallest_usable_bytes(world: World) -> int:
-    """Return the least ``usable_bytes`` of all ranks. Collective."""
+    """Return the minimum of ``usable_bytes`` over all ranks. Collective."""
     import torch
     from torch.distributed import ReduceOp
 
@@ -86,90 +89,99 @@ def smallest_usable_bytes(world: World) -> int:
 
 
 def is_free(config: Config) -> bool:
-    """Return whether the schedule is "auto" and nothing says how layers lie."""
+    """Return True if the schedule is "auto" and no flag sets the placement of layers."""
     parallel = config.parallel
-    is_said = any(name in config.given for name in LYING) or parallel.partition_method not in ("balanced", "profile")
-    is_known = config.model.vocab_size is not None
-    return parallel.has_pipeline and parallel.pipeline_schedule == AUTO and is_known and not is_said
+    is_set_by_flag = any(name in config.given for name in LYING) or parallel.partition_method not in (
+        "balanced",
+        "profile",
+    )
+    has_vocab_size = config.model.vocab_size is not None
+    return parallel.has_pipeline and parallel.pipeline_schedule == AUTO and has_vocab_size and not is_set_by_flag
 
 
 def with_placement(config: Config, topology: Topology, dtype: str, limit: int | None) -> Config:
-    """Return ``config`` with the placement to run by, the schedules that fit, and a note of why.
+    """Return ``config`` with the chosen placement, the schedules that fit, and a note with the reason.
 
     Args:
-        limit: bytes that a rank can have; the same on every rank. None: not known, and everything fits.
+        limit: memory limit of a rank in bytes, the same on every rank; None: no limit.
     """
     if not is_free(config):
         return config
-    every = list(_candidates(config, topology, dtype))
-    if not every:  # those that were named are for more micro-batches: chunks lie as they ask for
+    all_candidates = list(_candidates(config, topology, dtype))
+    if not all_candidates:  # --pipeline-auto-schedules names only schedules that need more micro-batches
         return config
-    fitting = [each for each in every if limit is None or each.most_bytes <= limit]
+    fitting = [each for each in all_candidates if limit is None or each.most_bytes <= limit]
     if not fitting:
-        least = min(every, key=lambda each: each.most_bytes)
-        return _noted(_placed(config, least, [least]), f"{least}, which needs least; none fits", every, limit)
+        smallest = min(all_candidates, key=lambda each: each.most_bytes)
+        return _noted(
+            _placed(config, smallest, [smallest]), f"{smallest}, which needs least; none fits", all_candidates, limit
+        )
     chosen = min(fitting, key=lambda each: each.time * (1 + MARGIN * (each.chunks > 1)))
-    names = [each for each in fitting if (each.chunks, each.placement) == (chosen.chunks, chosen.placement)]
-    lie = f"{chosen.chunks} chunk{'s' * (chosen.chunks > 1)} on each stage{' in a V' * (chosen.placement == V)}"
-    return _noted(_placed(config, chosen, names), lie, every, limit)
+    same_placement = [each for each in fitting if (each.chunks, each.placement) == (chosen.chunks, chosen.placement)]
+    text = f"{chosen.chunks} chunk{'s' * (chosen.chunks > 1)} on each stage{' in a V' * (chosen.placement == V)}"
+    return _noted(_placed(config, chosen, same_placement), text, all_candidates, limit)
 
 
 def _candidates(config: Config, topology: Topology, dtype: str) -> Iterator[Candidate]:
-    """Yield every schedule of every placement that the run's checks take and that has micro-batches enough."""
-    known = find_problems(config, topology.world_size)  # of an elastic job there may be some
+    """Yield every schedule of every placement that passes validation and has enough micro-batches."""
+    known = find_problems(config, topology.world_size)  # an elastic job may have some already
     for chunks, placement in PLACEMENTS:
         if chunks > 1 and config.batch.gas < topology.pipe:
             continue
         for name in _allowed(config, chunks, placement):
             placed = _with(config, name, chunks, placement)
-            if any(each not in known for each in find_problems(placed, topology.world_size)):
+            if any(problem not in known for problem in find_problems(placed, topology.world_size)):
                 continue
             bounds = registry.bounds_of(placed, topology.pipe)
-            most = max(stage.total for stage in stage_memory(placed, topology, bounds, dtype))
+            most_bytes = max(stage.total for stage in stage_memory(placed, topology, bounds, dtype))
             pieces = registry.costs_of(config).piece_costs(bounds)
-            yield Candidate(chunks, placement, name, _step_time(placed, topology.pipe, name, pieces), most)
+            yield Candidate(chunks, placement, name, _step_time(placed, topology.pipe, name, pieces), most_bytes)
 
 
 def _allowed(config: Config, chunks: int, placement: str) -> tuple[str, ...]:
-    """Return the schedules for chunks that lie so; where --pipeline-auto-schedules names some, of these."""
-    asked = config.parallel.auto_schedules
-    return tuple(name for name in candidates(AUTO, chunks, placement) if not asked or name in asked)
+    """Return the schedules for a placement, restricted to --pipeline-auto-schedules if given."""
+    requested = config.parallel.auto_schedules
+    return tuple(name for name in candidates(AUTO, chunks, placement) if not requested or name in requested)
 
 
 def _step_time(config: Config, stages: int, name: str, pieces: list[float]) -> float:
-    """Return what a step takes where B = W = F; on a CPU halves of a backward take longer than a whole one."""
-    price = 1 + SPLIT_PRICE * is_on_cpu(config)
-    again = 1.0 if config.parallel.checkpoint_activations else 0.0
+    """Return the time of a step if B = W = F; on a CPU, a split backward pass takes longer than an unsplit one."""
+    split_factor = 1 + SPLIT_PRICE * is_on_cpu(config)
+    recompute = 1.0 if config.parallel.checkpoint_activations else 0.0
     costs = Costs(
         forward=tuple(pieces),
-        backward_input=tuple((again + price) * cost for cost in pieces),
-        backward_weight=tuple(price * cost for cost in pieces),
-        backward=tuple((again + 2) * cost for cost in pieces),
+        backward_input=tuple((recompute + split_factor) * cost for cost in pieces),
+        backward_weight=tuple(split_factor * cost for cost in pieces),
+        backward=tuple((recompute + 2) * cost for cost in pieces),
     )
-    lie = config.parallel.chunks, config.parallel.placement
-    order = schedule_named(name, *lie)
-    return simulate([order(stages, config.batch.gas, stage) for stage in range(stages)], costs, *lie).step_s
+    layout = config.parallel.chunks, config.parallel.placement
+    order = schedule_named(name, *layout)
+    return simulate([order(stages, config.batch.gas, stage) for stage in range(stages)], costs, *layout).step_s
 
 
 def _with(config: Config, schedule: str, chunks: int, placement: str) -> Config:
-    lie: dict[str, Any] = {"pipeline_schedule": schedule, "pipeline_chunks": chunks, "pipeline_placement": placement}
-    return replace(config, parallel=replace(config.parallel, pipeline_auto_schedules=None, **lie))
+    settings: dict[str, Any] = {
+        "pipeline_schedule": schedule,
+        "pipeline_chunks": chunks,
+        "pipeline_placement": placement,
+    }
+    return replace(config, parallel=replace(config.parallel, pipeline_auto_schedules=None, **settings))
 
 
 def _placed(config: Config, chosen: Candidate, fitting: list[Candidate]) -> Config:
-    names = tuple(each.schedule for each in fitting)
+    names = tuple(candidate.schedule for candidate in fitting)
     is_all = names == candidates(AUTO, chosen.chunks, chosen.placement)
     placed = _with(config, AUTO, chosen.chunks, chosen.placement)
-    among = None if is_all else ",".join(names)
-    return replace(placed, parallel=replace(placed.parallel, pipeline_auto_schedules=among))
+    schedules = None if is_all else ",".join(names)
+    return replace(placed, parallel=replace(placed.parallel, pipeline_auto_schedules=schedules))
 
 
 def _noted(config: Config, lie: str, every: list[Candidate], limit: int | None) -> Config:
     fastest = min(each.time for each in every)
     ranked = ", ".join(f"{each} {each.time / fastest:.3f}" for each in sorted(every, key=lambda each: each.time))
     note = f"--pipeline-schedule auto: {lie}; a step by simulation, over the fastest: {ranked}"
-    large = [each for each in every if limit is not None and each.most_bytes > limit]
-    if limit is not None and large:
-        listed = ", ".join(f"{each} {human_bytes(each.most_bytes)}" for each in large)
+    too_large = [each for each in every if limit is not None and each.most_bytes > limit]
+    if limit is not None and too_large:
+        listed = ", ".join(f"{each} {human_bytes(each.most_bytes)}" for each in too_large)
         note += f"; not within {human_bytes(limit)} of memory: {listed}"
     return replace(config, notes=(*config.notes, note))

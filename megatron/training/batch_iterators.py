@@ -1,4 +1,4 @@
-"""Iterators over micro-batches: one measures the time waited for data, one copies to the device ahead of use."""
+"""Iterators over micro-batches: one measures the time spent waiting for data, one copies to the device in advance."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron.runtime import rank_status
 
 
 class TimedBatches:
-    """Gives what ``source`` gives; as a context it ends the processes that read ahead when the training has ended.
+    """Iterates over ``source`` and measures the wait. As a context manager, closes its workers when training has ended.
 
-    When the training dies they end with this process instead: nothing must keep it from leaving.
+    After an error the workers are not closed; they exit together with this process, so that nothing delays its exit.
 
     Raises:
-        DataError: as ``source``; it is of this rank, since other replicas read other samples.
+        DataError: raised by ``source``; attributed to this rank, because other replicas read other samples.
     """
 
     def __init__(self, source: Iterable[Any]) -> None:
@@ -55,7 +55,8 @@ class TimedBatches:
         if error is None and hasattr(self._batches, "close"):
             self._batches.close()
             return
-        raised = error.__cause__ if isinstance(error, SampleError) else error  # torch tells of a death wherever we are
+        # Torch reports the death of a worker at any line.
+        raised = error.__cause__ if isinstance(error, SampleError) else error
         if isinstance(raised, RuntimeError) and hasattr(self._batches, "explained"):
             explained = self._batches.explained(raised)
             if explained is not raised:
@@ -63,10 +64,13 @@ class TimedBatches:
 
 
 class UploadedBatches(TimedBatches):
-    """Also has what ``source`` gives copied to ``place``, and reads one micro-batch ahead where it is told to.
+    """Copies the micro-batches to ``place`` and, on request, prefetches one micro-batch.
 
-    What was read ahead and is never asked for is as if it had not been read: the samples that a run has consumed are
-    counted by steps. So is an error of it.
+    A prefetched micro-batch that is never used does not count as consumed, since consumed samples are counted by steps.
+    Likewise, an error in it is never raised.
+
+    Args:
+        place: the device.
     """
 
     def __init__(self, source: Iterable[Mapping[str, torch.Tensor]], place: torch.device) -> None:
@@ -79,24 +83,24 @@ class UploadedBatches(TimedBatches):
         error, self._error = self._error, None
         if error is not None:
             raise error
-        ahead, self._ahead = self._ahead, None
-        return self._upload() if ahead is None else ahead
+        prefetched, self._ahead = self._ahead, None
+        return self._upload() if prefetched is None else prefetched
 
     def read_ahead(self) -> None:
-        """Read the next micro-batch and start its copies, for a moment in which the device has work.
+        """Read the next micro-batch and start its copies; to be called while the device is busy.
 
-        Nothing has waited for it where the device still has work when that is done. What goes wrong is raised when the
-        micro-batch is asked for.
+        The time does not count as waiting if the device is still busy afterwards. An error is raised when the
+        micro-batch is requested.
         """
         if self._ahead is not None or self._error is not None:
             return
-        waited_s, at = self._waited_s, rank_status.heartbeat_now() or ""
-        rank_status.heartbeat_note(f"{at}, reading ahead" if at else "reading ahead")
+        waited_s, operation = self._waited_s, rank_status.heartbeat_now() or ""
+        rank_status.heartbeat_note(f"{operation}, reading ahead" if operation else "reading ahead")
         try:
             self._ahead = self._upload()
         except Exception as error:
             self._error = error
-        rank_status.heartbeat_note(at)
+        rank_status.heartbeat_note(operation)
         if device.is_busy(self._place):
             self._waited_s = waited_s
 

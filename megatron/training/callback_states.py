@@ -1,4 +1,4 @@
-"""The states of a run's callbacks in the metadata of a checkpoint."""
+"""States of the callbacks in the metadata of a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 GUARD = "guard"
-"""Name and key of the stability guard's state; the states of other callbacks are below ``callbacks``."""
+"""Key of the stability guard's state; the states of other callbacks are stored under ``callbacks``."""
 
 
 def callback_metadata(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a checkpoint's metadata for the states of the callbacks, given by name."""
+    """Return the metadata entries for the states of the callbacks, given by name."""
     others = {name: state for name, state in states.items() if name != GUARD}
     return {
         **({GUARD: states[GUARD]} if GUARD in states else {}),

@@ -1,4 +1,4 @@
-"""Capture the state of a run at one step: tensors and metadata."""
+"""Capture the tensors and metadata of a run at one step."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def capture(
     order: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> CapturedState:
-    """Return the tensors and the metadata that a checkpoint of this step stores. Tensors are not copied.
+    """Return the tensors and metadata for a checkpoint of this step. Tensors are not copied.
 
     Args:
         fingerprint: identity of the training data.
         order: position within each corpus, for data sets that report it.
-        extra: further metadata, as JSON can hold it.
+        extra: further JSON-serializable metadata.
 
     Raises:
-        RuntimeError: within a step, while gradients are held, which a checkpoint does not store.
+        RuntimeError: called within a step, while there are gradients, which a checkpoint does not store.
     """
     records = list(weight_records(module, optimizer))
     if not config.checkpoint.no_save_optim:
@@ -66,7 +66,7 @@ def capture_metadata(
     """Return the metadata of ``capture``, without tensors.
 
     Raises:
-        RuntimeError: within a step, while gradients are held, which a checkpoint does not store.
+        RuntimeError: called within a step, while there are gradients, which a checkpoint does not store.
     """
     _check_between_steps(optimizer)
     return {
@@ -86,7 +86,7 @@ def capture_metadata(
 
 
 def _check_between_steps(optimizer: MixedPrecisionOptimizer) -> None:
-    if any(master.grad is not None for group in optimizer.param_groups for master in group["params"]):
+    if any(main_param.grad is not None for group in optimizer.param_groups for main_param in group["params"]):
         raise RuntimeError(
             "a checkpoint can be saved between steps only: gradients are held, which it would not keep. Save after "
             "the optimizer's step"

@@ -17,10 +17,10 @@ from megatron.training.restore_options import RestoreOptions
 
 
 def check_fits(checkpoint: Checkpoint, config: Config, fingerprint: str | None, options: RestoreOptions) -> None:
-    """Check that a checkpoint has the run's model and, if they are to be restored, its data and optimizer.
+    """Check that a checkpoint has the run's model and, depending on ``options``, its data and optimizer.
 
     Args:
-        fingerprint: identity of the run's training data; None if it is unknown, or compared by ``resume_order``.
+        fingerprint: identity of the run's training data; None if it is unknown or ``resume_order`` compares it.
 
     Raises:
         CheckpointError: model, data or optimizer differ, or the checkpoint has no optimizer state.
@@ -39,12 +39,12 @@ def check_fits(checkpoint: Checkpoint, config: Config, fingerprint: str | None, 
 
 
 def has_moments(checkpoint: Checkpoint) -> bool:
-    """Return True if the checkpoint holds the state of an optimizer."""
+    """Return True if the checkpoint contains optimizer state."""
     return any(name.startswith("optimizer/") for name in checkpoint.names())
 
 
 def check_moments(checkpoint: Checkpoint) -> None:
-    """Check that a checkpoint in our own format holds the optimizer state of its updates.
+    """Check that a native checkpoint contains the optimizer state of its updates.
 
     Raises:
         CheckpointError: it was saved with --no-save-optim.
@@ -52,7 +52,8 @@ def check_moments(checkpoint: Checkpoint) -> None:
     metadata = checkpoint.metadata
     settings = former.settings(metadata.get("config", {})).get("optimizer", {})
     has_momentum = settings.get("optimizer") == "sgd" and settings.get("sgd_momentum")
-    updates = former.progress(metadata)["updates"] if has_momentum else metadata["optimizer_steps"]  # SGD counts none
+    # SGD does not count its steps.
+    updates = former.progress(metadata)["updates"] if has_momentum else metadata["optimizer_steps"]
     if updates and not has_moments(checkpoint):
         raise CheckpointError(
             f"{checkpoint.path} holds no optimizer state (it was saved with --no-save-optim). "
@@ -83,9 +84,9 @@ def check_tokenizer(
     """Check that the run has the tokenizer of the checkpoint, if both are known.
 
     Args:
-        metadata: of the checkpoint.
-        identity: of the run's tokenizer.
-        config: of the run, to name the settings that differ.
+        metadata: metadata of the checkpoint.
+        identity: identity of the run's tokenizer.
+        config: configuration of the run, used to name the settings that differ.
 
     Raises:
         CheckpointError: the tokenizers differ; the same on every rank.

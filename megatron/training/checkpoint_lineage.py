@@ -1,4 +1,4 @@
-"""CheckpointLineage: which checkpoints of a run folder belong to the current history of the run."""
+"""CheckpointLineage: the checkpoints of a run folder that belong to the current history of the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class CheckpointLineage:
     """The checkpoints that belong to the current history of a run, by sequence number in its folder; on rank 0.
 
     Attributes:
-        earlier: checkpoints up to this number belong to an earlier run, which this one does not continue.
+        earlier: checkpoints up to this number belong to an earlier run, which the current one does not continue.
         left: first and last number of each range that the run abandoned when it resumed from an older checkpoint.
     """
 
@@ -23,11 +23,11 @@ class CheckpointLineage:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> CheckpointLineage:
-        """Return the lineage in a checkpoint's metadata."""
+        """Return the lineage stored in a checkpoint's metadata."""
         return cls(**metadata.get(_NAME, {}))
 
     def continue_from(self, sequence: int, last: int) -> None:
-        """Resume from the checkpoint ``sequence``; later ones, up to ``last``, are abandoned."""
+        """Resume from checkpoint ``sequence`` and mark the later ones, up to ``last``, as abandoned."""
         if last > sequence:
             self.left.append([sequence + 1, last])
 
@@ -36,5 +36,5 @@ class CheckpointLineage:
         return sequence > self.earlier and not any(first <= sequence <= last for first, last in self.left)
 
     def to_metadata(self) -> dict[str, Any]:
-        """Return the entry of a checkpoint's metadata; empty if all checkpoints of the folder belong to the run."""
+        """Return the metadata entry; empty if all checkpoints of the folder belong to the run."""
         return {_NAME: asdict(self)} if self.earlier or self.left else {}

@@ -1,7 +1,7 @@
-"""What may differ between the run that saved a checkpoint and the one that goes on from it: one table.
+"""Table of the settings that may differ between the run that saved a checkpoint and the run that resumes from it.
 
-What must match is refused (exit code 3) by the function that the row names; what is warned of is said once, by
-``warn_of_changes``; every setting that stands in no row may change.
+A difference in a setting that must match is rejected (exit code 3) by the function that the row names. Other listed
+differences are reported once by ``warn_of_changes``. Settings without a row may change.
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ MUST, WARNED, MAY = "must match", "warned", "may change"
 
 
 class Rule(NamedTuple):
-    """A row: the settings it speaks of (section.field), what is done about a change, and what a change means.
+    """A row of the table.
 
     Args:
-        is_of_weights: counts wherever weights are taken, though nothing else be.
+        what: description of the settings.
+        fields: the settings as "section.field".
+        verdict: MUST, WARNED or MAY.
+        meaning: effect of a change, and the flags that accept it.
+        is_of_weights: also applies if only the weights are loaded.
     """
 
     what: str
@@ -134,17 +138,17 @@ RULES = (
 
 
 DECIDED_BY = {"train_iters": ("train_samples", "train_tokens"), "lr_decay_iters": ("lr_decay_samples",)}
-"""Numbers of steps that only follow from other settings and the global batch, if both runs have those."""
+"""Step counts that are derived from other settings and the global batch if both runs set those."""
 
 
 def settings_changed(saved: Mapping[str, Any], now: Config, rules: Iterable[Rule] = RULES) -> Iterator[str]:
-    """Yield "lr: saved 0.1, now 0.2" for each setting of ``rules`` that differs; one that was not saved is left."""
-    saved, given = former.settings(saved), now.to_dict()
+    """Yield "lr: saved 0.1, now 0.2" for each setting of ``rules`` that differs; unsaved settings are ignored."""
+    saved, current = former.settings(saved), now.to_dict()
     for rule in rules:
         for name in rule.fields:
             section, field = name.split(".")
-            old, new = saved.get(section, {}), given.get(section, {})
-            if any(each in old and None not in (old[each], new[each]) for each in DECIDED_BY.get(field, ())):
+            old, new = saved.get(section, {}), current.get(section, {})
+            if any(key in old and None not in (old[key], new[key]) for key in DECIDED_BY.get(field, ())):
                 continue
             if field in old and field in new and old[field] != new[field]:
                 yield f"{field}: saved {old[field]}, now {new[field]}"
@@ -159,14 +163,14 @@ DATA_SETTINGS = {
     TOKENIZER: ("tokenizer_type", "tokenizer_path", "vocab_file", "merge_file", "vocab_extra_ids"),
     CONTENT: ("data_path", "train_data_path", "valid_data_path", "test_data_path", "sft", "valid_sft"),
 }  # fmt: skip
-"""The settings by the part of a corpus's fingerprint that they decide."""
+"""Data settings by the part of a corpus's fingerprint that they determine."""
 
 
 def data_settings_changed(saved: Mapping[str, Any], now: Config) -> dict[str, list[str]]:
     """Return the changed data settings of a checkpoint as "--split was 900,50,50, now 949,50,1", by fingerprint part.
 
     Args:
-        saved: the settings in the checkpoint, of any version; a setting that is missing there is left out.
+        saved: the settings in the checkpoint, of any version; settings that are missing there are ignored.
     """
     old, new = _flat(former.settings(saved)), _flat(now.to_dict())
     flags = {option.name: option.flag for option in options_in(now.family)}
@@ -193,26 +197,30 @@ def _shown(value: object) -> str:
 
 
 def warn_of_changes(state: Mapping[str, Any], now: Config, kind: str) -> None:
-    """Say which settings and which parts of the machine are not those of the checkpoint. Rank 0 speaks."""
+    """Warn about settings and machine properties that differ from the checkpoint's. Called on rank 0."""
     changed = list(settings_changed(state.get("config", {}), now))
     if elastic.span_of(os.environ):  # micro-batches follow from the replicas, and the global batch is the same
         changed = [text for text in changed if not text.startswith(("gas:", "requested_global_batch_size:"))]
     if changed:
         log.warning(f"other settings than in the checkpoint: {'; '.join(changed)}")
-    here = machine(kind)
+    current = machine(kind)
     old = {"torch": state.get("torch"), **state.get("machine", {})}
-    other = [f"{name}: saved {old[name]}, now {here[name]}" for name in here if old.get(name) not in (None, here[name])]
-    if other:
+    changes = [
+        f"{name}: saved {old[name]}, now {current[name]}"
+        for name in current
+        if old.get(name) not in (None, current[name])
+    ]
+    if changes:
         log.warning(
-            f"another machine than the checkpoint's ({'; '.join(other)}): bitwise identity with a run that did not "
+            f"another machine than the checkpoint's ({'; '.join(changes)}): bitwise identity with a run that did not "
             "stop is not guaranteed"
         )
 
 
 def warn_of_weights(saved: Mapping[str, Any], now: Config, source: Path, advice: str = "") -> None:
-    """Say with which settings the weights of ``source`` compute something else than those did that were ``saved``.
+    """Warn about settings with which the weights of ``source`` compute other results than with the ``saved`` settings.
 
-    For a start that takes weights and no more. Rank 0 speaks.
+    For a start that loads only weights. Called on rank 0.
     """
     changed = list(settings_changed(saved, now, [rule for rule in RULES if rule.is_of_weights]))
     if changed:
@@ -222,14 +230,14 @@ def warn_of_weights(saved: Mapping[str, Any], now: Config, source: Path, advice:
 
 
 def machine(kind: str) -> dict[str, Any]:
-    """Return what, beside the settings, the last bits of a loss depend on."""
-    found: dict[str, Any] = {"torch": torch.__version__, "cpu": _cpu(), "threads": torch.get_num_threads()}
-    return found | ({"gpu": device.name(kind)} if kind != "cpu" else {})
+    """Return the properties of the machine and torch that affect the last bits of a loss."""
+    properties: dict[str, Any] = {"torch": torch.__version__, "cpu": _cpu(), "threads": torch.get_num_threads()}
+    return properties | ({"gpu": device.name(kind)} if kind != "cpu" else {})
 
 
 def layout_text(saved: Mapping[str, int], now: Topology) -> str | None:
-    """Return "saved tp2 pp2 dp1, now tp1 pp4 dp1", or None where they are the same."""
-    context = saved.get("context", 1)  # which checkpoints of before do not name
+    """Return "saved tp2 pp2 dp1, now tp1 pp4 dp1", or None if the layouts are the same."""
+    context = saved.get("context", 1)  # older checkpoints do not have it
     old = Topology(pipe=saved["pipe"], data=saved["data"], tensor=saved["tensor"], context=context)
     return None if old == now else f"saved {_layout(old)}, now {_layout(now)}"
 
@@ -240,7 +248,7 @@ def _layout(topology: Topology) -> str:
 
 
 def _cpu() -> str:
-    """Return the model of this machine's CPU and the instructions that torch uses on it."""
+    """Return the CPU model of this machine and the instruction set that torch uses on it."""
     name = platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()

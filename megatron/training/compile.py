@@ -1,4 +1,4 @@
-"""--compile: each layer by torch.compile."""
+"""torch.compile of the transformer layers (--compile)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from megatron.errors import ConfigError
 from megatron.models.common.transformer import MLP
 from megatron.mpu.random import DropoutStreams
 
-# ``--compile``: each transformer layer by ``torch.compile``, without and with a pipeline, recomputed or not.
-#
-# A layer is compiled, not the model: all layers of a kind share one graph, so that the time to start does not grow with
-# their number, and a pipeline, recompute, ZeRO and checkpoints see the modules that they know. Dropout of hidden states
-# is an operator (``megatron.mpu.fused_dropout``), so that a layer stays one graph. What drops attention probabilities
-# runs outside of the graphs, which break there: a keyed generator would be replaced by a graph's own. A layer's number
-# is part of all keys; as a number in Python it would be compiled in, one graph for each layer, so it becomes a tensor.
+# Each layer is compiled, not the model, with or without a pipeline and recompute. All layers of a type share one graph,
+# so the start-up time does not grow with their number, and pipeline, recompute, ZeRO and checkpoints see the original
+# modules. Dropout of hidden states is an operator (``megatron.mpu.fused_dropout``), so that a layer stays one graph.
+# Dropout of attention probabilities causes a graph break, because a graph would replace the keyed generator by its own.
+# The layer index is part of all dropout keys. As a Python int it would be compiled in, with one graph per layer, so it
+# is converted to a tensor.
 
 OUTSIDE = ("attend", "recomputed")
 """Methods of ``DropoutStreams`` at which graphs break."""
 COMPILERS = ("g++", "clang++")
 GRAPHS_OF_A_LENGTH = 8
-"""Torch's own limit, behind which a layer would run as it is written; at most as many for each length of a schedule."""
+"""Number of graphs per sequence length (torch's default limit), beyond which a layer would run uncompiled."""
 
 
 def compile_layers(
@@ -39,16 +38,18 @@ def compile_layers(
     num_lengths: int = 1,
     backend: str | Callable[..., Any] = "inductor",
 ) -> None:
-    """Have each transformer layer of ``module``, one with a feed-forward half, compiled at its first forward.
+    """Set up each transformer layer of ``module`` to be compiled at its first forward.
+
+    A transformer layer is a module with a feed-forward block ``mlp``.
 
     Args:
-        has_all: the module is the whole model; a stage of a pipeline may be without a layer.
-        num_lengths: of sequences that will come; there is a graph for each.
+        has_all: the module is the full model; a pipeline stage may have no transformer layer.
+        num_lengths: number of sequence lengths in the run; each needs its own graph.
 
     Raises:
-        ConfigError: there is nothing to compile, or no compiler.
+        ConfigError: there is no layer to compile, or no compiler.
     """
-    layers = [each for each in module.modules() if isinstance(getattr(each, "mlp", None), MLP)]
+    layers = [child for child in module.modules() if isinstance(getattr(child, "mlp", None), MLP)]
     if not layers and has_all:
         raise ConfigError(
             f"--compile compiles modules with a child `mlp` of megatron.models.common.transformer.MLP, got none in "
@@ -62,22 +63,22 @@ def compile_layers(
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS_OF_A_LENGTH * num_lengths)
     for layer in layers:
-        for part in layer.modules():
-            if isinstance(getattr(part, "layer", None), int):
-                part.layer = torch.tensor(part.layer)  # type: ignore[assignment]
+        for submodule in layer.modules():
+            if isinstance(getattr(submodule, "layer", None), int):
+                submodule.layer = torch.tensor(submodule.layer)  # type: ignore[assignment]
         layer.compile(backend=backend, dynamic=False)
-    kinds = sorted({type(layer).__name__ for layer in layers})
-    log.info(f"torch.compile: {len(layers)} layers here ({', '.join(kinds)}); the first step waits for it")
+    layer_types = sorted({type(layer).__name__ for layer in layers})
+    log.info(f"torch.compile: {len(layers)} layers here ({', '.join(layer_types)}); the first step waits for it")
 
 
 def check_compiler(device: torch.device) -> None:
-    """Check that torch.compile will find what makes kernels of its graphs, and makes no CUDA graphs of them.
+    """Check that torch.compile has a compiler for its kernels, and that CUDA graphs are off.
 
-    A CUDA graph writes its results to the same places each time, from the first forward behind any backward on. So it
-    would write over activations of other micro-batches in flight, and over gradients that add up.
+    A CUDA graph writes its outputs to the same memory in every replay. It would overwrite the activations of other
+    micro-batches in flight, and accumulated gradients.
 
     Raises:
-        ConfigError: a CPU without a C++ compiler, a GPU without Triton, or the user has asked for CUDA graphs.
+        ConfigError: a CPU without a C++ compiler, a GPU without Triton, or the user has enabled CUDA graphs.
     """
     from torch._inductor import config as inductor
 

@@ -1,4 +1,4 @@
-"""What is shown on a terminal: tables, lines, a progress bar."""
+"""Console output: tables, lines and a progress bar."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron.console import print_table
 
 
 class TrainingConsole:
-    """Writes to standard output: plain lines, with a progress bar below them where there is a terminal.
+    """Prints plain lines to standard output, with a progress bar below them on a terminal.
 
     Args:
         mode: auto, bar or plain.
-        total_steps: steps at the end of the bar.
+        total_steps: number of steps at the end of the bar.
     """
 
     def __init__(self, mode: str, total_steps: int) -> None:
@@ -39,7 +39,7 @@ class TrainingConsole:
         self._task: Any = None
 
     def table(self, title: str, rows: Iterable[tuple[str, str]]) -> None:
-        """Show two columns under a title."""
+        """Print a table of two columns with a title."""
         table = Table(title=title, show_header=False, title_justify="left")
         table.add_column(no_wrap=True, style="bold")
         table.add_column(overflow="fold")
@@ -48,7 +48,7 @@ class TrainingConsole:
         print_table(table, self.console, soft_wrap=False)
 
     def line(self, text: str) -> None:
-        """Show one line, above the bar if there is one."""
+        """Print one line, above the bar if there is one."""
         self.console.print(text, markup=False)
 
     def advance(self, step: int, loss: float) -> None:
@@ -61,7 +61,7 @@ class TrainingConsole:
         self._bar.update(self._task, completed=step, total=self.total_steps, loss=f"loss {loss:.4f}")
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None and self._task is not None:
             self._bar.stop()
             self._task = None

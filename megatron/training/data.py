@@ -1,4 +1,4 @@
-"""RunData: the data sets of a run and the iterators of this rank."""
+"""RunData: the data sets of a run, and this rank's iterators over them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ DatasetsProvider = Callable[[list[int]], tuple[Any, Any, Any]]
 
 @dataclass
 class RunData:
-    """The three data sets on a rank that reads, none elsewhere; the rest is known on all ranks.
+    """The data sets of a run.
 
     Args:
-        order: which corpus each sample of the training comes from, where the data set says so.
-        corpora: kind -> name and weight of each corpus, where there are several.
-        has_training: whether the run has training data; one that takes no step needs none.
+        datasets: split -> data set on ranks that read data; empty on other ranks. Other fields are set on all ranks.
+        fingerprint: identity of the training data, if known.
+        order: the corpus of each training sample, if the data set reports it.
+        corpora: split -> weight of each corpus by name, for splits with several corpora.
+        has_training: True if the run has training data; a run without steps needs none.
     """
 
     datasets: dict[str, Samples]
@@ -41,14 +43,15 @@ class RunData:
         self, kind: str, config: Config, world: World, samples_consumed: int = 0, corpus: str | None = None,
         length: int | None = None,
     ) -> TimedBatches | None:  # fmt: skip
-        """Return this replica's micro-batches from ``samples_consumed`` on, or None on a rank that does not read.
+        """Return this replica's micro-batches from ``samples_consumed`` on, or None on a rank that does not read data.
 
-        They are on their way to the device already, where there is one beside the CPU.
+        If the device is not a CPU, the micro-batches are copied to it asynchronously.
 
         Args:
-            corpus: read this one's own samples alone.
-            length: read samples in pieces of so many tokens; None: those of the training by --seq-length-schedule,
-                others whole.
+            kind: the split: train, valid or test.
+            corpus: read only the samples of this corpus.
+            length: read samples in pieces of this many tokens; None: follow --seq-length-schedule for training, and
+                read samples of other splits at full length.
         """
         dataset = self.datasets.get(kind)
         if dataset is None:
@@ -74,7 +77,7 @@ class RunData:
         return TimedBatches(batches) if world.kind == "cpu" else UploadedBatches(batches, world.device)
 
     def use_order(self, order: BlendSchedule) -> None:
-        """Let the training go on in ``order``."""
+        """Continue the training data in ``order``."""
         self.order = order
         ordered = as_ordered(self.datasets.get("train"))
         if ordered is not None:
@@ -82,10 +85,9 @@ class RunData:
 
 
 def evaluated_splits(config: Config) -> dict[str, bool]:
-    """Return True for "valid" and "test" if the run evaluates them.
+    """Return "valid" and "test" -> True if the run evaluates the split.
 
-    As in Megatron, a split without files or documents is not evaluated. ``--eval-only`` needs the test split in any
-    case.
+    As in Megatron, a split without files or documents is not evaluated. ``--eval-only`` always needs the test split.
     """
     batch, paths, is_eval_only = config.batch, config.data.corpora, config.checkpoint.eval_only
     _, valid, test = config.data.split_shares
@@ -98,10 +100,10 @@ def evaluated_splits(config: Config) -> dict[str, bool]:
 
 
 def samples_wanted(config: Config, world: World) -> list[int]:
-    """Return how many samples training, all validations and the test will read.
+    """Return the numbers of samples for training, all validations and the test.
 
-    For the training it is --train-samples, as in Megatron, so that it does not change when a run is resumed with
-    another batch size; otherwise the samples of a new run.
+    For training it is --train-samples, as in Megatron, so that it does not change if a run is resumed with another
+    batch size. Without that flag it is the number of samples of a new run.
     """
     batch, replicas = config.batch, world.grid.data.size
     training = batch.sizes(replicas).consumed_after(batch.train_iters)
@@ -120,30 +122,32 @@ def open_data(provider: DatasetsProvider, config: Config, world: World) -> RunDa
     """Open the data sets on the ranks that read them. Collective.
 
     Raises:
-        DataError: on all ranks, when any rank could not open its data, or ranks have opened different ones.
+        DataError: a rank could not open its data, or ranks have opened different data; raised on all ranks.
     """
     datasets: dict[str, Samples] = {}
     failure: Exception | None = None
     if world.reads_data:
         try:
-            wanted = samples_wanted(config, world)
-            made = _mock_data(config, wanted) if config.data.is_mock else provider(wanted)
-            opened = dict(zip(KINDS, made, strict=True))
-            datasets = {kind: dataset for kind, dataset in opened.items() if dataset is not None}
+            num_samples = samples_wanted(config, world)
+            provided = _mock_data(config, num_samples) if config.data.is_mock else provider(num_samples)
+            opened = dict(zip(KINDS, provided, strict=True))
+            datasets = {split: dataset for split, dataset in opened.items() if dataset is not None}
         except DataError as error:
             failure = error
     ranks = world.grid.host.gather_objects(RankData.of(datasets, world.reads_data, failure))
-    problem = next((one.problem for one in ranks if one.problem), None) or disagreement(ranks)
+    problem = next((rank_data.problem for rank_data in ranks if rank_data.problem), None) or disagreement(ranks)
     if problem:
         raise DataError(problem)
-    known = next((one for one in ranks if one.reads), ranks[0])
-    return RunData(datasets, known.fingerprint, known.order, known.corpora, "train" in known.prints)
+    reader = next((rank_data for rank_data in ranks if rank_data.reads), ranks[0])
+    return RunData(datasets, reader.fingerprint, reader.order, reader.corpora, "train" in reader.prints)
 
 
 def _mock_data(config: Config, wanted: Sequence[int]) -> tuple[Any, ...]:
-    """Return the random samples of --data-path mock, others for each split; none of a split that nobody reads."""
+    """Return random data sets for --data-path mock with a seed per split; None for a split without samples."""
     from megatron.training.global_vars import get_tokenizer
     from megatron.training.mock_data import random_data
 
     seed, tokenizer = config.run.seed, get_tokenizer()
-    return tuple(random_data(config, seed + at, tokenizer) if count else None for at, count in enumerate(wanted))
+    return tuple(
+        random_data(config, seed + split_idx, tokenizer) if count else None for split_idx, count in enumerate(wanted)
+    )

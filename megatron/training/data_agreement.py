@@ -15,7 +15,13 @@ KINDS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class RankData:
-    """What a rank tells the others of its data; ``prints`` has one text for each kind of data set that it has."""
+    """Description of a rank's data sets, to compare with those of other ranks.
+
+    Args:
+        problem: error message if the data could not be opened.
+        reads: True if this rank reads data.
+        prints: split -> text that identifies the data set.
+    """
 
     problem: str | None
     reads: bool
@@ -34,24 +40,24 @@ class RankData:
             reads=True,
             fingerprint=_fingerprint(datasets.get("train")),
             order=None if ordered is None else ordered.order,
-            corpora={kind: weights for kind, dataset in datasets.items() if len(weights := _weights(dataset)) > 1},
-            prints={kind: _print(dataset) for kind, dataset in datasets.items()},
+            corpora={split: weights for split, dataset in datasets.items() if len(weights := _weights(dataset)) > 1},
+            prints={split: _print(dataset) for split, dataset in datasets.items()},
         )
 
 
 def _fingerprint(dataset: object) -> str | None:
-    found = getattr(dataset, "fingerprint", None)
-    return found if isinstance(found, str) else None
+    fingerprint = getattr(dataset, "fingerprint", None)
+    return fingerprint if isinstance(fingerprint, str) else None
 
 
 def _weights(dataset: object) -> dict[str, float]:
-    """Return the weight of each corpus by name; of none where nothing is known of corpora."""
+    """Return the weight of each corpus by name; empty if the data set has no corpora."""
     ordered = as_ordered(dataset)
     return {} if ordered is None else ordered.order.weights(0)
 
 
 def _print(dataset: object) -> str:
-    """Return a text that is the same on all ranks whose data set gives the same samples in the same order."""
+    """Return a text that is equal on all ranks whose data sets return the same samples in the same order."""
     ordered = as_ordered(dataset)
     text = f"fingerprint {_fingerprint(dataset)}"
     if ordered is None:
@@ -61,27 +67,29 @@ def _print(dataset: object) -> str:
 
 
 def disagreement(ranks_data: Sequence[RankData]) -> str | None:
-    """Say which ranks have opened other data than the first one that reads."""
-    for kind in KINDS:
+    """Return a message that names the ranks with different data, or None if all readers agree."""
+    for split in KINDS:
         ranks: dict[str, list[int]] = {}
-        for rank, one in enumerate(ranks_data):
-            if one.reads:
-                ranks.setdefault(one.prints.get(kind, "none"), []).append(rank)
+        for rank, rank_data in enumerate(ranks_data):
+            if rank_data.reads:
+                ranks.setdefault(rank_data.prints.get(split, "none"), []).append(rank)
         if len(ranks) > 1:
-            each = "; ".join(f"{text} on rank{'s' * (len(on) > 1)} {_ranges(on)}" for text, on in ranks.items())
+            listed = "; ".join(
+                f"{text} on rank{'s' * (len(readers) > 1)} {_ranges(readers)}" for text, readers in ranks.items()
+            )
             return (
-                f"all ranks must read the same data, got of the {kind} data {each}. Give every node the same files "
-                "under the same paths."
+                f"all ranks must read the same data, got of the {split} data {listed}. Give every node the same "
+                "files under the same paths."
             )
     return None
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return "0-3, 6" for the rising numbers 0, 1, 2, 3, 6."""
+    """Return "0-3, 6" for the ascending numbers 0, 1, 2, 3, 6."""
     runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1][1:] = [number]
+    for rank in numbers:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
         else:
-            runs.append([number])
+            runs.append([rank])
     return ", ".join("-".join(map(str, run)) for run in runs)

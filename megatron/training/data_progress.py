@@ -1,4 +1,4 @@
-"""Progress through each corpus: log lines, metrics and rows of the start table."""
+"""Progress through each corpus: log line, metrics and rows of the start table."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _NAMED_AT_MOST, _NAMED_OF_MORE = 6, 4
 
 
 def numbers_text(numbers: Mapping[str, float], form: str) -> str:
-    """Return "a 0.12, b 0.30", or the number alone where there is one corpus.
+    """Return "a 0.12, b 0.30", or only the number for a single corpus.
 
-    Of more corpora than a line can hold the largest numbers come first and alone, and then "and 9 more".
+    If there are too many corpora for a line, only the largest numbers are listed, followed by "and 9 more".
     """
     if len(numbers) == 1:
         return format(next(iter(numbers.values())), form)
-    named = list(numbers.items())
-    if len(named) > _NAMED_AT_MOST:
-        named = sorted(named, key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])[:_NAMED_OF_MORE]
-    text = ", ".join(f"{name} {number:{form}}" for name, number in named)
-    return text if len(named) == len(numbers) else f"{text} and {len(numbers) - len(named)} more"
+    items = list(numbers.items())
+    if len(items) > _NAMED_AT_MOST:
+        items = sorted(items, key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])[:_NAMED_OF_MORE]
+    text = ", ".join(f"{name} {value:{form}}" for name, value in items)
+    return text if len(items) == len(numbers) else f"{text} and {len(numbers) - len(items)} more"
 
 
 def epochs_text(data: RunData, samples_consumed: int) -> str:
-    """Return how often each corpus has been read, for the log line; "" where nobody knows."""
+    """Return the number of epochs of each corpus for the log line; "" if unknown."""
     if data.order is None:
         return ""
     epochs = data.order.epochs(samples_consumed)
@@ -35,7 +35,7 @@ def epochs_text(data: RunData, samples_consumed: int) -> str:
 
 
 def epochs_values(data: RunData, samples_consumed: int) -> dict[str, Any]:
-    """Return the same as metrics: one number under ``epoch``, or ``epochs`` by name."""
+    """Return the same numbers as metrics: ``epoch`` for a single corpus, or ``epochs`` by name."""
     if data.order is None:
         return {}
     epochs = data.order.epochs(samples_consumed)
@@ -43,7 +43,7 @@ def epochs_values(data: RunData, samples_consumed: int) -> dict[str, Any]:
 
 
 def tokens_values(data: RunData, samples_consumed: int, tokens_per_sample: int) -> dict[str, Any]:
-    """Return how many tokens of each corpus have been read, as a metric."""
+    """Return the number of tokens read from each corpus as a metric."""
     if data.order is None:
         return {}
     cursors = data.order.cursors(samples_consumed)
@@ -51,7 +51,7 @@ def tokens_values(data: RunData, samples_consumed: int, tokens_per_sample: int) 
 
 
 def start_rows(data: RunData, num_samples: int) -> Iterator[tuple[str, str]]:
-    """Yield rows of the start table: samples of an epoch, and how often a run of ``num_samples`` will read them."""
+    """Yield rows of the start table: samples per epoch, and epochs in ``num_samples`` samples."""
     train = data.datasets.get("train")
     ordered = as_ordered(train)
     parts: Mapping[str, object] = {"": train} if ordered is None else ordered.parts

@@ -1,6 +1,6 @@
-"""Resume at a checkpoint's position in the training data.
+"""Resume the training data at the position stored in a checkpoint.
 
-Data sets report their position by an ``order`` (``megatron.data.BlendSchedule``); a user's data sets may have none.
+Data sets report their position as an ``order`` (``megatron.data.BlendSchedule``); a user's data sets may have none.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megatron.training.data import RunData
 
 
 class SavedData(NamedTuple):
-    """The training data in a checkpoint: its identity, and the position in each corpus."""
+    """Training data in a checkpoint: its identity, and the position in each corpus."""
 
     fingerprint: str | None = None
     order: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> SavedData:
-        """Return the entries of a checkpoint's metadata."""
+        """Return the saved data from a checkpoint's metadata."""
         return cls(metadata.get("data_fingerprint"), metadata.get("data_order"))
 
 
@@ -35,15 +35,15 @@ def resume_order(
     data: RunData, metadata: Mapping[str, Any], tokens_per_sample: int | None = None, *, allow_change: bool,
     config: Config | None = None,
 ) -> BlendSchedule | None:  # fmt: skip
-    """Return the order of samples that continues a checkpoint's; None if the data set has no order.
+    """Return the order of samples that continues the checkpoint's order; None if the data set has no order.
 
     Args:
-        metadata: of the checkpoint.
-        tokens_per_sample: of the run; None: as in the checkpoint.
-        config: of the run, to name the settings that differ from the checkpoint's.
+        metadata: metadata of the checkpoint.
+        tokens_per_sample: tokens per sample of the run; None: as in the checkpoint.
+        config: configuration of the run, used to name the settings that differ from the checkpoint's.
 
     Raises:
-        CheckpointError: the checkpoint has other data, or does not store its position; the same on every rank.
+        CheckpointError: the checkpoint has other data or stores no position; the same on every rank.
     """
     ratio = _length_ratio(metadata, tokens_per_sample)
     if data.order is None:
@@ -62,7 +62,7 @@ def resume_order(
 
 
 def _length_ratio(metadata: Mapping[str, Any], tokens_per_sample: int | None) -> Fraction:
-    """Return the ratio of the checkpoint's tokens per sample to the run's; log the next sample if they differ."""
+    """Return the ratio of the checkpoint's tokens per sample to the run's; if they differ, log the next sample."""
     progress = former.progress(metadata) if metadata["progress"] else {}
     samples, tokens = progress.get("samples_consumed", 0), progress.get("tokens_consumed")
     if not samples or tokens is None or tokens_per_sample is None or tokens == samples * tokens_per_sample:
@@ -75,7 +75,7 @@ def _length_ratio(metadata: Mapping[str, Any], tokens_per_sample: int | None) ->
 
 
 def _check_unknown_data(consumed: int, allow_change: bool) -> None:
-    """Reject a checkpoint that does not store its data, unless --allow-data-change assumes that they are the run's."""
+    """Reject a checkpoint without the identity of its data, unless --allow-data-change is given."""
     problem = f"the checkpoint does not say of which data the {consumed} samples were that it has read"
     if not allow_change:
         raise CheckpointError(
@@ -90,7 +90,7 @@ def data_to_save(data: RunData, samples_consumed: int, loaded: SavedData) -> Sav
     """Return the identity of the training data and the position after ``samples_consumed`` samples.
 
     Args:
-        loaded: the entries of the checkpoint that the run resumed from, which a run without training data keeps.
+        loaded: the entries of the checkpoint that the run resumed from; a run without training data passes them on.
     """
     if not data.has_training:
         return loaded

@@ -1,12 +1,12 @@
-"""``--checkpoint-format deepspeed``: the state of a run in the files of DeepSpeed's engine.
+"""Checkpoints in the format of DeepSpeed's engine (``--checkpoint-format deepspeed``).
 
-The engine of the run (DeepSpeed's without a pipeline, tds's with one) writes and reads the files; the optimizer's
-state in them is that of ``MixedPrecisionOptimizer.state_dict``. Client state is one key, "megatron": the ``state`` of
-the run as in our own format, and the states of the generators of the replicas whose weights a file holds. All of it
-is plain values and tensors.
+The engine of the run (DeepSpeed's without a pipeline, tds's with one) writes and reads the files. Their optimizer state
+is ``MixedPrecisionOptimizer.state_dict``. The client state has one key, "megatron": the ``state`` of the run as in the
+native format, and the generator states of the replicas whose weights a file stores. It contains only plain values and
+tensors.
 
-Such files hold slices of one layout. They load where tensor size, pipeline size and the cut into stages are those
-that saved them; on other sizes of a pipeline the weights do.
+The files contain the slices of one layout. They can be loaded only with the same tensor-parallel size, pipeline size
+and split into stages; with another pipeline size, only the weights can be loaded.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _CUTS = ("pipeline_chunks", "partition_method")
 
 
 class Files:
-    """In the place of an engine's checkpoint engine while it saves: every file to the disk, with its checksum.
+    """Replaces an engine's checkpoint engine during a save: syncs every file to disk and records its checksum.
 
-    A file that fails fails the save behind the engine's barriers, which every rank must reach.
+    If a file cannot be written, the error is raised only after the engine's barriers, which every rank must reach.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -53,7 +53,7 @@ class Files:
         return getattr(self._engine, name)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Do nothing: the folder is there."""
+        """Do nothing, because the folder exists."""
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write ``state_dict`` to ``path``."""
@@ -62,14 +62,14 @@ class Files:
         try:
             facts = files.write_by(Path(path), lambda stream: torch.save(state_dict, stream))  # type: ignore[arg-type]
             self._written[Path(path).name] = FileFacts(*facts)
-        except Exception as error:  # told by ``facts``
+        except Exception as error:  # raised by ``facts``
             self._error = error
 
     def facts(self) -> dict[str, FileFacts]:
-        """Return what was written, by file name.
+        """Return sizes and checksums of the files that were written, by file name.
 
         Raises:
-            Exception: what the first file that failed raised.
+            Exception: the error of the first file that could not be written.
         """
         if self._error is not None:
             raise self._error
@@ -80,16 +80,19 @@ class Files:
 def save(
     root: Path, step: int, metadata: Mapping[str, Any], engine: Any, world: World, *, retention: RetentionPolicy = ALL
 ) -> Path:
-    """Write the checkpoint ``root/global_step20`` by DeepSpeed's ``engine`` and return its path. Collective.
+    """Write the checkpoint ``root/global_step20`` with DeepSpeed's ``engine`` and return its path. Collective.
 
     Args:
-        metadata: values that JSON can hold, as in our own format.
-        retention: which older checkpoints are kept.
+        metadata: JSON-serializable values, as in the native format.
+        retention: policy that selects the older checkpoints to keep.
 
     Raises:
-        CheckpointError: on all ranks alike, when any rank failed. The checkpoints in ``root`` are as they were.
+        CheckpointError: the save failed on any rank; raised on all ranks. Older checkpoints in ``root`` are unchanged.
     """
-    host, plain = world.grid.host, json.loads(json.dumps({**metadata, "format": FORMAT}))  # no class but JSON's
+    host, plain = (
+        world.grid.host,
+        json.loads(json.dumps({**metadata, "format": FORMAT})),
+    )  # converts to the types of JSON
     client = {CLIENT: {"state": plain, "rng": _rng_of_replicas(world)}}
     temporary: Path | None = None
     try:
@@ -112,13 +115,13 @@ def save(
 def restore(
     checkpoint: Checkpoint, engine: Any, config: Config, world: World, options: RestoreOptions
 ) -> TrainProgress:
-    """Load a checkpoint into the engine; return the counters to continue with. Collective.
+    """Load a checkpoint into the engine; return the restored counters. Collective.
 
-    The engine loads model and optimizer. As in ``megatron.training.resume.restore``, loss scale, random states and
-    counters follow.
+    The engine loads model and optimizer. Loss scale, random states and counters are restored as in
+    ``megatron.training.resume.restore``.
 
     Raises:
-        CheckpointError: the layout differs, or a tensor does not fit; on all ranks alike.
+        CheckpointError: the layout differs or a tensor does not fit; raised on all ranks.
     """
     metadata, topology = checkpoint.metadata, world.grid.topology
     with marked(is_of_this_rank=False):
@@ -127,7 +130,7 @@ def restore(
     gather_verdict(
         world.grid.host, lambda: client.update(_read(engine, checkpoint.path, options.optimizer)), lambda _: None
     )
-    if options.optimizer:  # the files of earlier versions do not name the type of the scaler, their manifest does
+    if options.optimizer:  # files of earlier versions lack the scaler type; their manifest has it
         restore_scaler(engine.optimizer.scaler, metadata, config)
     if options.generators and layout_text(metadata["layout"], topology) is None:
         device.set_rng_states({**device.rng_states(world.kind), **client[CLIENT]["rng"][world.rank]})
@@ -135,10 +138,10 @@ def restore(
 
 
 def check_layout(checkpoint: Checkpoint, config: Config, now: Topology, *, takes_optimizer: bool) -> None:
-    """Check that the files, which hold the slices of one layout, can be read in the layout of ``now``.
+    """Check that the files, which contain the slices of one layout, can be loaded in the layout ``now``.
 
     Raises:
-        CheckpointError: naming both layouts.
+        CheckpointError: they cannot; the message names both layouts.
     """
     layout = checkpoint.metadata["layout"]
     difference = layout_text(layout, now)
@@ -157,19 +160,19 @@ def check_layout(checkpoint: Checkpoint, config: Config, now: Topology, *, takes
 
 
 def _other_cut(checkpoint: Checkpoint, config: Config, now: Topology) -> str | None:
-    """Return how the layers were cut into stages and are now, None where that is the same."""
+    """Return text on the difference to the checkpoint's split of layers into stages, or None if there is none."""
     if checkpoint.metadata["layout"]["pipe"] != now.pipe:
         return layout_text(checkpoint.metadata["layout"], now)
-    saved, here = checkpoint.metadata["config"]["parallel"], asdict(config.parallel)
+    saved, current = checkpoint.metadata["config"]["parallel"], asdict(config.parallel)
     if now.pipe == 1:
         return None
-    changed = [f"{name}: saved {saved[name]}, now {here[name]}" for name in _CUTS if saved[name] != here[name]]
+    changed = [f"{name}: saved {saved[name]}, now {current[name]}" for name in _CUTS if saved[name] != current[name]]
     return "; ".join(changed) or None
 
 
 def _read(engine: Any, path: Path, takes_optimizer: bool) -> dict[str, Any]:
-    """Let the engine load the files, none of which can run code, and return the client state."""
-    from tds.deepspeed.safe_load import make_safe  # it imports DeepSpeed
+    """Load the files with the engine, in a mode in which they cannot run code, and return the client state."""
+    from tds.deepspeed.safe_load import make_safe  # imports DeepSpeed
 
     make_safe(engine.checkpoint_engine)
     _, client = engine.load_checkpoint(
@@ -183,13 +186,13 @@ def _read(engine: Any, path: Path, takes_optimizer: bool) -> dict[str, Any]:
 
 @contextmanager
 def _writing_to(engine: Any) -> Iterator[Files]:
-    """Let the engine write its files through ``Files`` in here."""
-    own = engine.checkpoint_engine
-    engine.checkpoint_engine = written = Files(own)
+    """Replace the engine's checkpoint engine by ``Files`` within the context."""
+    original = engine.checkpoint_engine
+    engine.checkpoint_engine = written = Files(original)
     try:
         yield written
     finally:
-        engine.checkpoint_engine = own
+        engine.checkpoint_engine = original
 
 
 def _joined(shares: list[dict[str, FileFacts]]) -> dict[str, FileFacts]:
@@ -197,6 +200,6 @@ def _joined(shares: list[dict[str, FileFacts]]) -> dict[str, FileFacts]:
 
 
 def _rng_of_replicas(world: World) -> dict[int, dict[str, torch.Tensor]]:
-    """Return the states of the generators of the ranks that hold what this rank holds, by rank. Collective."""
+    """Return the generator states of the ranks that store the same weights as this rank, by rank. Collective."""
     states = world.grid.host.gather_objects(device.rng_states(world.kind))
     return {rank: states[rank] for rank in world.grid.data_context.ranks}

@@ -1,4 +1,4 @@
-"""The engines with DeepSpeed's interface: tds's for a pipeline, DeepSpeed's own without one."""
+"""Engines with DeepSpeed's interface: tds's for a pipeline, DeepSpeed's own without one."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tds.deepspeed.alias import theirs
 
 
 def reasons_for_deepspeed(config: Config, module: torch.nn.Module) -> list[str]:
-    """Return why a run without a pipeline trains on DeepSpeed's engine; empty if it needs nothing of DeepSpeed."""
+    """Return the reasons to train on DeepSpeed's engine without a pipeline; empty if it is not needed."""
     reasons = engine_features(config.deepspeed)
     if config.run.verbose_deepspeed:
         reasons.append("--verbose-deepspeed")
     if config.checkpoint.is_deepspeed:
         reasons.append("--checkpoint-format deepspeed")
-    if any(hasattr(each, "set_deepspeed_parallelism") for each in module.modules()):
+    if any(hasattr(child, "set_deepspeed_parallelism") for child in module.modules()):
         reasons.append("layers of DeepSpeed in the model")
     return reasons
 
@@ -37,13 +37,13 @@ def reasons_for_deepspeed(config: Config, module: torch.nn.Module) -> list[str]:
 def initialize_loaded_deepspeed(kind: str) -> None:
     """Initialize DeepSpeed's communication if the script has imported DeepSpeed. Collective.
 
-    A model may call ``deepspeed.checkpointing`` or ``deepspeed.comm``, whichever engine trains it.
+    A model may call ``deepspeed.checkpointing`` or ``deepspeed.comm``, regardless of the engine.
 
     Args:
-        kind: type of the device of the run.
+        kind: device type of the run.
 
     Raises:
-        ConfigError: DeepSpeed uses another type of device.
+        ConfigError: DeepSpeed uses another device type.
     """
     if "deepspeed" not in sys.modules:
         return
@@ -55,8 +55,8 @@ def initialize_loaded_deepspeed(kind: str) -> None:
 
 
 def sharing_groups_of(grid: Grid) -> AbstractContextManager[None]:
-    """Return a context in which DeepSpeed uses the process groups of ``grid`` instead of new ones of the same ranks."""
-    from tds.deepspeed.api import sharing_groups  # it imports DeepSpeed
+    """Return a context in which DeepSpeed reuses the process groups of ``grid`` instead of creating its own."""
+    from tds.deepspeed.api import sharing_groups  # imports DeepSpeed
 
     return sharing_groups(groups_by_ranks(grid))
 

@@ -1,15 +1,15 @@
 """Names and commit of checkpoints in DeepSpeed's layout (``--checkpoint-format deepspeed``).
 
-| name | is |
+| name | content |
 |---|---|
-| ``global_step20`` | a checkpoint: DeepSpeed's files and our ``manifest.json``, which DeepSpeed passes over |
-| ``global_step20-1`` | the same step saved once more: nothing is written over |
-| ``latest`` | the name that DeepSpeed loads; our loader goes by the manifests |
-| ``.tmp-...``, ``.deleted-...`` | a save or a removal that was killed; the next save removes it |
+| ``global_step20`` | a checkpoint: DeepSpeed's files and our ``manifest.json``, which DeepSpeed ignores |
+| ``global_step20-1`` | a second checkpoint of the same step; existing checkpoints are never overwritten |
+| ``latest`` | the name of the checkpoint that DeepSpeed loads; our loader uses the manifests instead |
+| ``.tmp-...``, ``.deleted-...`` | remains of a save or deletion that was killed; the next save removes them |
 
-The rename of the temporary folder is the commit; ``latest`` follows in one step. So a kill at any moment leaves the
-checkpoint before, whole, for both loaders. DeepSpeed by itself writes into the folder that it names, and names it
-while other ranks still write.
+Renaming the temporary folder commits the checkpoint; ``latest`` is then replaced atomically. So after a kill at any
+time, both loaders find a complete checkpoint. DeepSpeed alone writes directly into the final folder, and updates
+``latest`` while other ranks are still writing.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ _STALE = (".tmp-global_step", ".deleted-global_step", f".{folders.LATEST}.tmp-")
 
 
 def tags_in(source: Path) -> list[Path]:
-    """Return the checkpoints of this layout in ``source`` as ``folders.in_turn``; ``source`` itself if it is one."""
+    """Return the checkpoints of this layout in ``source``, ordered by ``folders.in_turn``, or ``source`` itself."""
     if _TAG.fullmatch(source.resolve().name) and (source / MANIFEST_NAME).exists():
         return [source]
-    named = _named(source) if source.is_dir() else []
-    return folders.in_turn(path for path in named if (path / MANIFEST_NAME).exists())
+    tags = _named(source) if source.is_dir() else []
+    return folders.in_turn(path for path in tags if (path / MANIFEST_NAME).exists())
 
 
 def foreign_tags_in(source: Path) -> list[Path]:
-    """Return folders that DeepSpeed wrote without us: they say nothing of the run, and are not resumed from."""
+    """Return folders written by DeepSpeed without our manifest; a run cannot resume from them."""
     return [path for path in _named(source) if not (path / MANIFEST_NAME).exists()] if source.is_dir() else []
 
 
 def is_of_this_format(checkpoint: Checkpoint) -> bool:
-    """Tell whether ``checkpoint`` holds DeepSpeed's files."""
+    """Return True if ``checkpoint`` is in DeepSpeed's format."""
     return checkpoint.metadata.get("format") == FORMAT
 
 
 def open_newest(source: Path, world: Group, *, strict: bool = False) -> Checkpoint:
-    """Return the last one saved in ``source`` that verifies; those passed over are named. Collective.
+    """Open the newest checkpoint in ``source`` that verifies; damaged ones are logged and skipped. Collective.
 
     Args:
-        strict: nothing is passed over.
+        strict: do not skip damaged checkpoints.
 
     Raises:
-        CheckpointError: none verifies.
+        CheckpointError: no checkpoint verifies.
     """
     return open_first(gather_verdict(world, lambda: None, lambda _: tags_in(source)), world, source, strict=strict)
 
 
 def prepare(root: Path, step: int) -> Path:
-    """Make the temporary folder for a checkpoint of ``step`` and return its path. Rank 0 only."""
+    """Create the temporary folder for a checkpoint of ``step`` and return its path. Rank 0 only."""
     files.make_folder(root)
     folders.remove_stale(root, _STALE)
     temporary = root / f".tmp-global_step{step}-{os.getpid()}"
@@ -84,7 +84,7 @@ def commit(temporary: Path, step: int, metadata: dict[str, Any], facts: dict[str
 
 
 def clean_up(path: Path, keep: RetentionPolicy) -> None:
-    """Point ``latest`` at ``path`` and delete old ones: the save has succeeded whatever happens here. Rank 0 only."""
+    """Point ``latest`` at ``path`` and delete old checkpoints; errors are only logged. Rank 0 only."""
     root = path.parent
     try:
         files.replace_bytes(root / folders.LATEST, path.name.encode())
@@ -98,8 +98,8 @@ def _named(root: Path) -> list[Path]:
 
 
 def _free_name(root: Path, step: int) -> Path:
-    path, number = root / f"global_step{step}", 0
+    path, suffix = root / f"global_step{step}", 0
     while path.exists():
-        number += 1
-        path = root / f"global_step{step}-{number}"
+        suffix += 1
+        path = root / f"global_step{step}-{suffix}"
     return path

@@ -10,9 +10,10 @@ from megatron.mpu.groups import Grid, Group
 
 
 class DeepSpeedMpu:
-    """The methods that ``deepspeed.initialize(mpu=...)`` calls; data and context are one axis to it.
+    """The methods that ``deepspeed.initialize(mpu=...)`` calls. Construction is collective.
 
-    DeepSpeed takes a missing handle for the whole world, so a group of one gets a real process group here. Collective.
+    Data and context parallelism are one axis for DeepSpeed. Because it interprets a missing handle as the world group,
+    a group of one rank gets a real process group here.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -46,9 +47,9 @@ class DeepSpeedMpu:
 def _handle(grid: Grid, group: Group) -> Any:
     if group.handle is not None:
         return group.handle
-    own = None
+    local_handle = None
     for rank in range(grid.topology.world_size):
         handle = dist.new_group([rank])
         if rank == grid.rank:
-            own = handle
-    return own
+            local_handle = handle
+    return local_handle

@@ -1,6 +1,7 @@
-"""``--deterministic``: sums in the same order in every run.
+"""Deterministic order of summation in every run (``--deterministic``).
 
-CPUs are that way: one thread count gives one result. On CUDA many kernels add in whatever order their blocks finish.
+CPU kernels are deterministic for a given number of threads. On CUDA, many kernels sum in the order in which their
+blocks finish.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from megatron.errors import ConfigError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")
-"""Values with which cuBLAS repeats itself, as its documentation on reproducibility has them; the first is faster."""
+"""Values with which cuBLAS is deterministic, according to its documentation; the first is faster."""
 NCCL_SUMS = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
-"""One order of sums for every start: left alone, NCCL chooses by size and by what it finds of the machine."""
+"""Settings that fix the order of NCCL's sums; by default it depends on message size and hardware topology."""
 
 
 def configure_determinism(config: Config, kind: str) -> None:
-    """Tell torch and cuBLAS to repeat themselves if the flag asks for it; before CUDA is first used.
+    """Make torch and cuBLAS deterministic if --deterministic is given. Must be called before CUDA is first used.
 
     Raises:
-        ConfigError: the environment asks cuBLAS for a workspace with which it does not.
+        ConfigError: the environment sets a cuBLAS workspace that is not deterministic.
     """
     if not config.run.deterministic or kind == "cpu":
         return
@@ -32,28 +33,28 @@ def configure_determinism(config: Config, kind: str) -> None:
         _configure_workspace()
         for name, value in NCCL_SUMS.items():
             os.environ.setdefault(name, value)
-        # A pass over each new tensor, against reading it.
+        # Filling each new tensor only guards against reading uninitialized memory, and costs a pass over it.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
 
 
 def _configure_workspace() -> None:
-    asked = os.environ.setdefault(WORKSPACE, WORKSPACES[0])
-    if asked not in WORKSPACES:
+    workspace = os.environ.setdefault(WORKSPACE, WORKSPACES[0])
+    if workspace not in WORKSPACES:
         raise ConfigError(
-            f"with --deterministic the environment's {WORKSPACE} must be {' or '.join(WORKSPACES)}, got {asked!r}. "
+            f"with --deterministic the environment's {WORKSPACE} must be {' or '.join(WORKSPACES)}, got {workspace!r}. "
             "Unset it, or leave the flag out"
         )
 
 
 def determinism_rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
-    """Yield the row of the start table that says how exactly a run resumes, where there is something to say."""
-    asked = config.run.deterministic
-    if kind == "cuda" and asked:
+    """Yield the row of the start table that states how exactly a run resumes, if it applies."""
+    is_deterministic = config.run.deterministic
+    if kind == "cuda" and is_deterministic:
         yield "resume", "bit for bit in the same layout (--deterministic)"
     elif kind == "cuda":
         yield "resume", "not bit for bit: kernels on this device add in any order; --deterministic makes it so, slower"
-    elif asked and kind != "cpu":
+    elif is_deterministic and kind != "cpu":
         yield "resume", f"bit for bit in the same layout, as far as the kernels of {kind} hold to it (--deterministic)"
-    elif asked:
+    elif is_deterministic:
         yield "resume", "bit for bit in the same layout; on a CPU so without --deterministic, too"

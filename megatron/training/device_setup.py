@@ -1,7 +1,7 @@
-"""One device for torch, DeepSpeed and plug-ins.
+"""Selection of the device for torch, DeepSpeed and plug-ins.
 
-DeepSpeed chooses for itself when it is imported and says so, so it is told before, by DS_ACCELERATOR. For the device
-of a plug-in it may be given the plug-in's own accelerator object; what the plug-in leaves open, the object says.
+DeepSpeed selects and logs its accelerator when it is imported, so DS_ACCELERATOR is set before. For a plug-in's device,
+DeepSpeed may use the plug-in's accelerator object, which also provides the properties that the plug-in does not define.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ from megatron.training.fused_kernels import check_fused_kernels
 
 
 def configure_device(config: Config) -> str:
-    """Choose the kind of device, and whether it repeats itself to the bit, and return the kind.
+    """Select the device type, configure determinism, and return the device type.
 
-    A plug-in's device is made ready here, and its adaptors are applied; a second call changes nothing.
+    A plug-in's device is prepared and its adaptors are applied. Further calls have no effect.
 
     Raises:
-        ConfigError: --device asks for one that is not there, a plug-in does not fit, or --deterministic cannot be held.
+        ConfigError: the device of --device is not available, a plug-in is incompatible, or --deterministic is not
+            possible.
     """
     try:
-        kind = device.choose(config.parallel.device)
-        plugin = accelerators.find(kind)
-        if plugin is not None and accelerators.applied(kind) is None:
+        device_type = device.choose(config.parallel.device)
+        plugin = accelerators.find(device_type)
+        if plugin is not None and accelerators.applied(device_type) is None:
             _open(plugin)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    os.environ["DS_ACCELERATOR"] = kind
-    if kind == "cuda":
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # parts of a sum stay in fp32
+    os.environ["DS_ACCELERATOR"] = device_type
+    if device_type == "cuda":
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # partial sums stay in fp32
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    configure_determinism(config, kind)
-    return kind
+    configure_determinism(config, device_type)
+    return device_type
 
 
 def _open(plugin: Accelerator) -> None:
-    """Make a plug-in's device ready, first for torch, then for DeepSpeed, and apply its adaptors."""
+    """Prepare a plug-in's device, first for torch and then for DeepSpeed, and apply its adaptors."""
     device.prepare(plugin.name)
-    # DeepSpeed takes one of its own when it is imported, which an adaptor may do, and knows ours by its name or not.
+    # DeepSpeed selects an accelerator when an adaptor imports it, and may not know the plug-in's name.
     os.environ["DS_ACCELERATOR"] = plugin.name if plugin.deepspeed is None else "cpu"
     if plugin.deepspeed is not None:
         from deepspeed.accelerator import set_accelerator
@@ -56,10 +57,10 @@ def _open(plugin: Accelerator) -> None:
 
 
 def check_device_fits(config: Config, kind: str) -> None:
-    """Check that the device computes in the number format that was said, if one was, and has the kernels asked for.
+    """Check that the device supports the requested precision and fused kernels.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it does not support them.
     """
     if kind in accelerators.BUILT_IN:
         check_device(config, kind == "cuda", kind != "cuda" or device.default_precision(kind) == "bf16")
@@ -69,33 +70,33 @@ def check_device_fits(config: Config, kind: str) -> None:
 
 
 def check_agreement(kind: str) -> None:
-    """Check that DeepSpeed, which has been imported, works on this kind of device too.
+    """Check that DeepSpeed, which has been imported, uses this device type, too.
 
     Raises:
-        ConfigError: it chose another one.
+        ConfigError: DeepSpeed selected another device type.
     """
     from deepspeed.accelerator import get_accelerator
 
-    theirs = get_accelerator().device_name().partition(":")[0]
-    if theirs != kind:
+    deepspeed_device = get_accelerator().device_name().partition(":")[0]
+    if deepspeed_device != kind:
         raise ConfigError(
-            f"DeepSpeed must use the device of --device, got {theirs} and {kind}: it was imported before the "
+            f"DeepSpeed must use the device of --device, got {deepspeed_device} and {kind}: it was imported before the "
             f"device was chosen. Set DS_ACCELERATOR={kind} in the environment"
         )
 
 
 def backend_of(kind: str) -> str:
-    """Return torch.distributed's backend for this kind: the seam's, or where that is open DeepSpeed's accelerator's."""
-    own = device.backend(kind)
-    if own:
-        return own
+    """Return the torch.distributed backend of a device type, by default that of DeepSpeed's accelerator."""
+    backend = device.backend(kind)
+    if backend:
+        return backend
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator().communication_backend_name()
 
 
 def device_rows(kind: str) -> Iterator[tuple[str, str]]:
-    """Yield the row of the start table that says which adaptors of a plug-in are on."""
+    """Yield the row of the start table that lists the active adaptors of a plug-in."""
     plugin = accelerators.find(kind)
     if plugin is None or not plugin.adaptors:
         return

@@ -1,4 +1,4 @@
-"""--dry-run: the plan of a run by arithmetic: layout, memory, bubble (no torch)."""
+"""--dry-run: compute the plan of a run (layout, memory, pipeline bubble) without starting it. No torch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tds.partition import chunks_on
 from tds.schedule import V
 from tds.schedule.simulate import AUTO, bubble, candidates, file_of, in_flight, is_auto
 
-# Rows of the start table that tell which data are read, and how texts become samples.
+# Rows of the start table on the data and on the construction of samples.
 
 
 def sample_rows(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the rows on how texts become samples: none of GPT-2 where documents lie end to end as they are."""
+    """Yield the rows on the construction of samples; none for GPT-2 with documents simply concatenated."""
     data = config.data
     if config.own.is_encoder_decoder and data.cuts_spans:
         yield "spans", _spans_text(config)
@@ -45,7 +45,7 @@ def sample_rows(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def data_text(config: Config) -> str:
-    """Return which token files the splits are read from."""
+    """Return the token files of the splits as text."""
     data = config.data
     if data.is_mock:
         return "random tokens"
@@ -58,26 +58,26 @@ def data_text(config: Config) -> str:
         by = " by hash" if data.split_by == "hash" else ""
         paths = f"{data.data_path}, split {data.split}{by}"
     else:
-        named = [f"{name.split('_')[0]} {getattr(data, name)}" for name in EACH if getattr(data, name) is not None]
-        paths = ", ".join(named) or "the script's own"
+        flags = [f"{name.split('_')[0]} {getattr(data, name)}" for name in EACH if getattr(data, name) is not None]
+        paths = ", ".join(flags) or "the script's own"
     return paths + (f", weights from tokens on: {data.mixture_schedule}" if data.mixture_schedule else "")
 
 
 def _spans_text(config: Config) -> str:
-    """Return how a text becomes a sample of T5."""
+    """Return the construction of T5's samples from text."""
     t5 = config.own
-    kind = f"noise density {t5.noise_density:g}, mean span length {t5.mean_span_length:g}"
+    noise = f"noise density {t5.noise_density:g}, mean span length {t5.mean_span_length:g}"
     if t5.denoisers != "R":
-        kind = f"denoisers {t5.denoisers}"
-    most = "up to " if len(t5.kinds) > 1 else ""
-    text = f"{t5.raw_length} tokens of text become {most}{t5.enc_seq_length} of inputs"
-    return f"{text} and {most}{t5.longest_target} of targets; {kind}"
+        noise = f"denoisers {t5.denoisers}"
+    prefix = "up to " if len(t5.kinds) > 1 else ""
+    text = f"{t5.raw_length} tokens of text become {prefix}{t5.enc_seq_length} of inputs"
+    return f"{text} and {prefix}{t5.longest_target} of targets; {noise}"
 
 
-# What a configuration means on a grid of ranks: the rows of the start table, by arithmetic alone.
+# Rows of the start table for a configuration on a grid of ranks; they need no model.
 
 TEXT_VOCABULARY = "MEGATRON_TEXT_VOCABULARY"
-"""Environment variable: vocabulary size of the sample data, which the run script makes before the run."""
+"""Environment variable: vocabulary size of the sample data that the run script creates before the run."""
 
 Forecast = Callable[[int, int, str, int, Sequence[float] | None], float]
 
@@ -90,7 +90,7 @@ def dry_run(config: Config, world_size: int, program: str = "", run_name: str = 
         run_name: beginning of the names of the program's run folders.
 
     Raises:
-        ConfigError: The run would reject the flags, or ``--check-paths`` finds that this machine lacks something.
+        ConfigError: the run would reject the flags, or with ``--check-paths`` this machine lacks files or devices.
     """
     if os.environ.get("RANK", "0") != "0":
         return
@@ -103,8 +103,8 @@ def dry_run(config: Config, world_size: int, program: str = "", run_name: str = 
         problem = "--dry-run needs a vocabulary size, got no --tokenizer-path and no --vocab-size. Give one of them"
         raise ConfigError(with_variables([problem], os.environ)[0])
     if config.own.is_encoder_decoder and tokenizer is not None and config.data.cuts_spans:
-        asked_by = f"--enc-seq-length {config.own.enc_seq_length}"
-        tokens_of(tokenizer, config).require_sentinels(config.own.most_spans, asked_by)
+        flag = f"--enc-seq-length {config.own.enc_seq_length}"
+        tokens_of(tokenizer, config).require_sentinels(config.own.most_spans, flag)
     raise_all(list(plan_checks.combination_problems(config, tokenizer, program)))
     parallel = config.parallel
     sizes = parallel.model_parallel_size, parallel.num_stages, parallel.context_parallel_size
@@ -131,15 +131,15 @@ def dry_run(config: Config, world_size: int, program: str = "", run_name: str = 
 
 
 def _memory_here(config: Config, world_size: int) -> int | None:
-    """Return the memory that a rank of such a run can have here; None where devices are planned for that are not."""
-    kind = "cpu"
+    """Return the memory in bytes that a rank could use on this machine; None if the planned devices are not present."""
+    device_type = "cpu"
     if not is_on_cpu(config):
-        from megatron import device  # it imports torch, which a dry run on CPUs does without
+        from megatron import device  # imports torch, which a dry run on CPUs does not need
 
-        kind = device.choose("auto") if config.parallel.device == "auto" else config.parallel.device
-        if not device.is_available(kind):
+        device_type = device.choose("auto") if config.parallel.device == "auto" else config.parallel.device
+        if not device.is_available(device_type):
             return None
-    return auto_placement.usable_bytes(kind, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    return auto_placement.usable_bytes(device_type, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
 
 
 def plan_rows(
@@ -153,10 +153,11 @@ def plan_rows(
     """Yield name and text of each row.
 
     Args:
-        bounds: of the pieces, in layers as the pipeline counts them; with chunks a stage has several pieces.
-        counted: parameters of the whole model, then of one rank of each stage; None before it is built, when it is
-            taken to be the one that ``config`` describes.
-        forecast: gives the bubble as ``tds.schedule.simulate.bubble`` does; None: by its closed forms.
+        bounds: bounds of the pieces in pipeline layers; with chunks, a stage has several pieces.
+        counted: number of parameters of the full model, then of one rank of each stage. None before the model is
+            built; it is then assumed to be the model that ``config`` describes.
+        forecast: function that returns the bubble, with the signature of ``tds.schedule.simulate.bubble``. None: use
+            the closed forms of that function.
     """
     batch, d = config.batch, topology.data
     size = topology.world_size
@@ -204,15 +205,15 @@ def plan_rows(
 
 
 def _muon_text(config: Config, topology: Topology) -> str:
-    """Say what Muon moves, and who has its matrices."""
+    """Return a description of the parameters that Muon updates, and of the ranks that own its matrices."""
     settings, owners = config.optimizer, topology.tensor * topology.data_context // topology.expert
     costs = registry.costs_of(config).shared_out(1)
     products = costs.stage_matrices([0, costs.num_units])[0]
     flops = sum(
-        one.number * newton_schulz_flops(one.inner, one.columns, settings.muon_num_ns_steps) for one in products
+        group.number * newton_schulz_flops(group.inner, group.columns, settings.muon_num_ns_steps) for group in products
     )
     text = (
-        f"muon on {human_count(sum(one.weights for one in products))} parameters in matrices of layers (momentum "
+        f"muon on {human_count(sum(group.weights for group in products))} parameters in matrices of layers (momentum "
         f"{settings.muon_momentum:g}, {settings.muon_scale_mode}), AdamW on all else; Newton-Schulz takes "
         f"{flops / 1e12:,.3g} TFLOP a step"
     )
@@ -220,16 +221,16 @@ def _muon_text(config: Config, topology: Topology) -> str:
 
 
 def _length_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
-    """Yield at which lengths samples are read, and from where on."""
+    """Yield the row on the sequence lengths and the tokens from which they apply."""
     sizes, lengths = config.batch.sizes(replicas), config.batch.lengths
     if not lengths.do_change:
         return
     first, *later = lengths.starts()
-    each = [
+    changes = [
         f"{length} from {tokens:,} tokens on (about step {sizes.steps_until(sample) + 1:,})"
         for tokens, sample, length in later
     ]
-    yield "sequence length", f"{first[2]}, {', '.join(each)}; pieces of the same samples"
+    yield "sequence length", f"{first[2]}, {', '.join(changes)}; pieces of the same samples"
 
 
 def ignored_text(config: Config) -> str:
@@ -237,96 +238,98 @@ def ignored_text(config: Config) -> str:
     flags = [name for name in config.ignored if name.startswith("--")]
     keys = [name for name in config.ignored if not name.startswith("--")]
     counts = [
-        f"{len(names)} {word}{'s' * (len(names) > 1)}" for names, word in ((flags, "flag"), (keys, "key")) if names
+        f"{len(names)} {noun}{'s' * (len(names) > 1)}" for names, noun in ((flags, "flag"), (keys, "key")) if names
     ]
     verb = "has" if len(config.ignored) == 1 else "have"
     return f"{' and '.join(counts)} {verb} no effect: {', '.join([*flags, *keys])}"
 
 
 def _own_model_rows(config: Config, counted: Sequence[int], bounds: Sequence[int]) -> Iterator[tuple[str, str]]:
-    """Yield the rows of a model of which nothing is known but its parameters and the bounds of its pieces."""
+    """Yield the rows of a user's model, of which only the parameter count and the bounds of the pieces are known."""
     yield "model", f"{human_count(counted[0])} parameters"
     stages = len(counted) - 1
-    for stage, held in enumerate(counted[1:]):
+    for stage, num_parameters in enumerate(counted[1:]):
         layers = f"layers {layers_text(bounds, stages, stage, config.parallel.placement)}, " if stages > 1 else ""
-        kept = f"; {_kept_text(config, bounds, stages, stage)}" if stages > 1 else ""
-        yield f"stage {stage}", f"{layers}{human_count(held)} parameters on each rank{kept}"
+        activations_text = f"; {_kept_text(config, bounds, stages, stage)}" if stages > 1 else ""
+        yield f"stage {stage}", f"{layers}{human_count(num_parameters)} parameters on each rank{activations_text}"
 
 
 def model_text(config: Config) -> str:
     """Return the sizes of the model that ``config`` describes."""
-    model, own = config.model, config.own
-    layers, more = f"{model.num_layers} layers", own.summary(model)
-    if own.is_encoder_decoder:
-        layers = f"{own.enc_layers} encoder and {own.dec_layers} decoder layers"
+    model, family_config = config.model, config.own
+    layers, family_text = f"{model.num_layers} layers", family_config.summary(model)
+    if family_config.is_encoder_decoder:
+        layers = f"{family_config.enc_layers} encoder and {family_config.dec_layers} decoder layers"
     costs = registry.costs_of(config)
     active = f" in total, {human_count(costs.num_active_parameters)} active" if model.num_experts else ""
     return (
         f"{human_count(costs.num_parameters)} parameters{active}: {layers}, hidden {model.hidden_size}, "
         f"{model.num_attention_heads} heads, feed-forward {model.ff_hidden_size}, vocabulary {model.vocab_size}"
-        f"{', ' + more if more else ''}"
+        f"{', ' + family_text if family_text else ''}"
     )
 
 
 def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> Iterator[tuple[str, str]]:
     stages = topology.pipe
     memory = stage_memory(config, topology, bounds, dtype)
-    held = registry.costs_of(config).stage_parameters(bounds, topology.tensor, stages, config.parallel.placement)
+    num_parameters = registry.costs_of(config).stage_parameters(
+        bounds, topology.tensor, stages, config.parallel.placement
+    )
     for stage in range(stages):
-        kept = f"; {_kept_text(config, bounds, stages, stage)}" if stages > 1 else ""
+        activations_text = f"; {_kept_text(config, bounds, stages, stage)}" if stages > 1 else ""
         yield (
             f"stage {stage}",
-            f"{place_text(config, bounds, stages, stage)}, {human_count(held[stage])} parameters and about "
+            f"{place_text(config, bounds, stages, stage)}, {human_count(num_parameters[stage])} parameters and about "
             f"{human_bytes(memory[stage].total)} on each rank"
-            f"{_host_text(memory[stage].host)}{kept}",
+            f"{_host_text(memory[stage].host)}{activations_text}",
         )
 
 
 def _expert_rows(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield how many experts there are and where they lie."""
+    """Yield the row on the number of experts and their placement."""
     model, ranks = config.model, config.parallel.expert_model_parallel_size
     if not model.num_experts:
         return
     layers = sum(expert_layers(model.moe_layer_freq, model.num_layers))
-    where = f"; {model.num_experts // ranks} of a layer on each of {ranks} ranks" if ranks > 1 else ""
+    placement = f"; {model.num_experts // ranks} of a layer on each of {ranks} ranks" if ranks > 1 else ""
     yield (
         "experts",
-        f"{model.num_experts} in each of {layers} layers, {model.moe_router_topk} for each token{where}; memory is "
+        f"{model.num_experts} in each of {layers} layers, {model.moe_router_topk} for each token{placement}; memory is "
         "that of an even load",
     )
 
 
 def _context_rows(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield how sequences are cut over ranks, and what attention sends for it."""
+    """Yield the row on the split of sequences over ranks, and the communication of attention."""
     parallel, length = config.parallel, config.sequence_lengths[0]
     c = parallel.context_parallel_size
     if c == 1:
         return
-    sent = "keys and values are gathered, and their gradients summed"
+    communication = "keys and values are gathered, and their gradients summed"
     if parallel.cp_comm_type == "a2a":
-        sent = "all of a head goes to one rank and comes back"
+        communication = "all of a head goes to one rank and comes back"
     elif parallel.cp_comm_type == "p2p":
-        sent = f"{sent}, with --cp-comm-type p2p, too"
-    yield "context", f"2 pieces of {length // (2 * c)} tokens on each of {c} ranks; in attention {sent}"
+        communication = f"{communication}, with --cp-comm-type p2p, too"
+    yield "context", f"2 pieces of {length // (2 * c)} tokens on each of {c} ranks; in attention {communication}"
 
 
 def _zero_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
-    """Yield what replicas share, and what lies on the CPU."""
+    """Yield the rows on state sharded over replicas (ZeRO) and on state offloaded to the CPU."""
     settings = config.optimizer
-    shared = ["masters and optimizer states", "gradients", "weights (gathered by the layer)"][: settings.zero_stage]
-    if shared and replicas > 1:
-        names = ", ".join(shared[:-1]) + (" and " if len(shared) > 1 else "") + shared[-1]
+    sharded = ["masters and optimizer states", "gradients", "weights (gathered by the layer)"][: settings.zero_stage]
+    if sharded and replicas > 1:
+        names = ", ".join(sharded[:-1]) + (" and " if len(sharded) > 1 else "") + sharded[-1]
         ranks = config.parallel.expert_model_parallel_size if config.model.num_experts else 1
-        apart = f", of experts {replicas // ranks} that have the same" if ranks > 1 else ""
-        yield "ZeRO", f"stage {settings.zero_stage}: {replicas} replicas share {names}{apart}"
+        experts_text = f", of experts {replicas // ranks} that have the same" if ranks > 1 else ""
+        yield "ZeRO", f"stage {settings.zero_stage}: {replicas} replicas share {names}{experts_text}"
     states = f"masters and optimizer states, updated there by {settings.cpu_adam}'s AdamW"
     if settings.optimizer == "muon":
         states = f"masters and optimizer states, updated there but for Newton-Schulz; {settings.cpu_adam}'s AdamW"
     elif settings.optimizer != "adamw":
         states = "masters and optimizer states, updated there"
-    away = [states] * settings.offload_optimizer + ["weights"] * settings.offload_parameters
-    if away:
-        yield "on the CPU", "; ".join(away)
+    offloaded = [states] * settings.offload_optimizer + ["weights"] * settings.offload_parameters
+    if offloaded:
+        yield "on the CPU", "; ".join(offloaded)
 
 
 def _host_text(num_bytes: int) -> str:
@@ -336,54 +339,54 @@ def _host_text(num_bytes: int) -> str:
 def _pipeline_rows(
     config: Config, stages: int, bounds: Sequence[int], forecast: Forecast | None, is_known: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield the schedule and the share of a step in which stages will idle."""
+    """Yield the rows on the schedule and on the expected pipeline bubble."""
     schedule, chunks, placement, _ = schedule_of(config, bounds, stages).values()
     m, method = config.batch.gas, config.parallel.partition_method
     in_a_v = " in a V" if placement == V else ""
-    each = f", {chunks} chunks on each stage{in_a_v}" if chunks > 1 else ""
-    among = f" of {', '.join(candidates(schedule, chunks, placement))}" if is_auto(schedule) else ""
-    named = AUTO if among else file_of(schedule) or schedule
-    yield "pipeline", f"schedule {named}{among}{each}"
+    chunks_text = f", {chunks} chunks on each stage{in_a_v}" if chunks > 1 else ""
+    candidates_text = f" of {', '.join(candidates(schedule, chunks, placement))}" if is_auto(schedule) else ""
+    schedule_text = AUTO if candidates_text else file_of(schedule) or schedule
+    yield "pipeline", f"schedule {schedule_text}{candidates_text}{chunks_text}"
     if forecast is None and method != "balanced":
         yield "partition", f"--partition-method {method} cuts at the start; the stages above are the balanced ones"
     costs = registry.costs_of(config).piece_costs(bounds) if is_known else None
     idle_share, about = forecast or bubble, "" if forecast else "about "
     bubbles = []
     for name in candidates(schedule, chunks, placement):
-        idle, at_best = (100 * idle_share(stages, m, name, chunks, given) for given in (costs, None))
-        what = (
+        idle, at_best = (100 * idle_share(stages, m, name, chunks, assumed_costs) for assumed_costs in (costs, None))
+        bubble_text = (
             f"{about}{idle:.1f} % expected, {at_best:.1f} % with equal stages"
             if is_known
             else (f"{at_best:.1f} % with equal stages")
         )
-        bubbles.append(f"{name}: {what}" if is_auto(schedule) else what)
+        bubbles.append(f"{name}: {bubble_text}" if is_auto(schedule) else bubble_text)
     note = " (fewer micro-batches than stages: raise --gas)" if m < stages else ""
     yield "pipeline bubble", "; ".join(bubbles) + note
 
 
 def layers_text(bounds: Sequence[int], stages: int, stage: int, placement: str) -> str:
-    """Return the layers of a stage in words, the pieces of its chunks in their order: "0-2 and 6-8"."""
+    """Return the layers of a stage as text, with the pieces of its chunks in order: "0-2 and 6-8"."""
     return " and ".join(_range_text(start, stop) for start, stop in chunks_on(bounds, stages, stage, placement))
 
 
 def sides_text(bounds: Sequence[int], stages: int, stage: int, placement: str, own: Any) -> str:
-    """Return the layers of each side that lie on a stage of a T5, by chunk: "encoder 0-3 and decoder 0".
+    """Return the encoder and decoder layers on a stage of T5, by chunk: "encoder 0-3 and decoder 0".
 
     Args:
-        bounds: in units: embedding, layers and norm of either side, and the head.
-        own: the section with the layers of each side.
+        bounds: bounds in units: embedding, layers and norm of each side, and the head.
+        own: T5's configuration section with the number of layers of each side.
     """
-    units, found = t5_units(own.enc_layers, own.dec_layers), []
+    units, texts = t5_units(own.enc_layers, own.dec_layers), []
     for start, stop in chunks_on(bounds, stages, stage, placement):
         for side, layers in (("encoder", units.enc_layers), ("decoder", units.dec_layers)):
             begin, end = max(start - layers.start, 0), min(stop - layers.start, len(layers))
             if begin < end:
-                found.append(f"{side} {_range_text(begin, end)}")
-    return " and ".join(found)
+                texts.append(f"{side} {_range_text(begin, end)}")
+    return " and ".join(texts)
 
 
 def place_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
-    """Return which layers lie on a stage, in words."""
+    """Return the layers on a stage as text."""
     if config.own.is_encoder_decoder:
         return sides_text(bounds, stages, stage, config.parallel.placement, config.own)
     layers = layers_text(bounds, stages, stage, config.parallel.placement)
@@ -395,7 +398,7 @@ def _range_text(start: int, stop: int) -> str:
 
 
 def _kept_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
-    schedule, chunks, *lie = schedule_of(config, bounds, stages).values()
-    kept = in_flight(stages, config.batch.gas, schedule, chunks, stage, *lie)
-    whole = f"{config.batch.gas} x {chunks} forwards" if chunks > 1 else f"{config.batch.gas} micro-batches"
-    return f"keeps the activations of {kept} of {whole}"
+    schedule, chunks, *placement_args = schedule_of(config, bounds, stages).values()
+    num_kept = in_flight(stages, config.batch.gas, schedule, chunks, stage, *placement_args)
+    total = f"{config.batch.gas} x {chunks} forwards" if chunks > 1 else f"{config.batch.gas} micro-batches"
+    return f"keeps the activations of {num_kept} of {total}"

@@ -1,4 +1,4 @@
-"""The end-of-document token of a run: given, saved with the run, of its token files, or by the tokenizer's folder."""
+"""The end-of-document token of a run: from the flag, the checkpoint, the token files, or the tokenizer."""
 
 from __future__ import annotations
 
@@ -19,35 +19,37 @@ if TYPE_CHECKING:
 
 
 def choose_eod(tokenizer: Tokenizer, config: Config, world: Group | None = None) -> None:
-    """Set the end-of-document token of ``tokenizer`` for a run, the first of these that there is. Collective.
+    """Set the end-of-document token of ``tokenizer`` to the first available of these. Collective.
 
     1. --eod-token NAME, or the token that a resumed run was started with;
-    2. the token with which the documents of the run's token files end;
-    3. the tokenizer's choice by its folder (``Tokenizer.eod_name``).
+    2. the token that ends the documents of the run's token files;
+    3. the tokenizer's own token (``Tokenizer.eod_name``).
 
     Args:
-        world: all ranks of the run; None: this process only.
+        world: group of all ranks of the run; None: this process only.
 
     Raises:
-        DataError: on all ranks alike. The documents of a token file end with another token (the message names both),
-            or the sidecar of a token file cannot be read.
+        DataError: the documents of a token file end with another token (the message names both), or the sidecar of a
+            token file cannot be read; raised on all ranks.
     """
-    usual, wanted = tokenizer.eod_name, config.data.eod_token
-    of_files = _read_by_first_rank(tokenizer, config, world)
+    default_name, chosen = tokenizer.eod_name, config.data.eod_token
+    file_tokens = _read_by_first_rank(tokenizer, config, world)
     is_given = "eod_token" in config.given
-    if wanted is not None and not is_given and wanted != BY_NAME and tokenizer.token_to_id(wanted) is None:
-        log.info(f"the tokenizer has no {wanted}, which ended the documents of this run: --eod-token is chosen again")
-        wanted = None
-    if wanted is None and of_files:
-        wanted = tokenizer.name_of(of_files[0][1])
-    if wanted is not None:
-        tokenizer.use_eod(wanted)
-    if tokenizer.eod_name != usual and not is_given:
+    if chosen is not None and not is_given and chosen != BY_NAME and tokenizer.token_to_id(chosen) is None:
+        log.info(f"the tokenizer has no {chosen}, which ended the documents of this run: --eod-token is chosen again")
+        chosen = None
+    if chosen is None and file_tokens:
+        chosen = tokenizer.name_of(file_tokens[0][1])
+    if chosen is not None:
+        tokenizer.use_eod(chosen)
+    if tokenizer.eod_name != default_name and not is_given:
         reason = (
             "as the documents of its token files" if config.data.eod_token is None else "as when the run was started"
         )
-        log.info(f"documents end with {_named(tokenizer, tokenizer.eod_id)}, {reason}; the tokenizer's own is {usual}")
-    for prefix, eod_id in of_files:
+        log.info(
+            f"documents end with {_named(tokenizer, tokenizer.eod_id)}, {reason}; the tokenizer's own is {default_name}"
+        )
+    for prefix, eod_id in file_tokens:
         if eod_id != tokenizer.eod_id:
             raise DataError(
                 f"the documents of {prefix} end with {_named(tokenizer, eod_id)}, but the end-of-document token of the "
@@ -59,28 +61,28 @@ def choose_eod(tokenizer: Tokenizer, config: Config, world: Group | None = None)
 def _read_by_first_rank(tokenizer: Tokenizer, config: Config, world: Group | None) -> list[tuple[str, int]]:
     """Return ``_of_files`` of the first rank on every rank. Collective.
 
-    The first rank reads the data. Others, such as those of a pipeline's middle stages, do not, so their hosts need not
+    The first rank always reads the data. The hosts of other ranks, such as those of a pipeline's middle stages, may not
     have the files.
 
     Raises:
-        DataError: the first rank cannot read a sidecar; on all ranks alike.
+        DataError: the first rank cannot read a sidecar; raised on all ranks.
     """
-    found: list[tuple[str, int]] = []
+    file_tokens: list[tuple[str, int]] = []
     problem: str | None = None
     if world is None or world.rank == 0:
         try:
-            found = list(_of_files(tokenizer, config))
+            file_tokens = list(_of_files(tokenizer, config))
         except DataError as error:
             problem = str(error)
     if world is not None:
-        found, problem = world.broadcast_object((found, problem))
+        file_tokens, problem = world.broadcast_object((file_tokens, problem))
     if problem is not None:
         raise DataError(problem)
-    return found
+    return file_tokens
 
 
 def _of_files(tokenizer: Tokenizer, config: Config) -> Iterator[tuple[str, int]]:
-    """Yield (prefix, id) of each token file of this tokenizer that records which token ends its documents."""
+    """Yield (prefix, id of the end-of-document token) of each token file that was written with this tokenizer."""
     if config.data.is_own or config.data.is_mock:
         return
     for prefix in config.data.flag_of_prefix:

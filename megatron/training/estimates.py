@@ -1,4 +1,4 @@
-"""What a run will take, by arithmetic: memory of each stage, share of a step that stages idle (no torch)."""
+"""Estimates for a run: memory of each stage, and pipeline bubble. No torch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tds.schedule import Costs, simulate
 from tds.schedule.simulate import by_default, candidates, order_named, placement_for
 
 DRIVER_FILES = ("nvidia[0-9]*", "kfd", "dxg")
-"""In /dev: of NVIDIA's driver, of AMD's, and of both under Windows."""
+"""Device files in /dev of NVIDIA's driver, of AMD's, and of both under WSL."""
 
 
 def is_known(config: Config, counted: Sequence[int]) -> bool:
-    """Return whether a model of ``counted[0]`` parameters is the one that ``config`` describes, whose costs we know."""
+    """Return True if ``config`` describes the model of ``counted[0]`` parameters, so that its costs are known."""
     return config.model.vocab_size is not None and counted[0] == registry.costs_of(config).num_parameters
 
 
 def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> list[Memory]:
-    """Return an estimate of what one rank of each stage holds."""
+    """Return the estimated memory of one rank of each stage."""
     batch = config.batch
     return registry.costs_of(config, is_on_cpu=is_on_cpu(config)).memory_per_stage(
         bounds,
@@ -46,36 +46,36 @@ def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtyp
 
 
 def zero_of(config: Config, replicas: int) -> Zero:
-    """Return how so many replicas share what they hold."""
+    """Return the ZeRO settings of ``config`` for this number of replicas."""
     settings, prefetches = config.optimizer, config.parallel.stage3_prefetch_bucket_size > 0
     return Zero(settings.zero_stage, replicas, settings.offload_optimizer, settings.offload_parameters, prefetches)
 
 
 def is_on_cpu(config: Config) -> bool:
-    """Return whether a run here would train on CPUs; a plan for GPUs may be made where there are none."""
+    """Return True if a run on this machine would train on CPUs; a plan for GPUs needs no GPU."""
     if config.parallel.device != "auto" or not _may_have_device():
         return config.parallel.device in ("auto", "cpu")
-    from megatron import device  # it imports torch, which a dry run on CPUs does without
+    from megatron import device  # imports torch, which a dry run on CPUs does not need
 
     return device.choose("auto") == "cpu"
 
 
 def _may_have_device() -> bool:
-    """Return False where torch need not be asked: without a plug-in, and without a file of any driver of GPUs."""
+    """Return False if there is certainly no device, without importing torch: no plug-in and no GPU driver."""
     files = (path for pattern in DRIVER_FILES for path in Path("/dev").glob(pattern))
     return set(accelerators.names()) != {"cpu", "cuda"} or next(files, None) is not None
 
 
 def schedule_of(config: Config, bounds: Sequence[int], stages: int) -> dict[str, Any]:
-    """Return the schedule's name, and the chunks as they were built: a script may have its own."""
+    """Return schedule, number of chunks and placement as the model was built; a script may choose its own chunks."""
     chunks, placement = (len(bounds) - 1) // stages, config.parallel.placement
     parallel = config.parallel
-    is_said = parallel.pipeline_schedule or parallel.pipeline_schedule_file
-    named = parallel.schedule if is_said else by_default(chunks, placement)
-    return {"schedule": named, "chunks": chunks, "placement": placement, "group_size": parallel.group_size}
+    is_given = parallel.pipeline_schedule or parallel.pipeline_schedule_file
+    schedule = parallel.schedule if is_given else by_default(chunks, placement)
+    return {"schedule": schedule, "chunks": chunks, "placement": placement, "group_size": parallel.group_size}
 
 
-# What share of a step stages will idle: the run's own schedule, simulated with the estimated costs of its pieces.
+# Expected pipeline bubble: the run's schedule, simulated with the estimated costs of its pieces.
 
 
 def simulated_bubble(
@@ -87,26 +87,26 @@ def simulated_bubble(
     *,
     recomputes: bool = False,
 ) -> float:
-    """Return the share of idle time of a step in which a backward takes twice a forward and messages cost nothing.
+    """Return the bubble of a step, assuming that a backward takes twice as long as a forward and messages are free.
 
     Args:
-        piece_costs: of each piece, in any unit; None: all the same.
-        recomputes: each backward runs the forward again first.
+        piece_costs: forward cost of each piece, in any unit; None: equal costs.
+        recomputes: each backward first recomputes the forward.
     """
     forward = [1.0] * (num_stages * num_chunks) if piece_costs is None else piece_costs
     to_input = tuple(2 * cost if recomputes else cost for cost in forward)
-    lie = num_chunks, placement_for(schedule)
-    order = order_named(schedule, *lie)
+    layout = num_chunks, placement_for(schedule)
+    order = order_named(schedule, *layout)
     actions = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
-    return simulate(actions, Costs(tuple(forward), to_input, tuple(forward)), *lie).bubble
+    return simulate(actions, Costs(tuple(forward), to_input, tuple(forward)), *layout).bubble
 
 
 def bubble_of_run(config: Config, bounds: Sequence[int], counted: Sequence[int]) -> Callable[[int], float]:
-    """Return the function from micro-batches of a step to the share of idle time; of several schedules the best.
+    """Return a function of the number of micro-batches to the expected bubble of the best candidate schedule.
 
     Args:
-        bounds: of the pieces, as ``megatron.training.dry_run.plan_rows`` takes them.
-        counted: as ``megatron.training.start_table.count_parameters`` returns it.
+        bounds: bounds of the pieces, as in ``megatron.training.dry_run.plan_rows``.
+        counted: numbers of parameters, from ``megatron.training.start_table.count_parameters``.
     """
     stages = config.parallel.num_stages
     schedule, chunks, placement, _ = schedule_of(config, bounds, stages).values()

@@ -1,4 +1,4 @@
-"""The log line of a run that is started again after it has reached one of its limits."""
+"""Log line for a run that is started again after it has reached one of its limits."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from megatron.training.trainer import Trainer
 
 
 def finished_text(trainer: Trainer) -> str:
-    """Return the line for a run that has already reached one of its limits."""
+    """Return the log line for a run that has already reached one of its limits."""
     batch, progress = trainer.config.batch, trainer.progress
     if batch.train_samples is not None:
-        left = batch.train_samples - progress.samples_consumed
+        num_left = batch.train_samples - progress.samples_consumed
         if not trainer.sizes.steps_within(batch.train_samples, progress.samples_consumed):
             size = trainer.sizes.at(progress.samples_consumed)
-            rest = f"; the {left} that remain are less than a step of {size}" if left > 0 else ""
+            rest = f"; the {num_left} that remain are less than a step of {size}" if num_left > 0 else ""
             return (
                 f"{progress.samples_consumed} of --train-samples {batch.train_samples} are consumed already, after "
                 f"step {progress.step}{rest}. Raise --train-samples to continue"

@@ -5,9 +5,8 @@
 | auto, torch | ``torch.nn.functional`` | ``torch.optim.AdamW(fused=True)`` |
 | apex | ``apex.normalization``, but for layer norms without a shift | ``apex.optimizers.FusedAdam``, if not offloaded |
 
-"auto" is torch's even where there is apex: what is installed must not change the numbers of a run, and nobody has
-measured apex to be faster here. Both are the same functions of their inputs, but for rounding. A checkpoint of one
-goes on with the other.
+"auto" uses torch's kernels even if apex is installed: installed packages must not change the results of a run, and apex
+has not been measured to be faster. Both compute the same functions up to rounding, so a run may resume with the other.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from megatron.config import Config
 from megatron.errors import ConfigError
 
 MODULES = ("apex.normalization.fused_layer_norm", "apex.optimizers", "fused_layer_norm_cuda", "amp_C")
-"""What is imported of apex: its Python files, and the extensions without which they fail at the first call."""
+"""Modules of apex: its Python files, and the extensions without which they fail at the first call."""
 
 
 def check_fused_kernels(config: Config, kind: str) -> None:
-    """Check that apex can be used where it is asked for.
+    """Check that apex can be used if ``--fused-kernels apex`` is given.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot be used.
     """
     if config.parallel.fused_kernels != "apex":
         return
@@ -47,7 +46,7 @@ def check_fused_kernels(config: Config, kind: str) -> None:
 
 
 def _missing() -> str | None:
-    """Return why apex cannot be used here, or None."""
+    """Return the reason why apex cannot be imported, or None."""
     for name in MODULES:
         try:
             importlib.import_module(name)
@@ -57,37 +56,37 @@ def _missing() -> str | None:
 
 
 def use_norms(config: Config, module: torch.nn.Module) -> int:
-    """Let the norms of ``module`` use apex's kernels, if that is chosen; return how many do."""
+    """Set the norms of ``module`` to apex's kernels, if selected; return the number of changed norms."""
     if config.parallel.fused_kernels != "apex":
         return 0
-    # Not at the top: with the compiler that models bring it costs a second, which a tool without a model is spared.
+    # Imported here because models import the compiler, which takes a second that tools without a model save.
     from megatron.models.common.norms import LayerNorm, RMSNorm
 
     num_norms = 0
     for norm in module.modules():
         if isinstance(norm, RMSNorm):
             norm.kernel, num_norms = apex_rms_norm, num_norms + 1
-        elif isinstance(norm, LayerNorm) and norm.bias is not None:  # apex has none without a shift
+        elif isinstance(norm, LayerNorm) and norm.bias is not None:  # apex has no layer norm without bias
             norm.kernel, num_norms = apex_layer_norm, num_norms + 1
     return num_norms
 
 
 def apex_layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """As ``megatron.models.common.norms.layer_norm``, by apex."""
+    """Compute ``megatron.models.common.norms.layer_norm`` with apex."""
     from apex.normalization.fused_layer_norm import fused_layer_norm_affine
 
     return fused_layer_norm_affine(x, weight, bias, (x.shape[-1],), epsilon)
 
 
 def apex_rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """As ``megatron.models.common.norms.rms_norm``, by apex."""
+    """Compute ``megatron.models.common.norms.rms_norm`` with apex."""
     from apex.normalization.fused_layer_norm import fused_rms_norm_affine
 
     return fused_rms_norm_affine(x, weight, (x.shape[-1],), epsilon)
 
 
 def uses_adam(config: Config) -> bool:
-    """Return whether the optimizer is apex's: AdamW with its states on the GPU, in fp32."""
+    """Return True if the optimizer is apex's: AdamW with fp32 states on the GPU."""
     settings = config.optimizer
     is_on_gpu = not settings.offload_optimizer
     return (
@@ -99,9 +98,9 @@ def uses_adam(config: Config) -> bool:
 
 
 def apex_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-    """Return apex's FusedAdam over ``groups``; ``settings`` as of ``torch.optim.AdamW``.
+    """Return apex's FusedAdam over ``groups``; ``settings`` are those of ``torch.optim.AdamW``.
 
-    apex counts steps by group. Checkpoints hold them by parameter, as torch does, so they are kept there too.
+    apex counts steps per group. As in torch, checkpoints store them per parameter, so they are also kept per parameter.
     """
     from apex.optimizers import FusedAdam
 
@@ -122,7 +121,7 @@ def apex_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Opti
 
 
 def fused_kernel_rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
-    """Yield the row of the start table that says whose kernels are used."""
+    """Yield the row of the start table that names the library of the fused kernels."""
     if config.parallel.fused_kernels == "apex":
         others = "" if uses_adam(config) else "; the optimizer is not apex's: it has AdamW on the GPU alone"
         yield "fused kernels", f"apex's norms{' and AdamW' if uses_adam(config) else ''}{others}"

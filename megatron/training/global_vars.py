@@ -1,6 +1,6 @@
-"""get_args, get_config, get_tokenizer, get_streams: values that scripts look up by name.
+"""Global access for scripts: get_args, get_config, get_tokenizer, get_streams.
 
-Only scripts and this package read these; everything below takes what it needs as an argument.
+Only scripts and this package use these functions; lower layers receive the values as arguments.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _current = _Current()
 
 
 def set_current(config: Config, tokenizer: Any, streams: Any) -> None:
-    """Make these what scripts are told until the next call."""
+    """Set the values that the ``get_*`` functions return."""
     _current.config, _current.tokenizer, _current.streams = config, tokenizer, streams
     _current.args = config.namespace()
 
 
 def get_args() -> argparse.Namespace:
-    """Return all flags with the flat names that Megatron and CPM scripts use."""
+    """Return all flags as a flat namespace with the names that Megatron and CPM scripts use."""
     return _needed(_current.args, "namespace of arguments")
 
 
 def get_config() -> Config:
-    """Return the configuration by concern."""
+    """Return the configuration, structured by concern."""
     return _needed(_current.config, "configuration")
 
 
 def get_data_paths() -> BlendPaths:
-    """Return the corpora that the flags name for each split, and how they are read."""
+    """Return the corpora of each split, and the settings for reading them."""
     from megatron.data import BlendPaths  # imports numpy, which --help does not need
 
     settings = get_config().data
@@ -75,7 +75,7 @@ def get_tokenizer() -> Any:
 
 
 def missing_tokenizer(config: Config) -> str:
-    """Return the message for a script that needs a tokenizer where no flag names one."""
+    """Return the error message for a script that needs a tokenizer if no flag names one."""
     if config.data.is_mock:
         size = config.model.vocab_size or "N"
         return (
@@ -95,7 +95,7 @@ def get_chat_template() -> Any:
     Raises:
         DataError: the run has no tokenizer or no template, or it cannot be read.
     """
-    from megatron.tokenizer.chat import find_template  # jinja2 takes 0.1 s, for --sft alone
+    from megatron.tokenizer.chat import find_template  # importing jinja2 takes 0.1 s; only --sft needs it
 
     return find_template(get_tokenizer(), get_config().data.chat_template)
 

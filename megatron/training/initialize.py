@@ -1,4 +1,4 @@
-"""The device and the process groups of this rank, and the check that all ranks run the same program."""
+"""Device and process groups of this rank, and the check that all ranks run the same program."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from megatron.training.rank_consistency import check_ranks_identical, compare_de
 from megatron.training.world import World
 
 MAX_MESH_RANKS = 128
-"""Number of ranks up to which gloo connects all pairs of ranks when a group is created."""
+"""Largest number of ranks for which gloo connects all pairs of ranks when a group is created."""
 
 PIPELINE_QUEUES = "32"
-"""CUDA_DEVICE_MAX_CONNECTIONS of a pipeline."""
+"""CUDA_DEVICE_MAX_CONNECTIONS with a pipeline."""
 ALLOCATOR = "expandable_segments:True,pinned_max_round_threshold_mb:64"
 """PYTORCH_ALLOC_CONF."""
 
 
 def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) -> World:
-    """Choose the device, form the process groups, and check that all ranks run the same program. Collective.
+    """Select the device, create the process groups, and check that all ranks run the same program. Collective.
 
     Args:
-        signal_name: returns the signal that has asked this process to stop, or None.
+        signal_name: function that returns the name of the signal that has requested a stop, or None.
 
     Raises:
-        ConfigError: the device or backend cannot be used, or ranks differ in code, versions or arguments, or share a
-            rank number or a GPU.
+        ConfigError: the device or backend cannot be used, ranks differ in code, versions or arguments, or two ranks
+            share a rank number or a GPU.
         PeerError: not all ranks joined.
-        StopRequest: asked to stop while other ranks were missing.
+        StopRequest: a stop was requested while waiting for other ranks.
     """
     # Environment variables that torch reads when the device or the first group is created.
     set_stream_queues(has_pipeline=config.parallel.has_pipeline, tensor_size=config.parallel.model_parallel_size)
@@ -82,11 +82,11 @@ def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) 
 
 
 def set_stream_queues(*, has_pipeline: bool, tensor_size: int = 1) -> None:
-    """Set CUDA_DEVICE_MAX_CONNECTIONS, unless the user has; to be called before CUDA is initialised.
+    """Set CUDA_DEVICE_MAX_CONNECTIONS unless the user has set it. Must be called before CUDA is initialised.
 
-    A pipeline gets one hardware queue per stream: with CUDA's default of 8, the work of a stage may be queued behind a
-    receive that waits. Tensor parallelism without a pipeline gets a single queue: kernels start in the order of their
-    calls, so that an all-reduce starts before the matrix product that hides it.
+    A pipeline gets one hardware queue per stream: with CUDA's default of 8, the work of a stage may be queued after a
+    pending receive. Tensor parallelism without a pipeline gets a single queue: kernels start in the order of their
+    calls, so that an all-reduce starts before the matrix product that it overlaps with.
     """
     if has_pipeline:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", PIPELINE_QUEUES)
@@ -95,10 +95,10 @@ def set_stream_queues(*, has_pipeline: bool, tensor_size: int = 1) -> None:
 
 
 def set_allocator_options() -> None:
-    """Set PYTORCH_ALLOC_CONF, unless the user has, under either name; to be called before the device is used.
+    """Set PYTORCH_ALLOC_CONF unless the user has set it under either name. Must be called before the device is used.
 
-    Expandable segments avoid fragmentation. Pinned memory is rounded up to a power of two below 64 MiB only: main
-    params on the host would otherwise take up to twice their bytes.
+    Expandable segments avoid fragmentation. Only pinned allocations below 64 MiB are rounded up to a power of two;
+    otherwise main params on the host would take up to twice their size.
     """
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         is_known = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
@@ -106,24 +106,24 @@ def set_allocator_options() -> None:
 
 
 def set_lazy_connections() -> None:
-    """Let gloo connect two ranks at their first message if there are many ranks; called before the first group.
+    """Enable lazy connections in gloo if there are many ranks. Must be called before the first group is created.
 
-    For a full mesh, every rank reads from the store what every other rank wrote: at 10,000 ranks 2e8 messages of
-    8e12 bytes in all, and 10,000 connections per rank. TORCH_GLOO_LAZY_INIT of the user takes precedence.
+    For a full mesh, every rank reads the addresses of every other rank from the store: with 10,000 ranks, 2e8 messages
+    of 8e12 bytes in total, and 10,000 connections per rank. TORCH_GLOO_LAZY_INIT of the user takes precedence.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > MAX_MESH_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def stop() -> None:
-    """Destroy the process groups after a barrier, so that no rank ends while another still works. Collective."""
+    """Destroy the process groups after a barrier, so that no rank exits while another still works. Collective."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
 def _backend(asked: str | None, kind: str, *, is_through_host: bool) -> str:
-    """Return torch.distributed's backend."""
+    """Return the torch.distributed backend."""
     if not is_through_host:
         return asked or backend_of(kind)
     from tds.p2p import host_copies
@@ -133,14 +133,14 @@ def _backend(asked: str | None, kind: str, *, is_through_host: bool) -> str:
 
 
 def _shared_device(kind: str, local_rank: int) -> int:
-    """Return the index of this rank's device if a host has more ranks than devices, which then share them in turn."""
-    number, ranks = device.count(kind), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if not 0 < number < ranks:
+    """Return this rank's device index; if a host has more ranks than devices, the ranks share them round-robin."""
+    num_devices, num_ranks = device.count(kind), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not 0 < num_devices < num_ranks:
         return local_rank
     if os.environ.get("RANK") == "0":
-        log.info(f"{ranks} ranks share {number} {kind} device{'' if number == 1 else 's'} on this host")
-    os.environ["LOCAL_RANK"] = str(local_rank % number)  # which DeepSpeed reads
-    return local_rank % number
+        log.info(f"{num_ranks} ranks share {num_devices} {kind} device{'' if num_devices == 1 else 's'} on this host")
+    os.environ["LOCAL_RANK"] = str(local_rank % num_devices)  # DeepSpeed reads it
+    return local_rank % num_devices
 
 
 def _bind(kind: str, local_rank: int) -> torch.device:
@@ -174,7 +174,7 @@ def _init_process_group(
 
 
 def _touch_every_group(grid: Grid, torch_device: torch.device) -> None:
-    """All-reduce one number over each group, so that a broken connection fails here and not in the first step."""
+    """All-reduce a value over each group, so that a broken connection fails here and not in the first step."""
     touched: set[tuple[int, ...]] = set()
     for name in ("tensor", "pipe", "context", "data", "data_context", "expert", "expert_data", "model", "world"):
         group: Group = getattr(grid, name)

@@ -1,4 +1,4 @@
-"""State shared by the successive starts of one job of the launcher."""
+"""State shared by successive starts of one job of the launcher."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from megatron.training.checkpoint_source import (
     saved_in,
 )
 
-_BY_LAUNCH = ".by-launch"  # runs/.by-launch/<job>: the folder and the source that its first start chose
+_BY_LAUNCH = ".by-launch"  # runs/.by-launch/<job>: folder and source chosen by its first start
 
 
 def job() -> str | None:
-    """Return the launcher's name for this job, which its restarts share; None without our launcher."""
+    """Return the launcher's id of this job, which is the same for its restarts; None without our launcher."""
     return os.environ.get("MEGATRON_RUN_ID") or None
 
 
 def has_saved(folder: Path) -> bool:
-    """Return whether this job has saved into ``folder``, in which an earlier one may have, too."""
+    """Return True if this job has saved a checkpoint into ``folder``, which may contain checkpoints of earlier jobs."""
     return job() is not None and any(_job_of(path) == job() for path in saved_in(folder))
 
 
@@ -35,13 +35,16 @@ def _job_of(checkpoint: Path) -> str | None:
 
 
 def _note_file() -> Path | None:
-    """Return where a launch that may start the job again notes what was chosen: another run may be the newest then."""
+    """Return the file in which a job with restarts stores its choice; None without restarts.
+
+    A restart must not choose again, because the newest run may be another one by then.
+    """
     launch = job()
     return RUNS / _BY_LAUNCH / launch if launch and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else None
 
 
 def noted_choice() -> tuple[Path, Path | None] | None:
-    """Return the folder and the source that an earlier start of this launch chose."""
+    """Return the folder and the source chosen by an earlier start of this job, or None."""
     note = _note_file()
     if note is None or not note.exists():
         return None
@@ -50,7 +53,7 @@ def noted_choice() -> tuple[Path, Path | None] | None:
 
 
 def note_choice(folder: Path, source: Path | None) -> None:
-    """Write down what this start has chosen, for those that may follow."""
+    """Store the choice of this start for later starts of the job."""
     note = _note_file()
     if note is not None:
         note.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Rows of the start table: the kernels used for dropout and attention."""
+"""Rows of the start table on the kernels of dropout and attention."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from megatron.ops.attention import attention_kernels
 
 
 def drops_by_kernel(config: Config, kind: str) -> bool:
-    """Return whether the masks of dropout are made by Triton's kernel."""
+    """Return True if a Triton kernel generates the dropout masks."""
     model, is_wide = config.model, config.precision.dtype == "fp64"
-    is_asked = kind == "cuda" and config.parallel.fused_kernels != "torch" and not is_wide
-    return is_asked and bool(model.hidden_dropout or model.attention_dropout) and fused_dropout.is_there()
+    is_enabled = kind == "cuda" and config.parallel.fused_kernels != "torch" and not is_wide
+    return is_enabled and bool(model.hidden_dropout or model.attention_dropout) and fused_dropout.is_there()
 
 
 def dropout_rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
-    """Yield the row of the start table that says by what elements are dropped on CUDA."""
+    """Yield the row of the start table on the dropout kernel on CUDA."""
     if drops_by_kernel(config, kind):
         yield "dropout", "by a kernel in Triton, which no GPU has run yet (--fused-kernels torch takes torch's)"
 
 
 def dropout_warning(config: Config, kind: str) -> str | None:
-    """Return what to say of ``--layout-independent-dropout`` on CUDA, None where there is nothing to say."""
+    """Return the warning about ``--layout-independent-dropout`` on CUDA, or None if it does not apply."""
     model = config.model
     if kind != "cuda" or not model.layout_independent_dropout:
         return None
@@ -57,7 +57,7 @@ KERNEL_NAMES = {
 
 
 def attention_rows(config: Config, place: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield the row of the start table that names the kernels of attention; none on a CPU."""
+    """Yield the row of the start table that names the attention kernels; none on a CPU."""
     if place.type == "cpu":
         return
     model = config.model
@@ -69,42 +69,44 @@ def attention_rows(config: Config, place: torch.device) -> Iterator[tuple[str, s
 
 
 def document_rows(config: Config, place: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield the row of the start table that says by what documents, or padding, are kept apart, where they are."""
+    """Yield the row of the start table on the method that separates documents or padding, if the run does so."""
     pads = config.own.pads_samples
     if not config.data.keeps_documents_apart and not pads:
         return
     if config.own.is_encoder_decoder:
         yield "documents", "apart by masks of [b, 1, s, s], one a stage: scores have biases"
         return
-    how, reason = _way_of_documents(config, place, is_causal=registry.family_of(config.family).kind == "decoder")
-    what = "padding apart" if pads else "apart"
+    kernel_text, reason = _way_of_documents(
+        config, place, is_causal=registry.family_of(config.family).kind == "decoder"
+    )
+    subject = "padding apart" if pads else "apart"
     if reason is not None:
-        yield "documents", f"{what} by a mask of [b, 1, s, s], one a stage: {reason}"
+        yield "documents", f"{subject} by a mask of [b, 1, s, s], one a stage: {reason}"
         return
-    yield "documents", f"{what} by where each begins, without a mask{how}"
+    yield "documents", f"{subject} by where each begins, without a mask{kernel_text}"
 
 
 def _way_of_documents(config: Config, place: torch.device, *, is_causal: bool) -> tuple[str, str | None]:
-    """Return by what documents are kept apart on ``place``, or why by a mask."""
-    from megatron.ops.document_attention import BLOCKS, TILES, way_of  # not ahead of need: it loads torch's compiler
+    """Return the text on the kernel that separates documents on ``place``, or the reason to use a mask."""
+    from megatron.ops.document_attention import BLOCKS, TILES, way_of  # imports torch's compiler
 
     model = config.model
     reason = mask_reason(config, place.type, is_causal=is_causal)
     if reason is not None:
         return "", reason
     x = torch.empty(0, dtype=device.DTYPES[config.precision.dtype or "fp32"], device=place)
-    has_more = model.position_embedding_type == ALIBI or model.attn_logit_softcapping > 0
-    way = way_of(x, config.batch.seq_length, model.kv_hidden_size, is_plain=is_causal and not has_more)
+    has_score_changes = model.position_embedding_type == ALIBI or model.attn_logit_softcapping > 0
+    way = way_of(x, config.batch.seq_length, model.kv_hidden_size, is_plain=is_causal and not has_score_changes)
     if way is None:
         return "", "flex_attention needs Triton, which is not installed"
     return {TILES: "", BLOCKS: ", by flex_attention, which no GPU has run yet"}.get(way, f", by {way}"), None
 
 
 def attention_kernel(config: Config, place: torch.device, *, has_mask: bool) -> str:
-    """Return by what torch computes the attention of one sample on ``place``, in words.
+    """Return the name of the kernel with which torch computes the attention of one sample on the device ``place``.
 
     Args:
-        has_mask: as of documents kept apart, of padding, or of positions in the scores; else it is causal.
+        has_mask: attention has a mask, for separate documents, padding or position biases; otherwise it is causal.
     """
     model, length = config.model, config.batch.seq_length
     heads = max(1, model.num_attention_heads // config.parallel.model_parallel_size)

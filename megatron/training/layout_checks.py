@@ -9,10 +9,10 @@ from megatron.models.common.parallel_context import context_of
 
 
 def check_sequence_is_cut(module: torch.nn.Module, is_asked_for: bool) -> None:
-    """Check that the layers of ``module``, a model or a stage, cut the sequence as the flag says.
+    """Check that the layers of ``module``, a model or a stage, shard the sequence if and only if the flag is set.
 
     Raises:
-        ConfigError: they do although nobody asked for it, or the other way round.
+        ConfigError: layers and --sequence-parallel disagree.
     """
     if any(map(_cuts, module.modules())) == is_asked_for:
         return
@@ -30,17 +30,17 @@ def check_sequence_is_cut(module: torch.nn.Module, is_asked_for: bool) -> None:
 def _cuts(module: torch.nn.Module) -> bool:
     context = context_of(module)
     has_context = context is not None and context.sequence_parallel
-    return has_context or bool(getattr(module, "sequence_parallel", False))  # of layers of megatron.mpu
+    return has_context or bool(getattr(module, "sequence_parallel", False))  # attribute of megatron.mpu's layers
 
 
 def check_context_is_cut(module: torch.nn.Module, size: int) -> None:
     """Check that the attention of ``module``, a model or a stage, is built for a context group of ``size`` ranks.
 
     Raises:
-        ConfigError: it is not: tokens of other ranks would not be seen.
+        ConfigError: it is not, so that tokens of other ranks would be ignored.
     """
     contexts = map(context_of, module.modules())
-    built = {each.context.size for each in contexts if each is not None}
+    built = {context.context.size for context in contexts if context is not None}
     if size > 1 and built != {size}:
         raise ConfigError(
             f"--context-parallel-size {size} acts on layers that are built for it, got "

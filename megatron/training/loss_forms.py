@@ -1,4 +1,4 @@
-"""Losses in the forms of Megatron's users: scalars, (sum, count) pairs, dictionaries."""
+"""Conversion of the losses that Megatron's users return: scalars, (sum, count) pairs, dictionaries."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tds.user_functions import LossFn
 
 
 def as_weighted(loss: Any) -> Any:
-    """Return a plain pair (sum, count), as users of Megatron write it, as what ``tds`` calls ``Weighted``.
+    """Convert a plain pair (sum, count), as in Megatron's scripts, to ``tds.loss.Weighted``; keep other losses.
 
-    Of a dictionary of losses each.
+    In a dictionary, each loss is converted.
     """
     if isinstance(loss, Mapping):
-        return {name: as_weighted(each) for name, each in loss.items()}
+        return {name: as_weighted(value) for name, value in loss.items()}
     is_pair = isinstance(loss, (tuple, list)) and not hasattr(loss, "_fields") and len(loss) == 2
     return Weighted(*loss) if is_pair else loss
 
@@ -37,13 +37,13 @@ def reading_pairs(loss_fn: LossFn | None) -> WrappedLoss:
 
 
 def mean_of_micro_batch(loss: Any) -> Any:
-    """Return ``loss`` with the loss to train on as the mean over its micro-batch, for ``--loss-average micro-batch``.
+    """Replace the training loss by its mean over the micro-batch, for ``--loss-average micro-batch``.
 
-    The engines average such a scalar over the micro-batches of all replicas and context ranks, each with the same
-    weight. A micro-batch in which nothing is counted has the mean 0. Losses that are only reported stay as they are.
+    The engines average such a scalar over the micro-batches of all replicas and context ranks with equal weights. The
+    mean of a micro-batch without counted tokens is 0. Losses that are only reported are unchanged.
 
     Args:
-        loss: in a form that a loss function may return, pairs as ``Weighted``.
+        loss: return value of a loss function, with pairs as ``Weighted``.
 
     Source: Megatron-LM, core/pipeline_parallel/schedules.py, ``forward_step_calc_loss``.
     """
@@ -58,7 +58,7 @@ def mean_of_micro_batch(loss: Any) -> Any:
 
 
 def scalars(report: dict[str, Any], loss: Any) -> dict[str, torch.Tensor]:
-    """Return what is to be averaged of a report: tensors of one element; the loss itself is reported apart."""
+    """Return the values of a report to average: tensors with one element, except the loss itself."""
     return {
         name: value
         for name, value in report.items()
@@ -67,18 +67,18 @@ def scalars(report: dict[str, Any], loss: Any) -> dict[str, torch.Tensor]:
 
 
 def nominal_weight(tokens_per_step: float) -> float:
-    """Return the power of two nearest to the tokens of a step.
+    """Return the power of two nearest to the number of tokens of a step.
 
-    Gradients are accumulated divided by it, which keeps fp16 in range and changes no other bit.
+    Gradients are divided by it before accumulation. This keeps fp16 in range and, as a power of two, does not round.
     """
     return 2.0 ** round(math.log2(max(tokens_per_step, 1)))
 
 
 def token_weight(tokens_per_step: float, grid: Grid, *, is_mean: bool) -> float:
-    """Return the number that the loss of one token is divided by in the backward, before loss scaling.
+    """Return the divisor of one token's loss in the backward pass, before loss scaling.
 
     Args:
-        tokens_per_step: over all replicas.
+        tokens_per_step: number of tokens of a step over all replicas.
         is_mean: the loss of a micro-batch is the mean over its tokens, not a pair (sum, count).
     """
     return tokens_per_step / grid.data_context.size if is_mean else nominal_weight(tokens_per_step)
@@ -87,7 +87,7 @@ def token_weight(tokens_per_step: float, grid: Grid, *, is_mean: bool) -> float:
 def with_router_losses(
     result: StepResult, routers: Routers, optimizer: MixedPrecisionOptimizer, device: torch.device
 ) -> StepResult:
-    """Let the routers take what a step has counted; return ``result`` with their losses and choices. Collective."""
+    """End the step of the routers; return ``result`` with their losses and expert loads. Collective."""
     losses, result.expert_load = routers.end_step(optimizer.last_factor, device, is_taken=not result.is_skipped)
     result.losses |= losses
     return result

@@ -1,4 +1,4 @@
-"""Restore the loss scale of a checkpoint."""
+"""Restore the loss scale from a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from megatron.optim.grad_scaler import GradScaler
 
 
 def restore_scaler(scaler: GradScaler, metadata: Mapping[str, Any], config: Config) -> None:
-    """Resume the loss scale of a checkpoint if both scales are dynamic; keep that of a new run otherwise.
+    """Restore the loss scale of a checkpoint if both scales are dynamic; otherwise keep that of a new run.
 
-    One line reports a loss scale that differs from the checkpoint's.
+    A loss scale that differs from the checkpoint's is logged.
 
     Args:
-        metadata: of the checkpoint.
+        metadata: metadata of the checkpoint.
     """
-    saved = dict(metadata.get("scaler") or {"scale": 1.0, "is_dynamic": False})  # empty in averaged and imported ones
+    # Missing in averaged and imported checkpoints.
+    saved = dict(metadata.get("scaler") or {"scale": 1.0, "is_dynamic": False})
     if "is_dynamic" not in saved:  # written by an earlier version
         precision = former.settings(metadata.get("config", {})).get("precision", {})
         saved["is_dynamic"] = precision.get("dtype") == "fp16" and not precision.get("loss_scale")

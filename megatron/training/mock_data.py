@@ -1,4 +1,4 @@
-"""Random token data and the tokenizer that fits it (``--data-path mock``)."""
+"""Random token data and a matching tokenizer (``--data-path mock``)."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from megatron.training.vocabulary import tokens_of
 
 
 def mock_tokenizer(config: Config) -> MockTokenizer:
-    """Return a tokenizer whose text, with what its family appends, fills the vocabulary: 0 where a script has none."""
-    one = MockTokenizer(1)
-    appended = tokens_of(one, config).vocab_size - one.vocab_size
-    return MockTokenizer((config.model.vocab_size or 0) - appended)
+    """Return a tokenizer whose ids, together with the family's special tokens, fill the vocabulary (0 without one)."""
+    probe = MockTokenizer(1)
+    num_special_tokens = tokens_of(probe, config).vocab_size - probe.vocab_size
+    return MockTokenizer((config.model.vocab_size or 0) - num_special_tokens)
 
 
 def random_data(config: Config, seed: int | None = None, tokenizer: Any = None) -> Any:
     """Return a data set of random samples for the model of ``config``.
 
     Args:
-        seed: None: that of the run.
-        tokenizer: whose ids they are; None: of a vocabulary of which nothing else is known.
+        seed: seed of the samples; None: the run's seed.
+        tokenizer: tokenizer that the token ids belong to; None: a mock tokenizer for the model's vocabulary size.
     """
     tokenizer = tokenizer or mock_tokenizer(config)
     seed = config.run.seed if seed is None else seed

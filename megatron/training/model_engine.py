@@ -1,4 +1,4 @@
-"""ModelEngine: the engine of a run without a pipeline that needs no feature of DeepSpeed."""
+"""ModelEngine: the engine of a run without a pipeline and without features of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megatron.optim import MixedPrecisionOptimizer
 from tds.gradients import is_reduced_apart
 
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-"""Attributes that count the steps of an engine, as DeepSpeed names them."""
+"""Attributes of an engine that count steps and samples, named as in DeepSpeed."""
 
 
 class ModelEngine(torch.nn.Module):
-    """A model and its optimizer behind the methods of DeepSpeed's engine that training and forward steps call.
+    """A model and its optimizer with the interface of DeepSpeed's engine that training and forward steps call.
 
     ``MixedPrecisionOptimizer`` reduces and clips the gradients and scales the loss, so ``backward`` and ``step`` only
-    run the backward pass and the update. Attributes of the model are attributes of the engine, as with DeepSpeed.
+    run the backward pass and the update. As with DeepSpeed, attributes of the model are attributes of the engine.
 
     Args:
-        model: on the device on which it is trained.
-        micro_batch_size: samples of a micro-batch of one replica.
-        gas: micro-batches of a replica in a step.
-        num_replicas: data-parallel ranks, including those that hold shards of one sequence.
+        model: the model, on the training device.
+        micro_batch_size: number of samples in a micro-batch of one replica.
+        gas: number of micro-batches per step of a replica.
+        num_replicas: number of data-parallel times context-parallel ranks.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ModelEngine(torch.nn.Module):
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Run the backward pass of ``loss``, divided by the micro-batches of a step unless ``scale_wrt_gas`` is False.
+        """Run the backward pass of ``loss``, divided by the micro-batches per step if ``scale_wrt_gas``.
 
         Returns:
             The loss whose gradient was computed.
@@ -85,7 +85,7 @@ class ModelEngine(torch.nn.Module):
         self.module.zero_grad(set_to_none)
 
     def gradient_accumulation_steps(self) -> int:
-        """Return the number of micro-batches of a replica in a step."""
+        """Return the number of micro-batches per step of a replica."""
         return self._gas
 
     def train_micro_batch_size_per_gpu(self) -> int:
@@ -93,11 +93,11 @@ class ModelEngine(torch.nn.Module):
         return self._micro_batch_size
 
     def train_batch_size(self) -> int:
-        """Return the number of samples in a step, of all replicas."""
+        """Return the number of samples per step over all replicas."""
         return self._micro_batch_size * self._gas * self._num_replicas
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the number of samples in a step by the number of micro-batches.
+        """Set the number of samples per step by changing the number of micro-batches.
 
         Raises:
             ValueError: ``train_batch_size`` is not a multiple of the samples of one micro-batch on all replicas.
@@ -111,11 +111,11 @@ class ModelEngine(torch.nn.Module):
         self._gas = gas
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set what ``is_gradient_accumulation_boundary`` returns."""
+        """Set the value that ``is_gradient_accumulation_boundary`` returns."""
         self._is_boundary = is_boundary
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return True while the update of a step runs."""
+        """Return True during the update of a step."""
         return self._is_boundary
 
     def get_lr(self) -> list[float]:
@@ -125,18 +125,18 @@ class ModelEngine(torch.nn.Module):
 
 @torch.no_grad()
 def broadcast_from_first_replica(module: torch.nn.Module, replicas: Group, *, are_sharded: bool) -> None:
-    """Give the parameters of ``module`` the values of the first replica, as DeepSpeed's engine does. Collective.
+    """Broadcast the parameters of ``module`` from the first replica, as DeepSpeed's engine does. Collective.
 
-    A model of the user's may draw its initial weights from a generator that differs between ranks. Expert weights,
-    which replicas do not share, stay as they are.
+    A user's model may draw its initial weights from a generator that differs between ranks. Expert weights are not
+    broadcast, because replicas do not share them.
 
     Args:
-        are_sharded: each replica holds only its shards of the trained weights (ZeRO 3), which also stay.
+        are_sharded: each replica holds only its shards of the trained weights (ZeRO 3), which are not broadcast either.
     """
     if replicas.size == 1:
         return
     for parameter in module.parameters():
         if is_reduced_apart(parameter) or (are_sharded and parameter.requires_grad):
             continue
-        values = parameter.data.view(-1).view(torch.uint8)  # bits: not every backend sends every type
+        values = parameter.data.view(-1).view(torch.uint8)  # as bytes, since not every backend supports every dtype
         dist.broadcast(values, replicas.ranks[0], group=replicas.handle)

@@ -1,4 +1,4 @@
-"""The optimizer, loss scaler and learning-rate schedule of a run."""
+"""Construction of the optimizer, loss scaler and learning-rate schedule of a run."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from megatron.training.world import World
 
 
 def deepspeed_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-    """Return DeepSpeedCPUAdam over ``groups``; ``settings`` as of ``torch.optim.AdamW``.
+    """Return DeepSpeedCPUAdam over ``groups``; ``settings`` are those of ``torch.optim.AdamW``.
 
     Raises:
-        ConfigError: it cannot be compiled here.
+        ConfigError: its extension cannot be compiled on this machine.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     try:
         return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
-    except Exception as error:  # whatever the compiler, its loader or their files say
+    except Exception as error:  # any error of the compiler, the loader or their files
         raise ConfigError(
             f"--cpu-adam deepspeed compiles an extension, which failed here: {type(error).__name__}: {error}. It needs "
             "a C++ compiler (g++) and ninja. Use --cpu-adam torch, which needs none"
@@ -46,10 +46,10 @@ def deepspeed_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim
 def make_optimizer(
     config: Config, module: torch.nn.Module, world: World, param_init: ParamInit | None = None
 ) -> MixedPrecisionOptimizer:
-    """Return the optimizer over ``module``'s parameters, which take the run's precision from here on."""
+    """Return the optimizer over ``module``'s parameters; converts them to the run's precision."""
     settings, precision = config.optimizer, config.precision
     table = RateTable.of(config)
-    named = [(name, parameter, table.rate_of(name, parameter)) for name, parameter in named_parameters(module)]
+    named_rates = [(name, parameter, table.rate_of(name, parameter)) for name, parameter in named_parameters(module)]
     return build_optimizer(
         module.parameters(),
         name=settings.optimizer,
@@ -77,35 +77,35 @@ def make_optimizer(
         fuses_accumulation=config.parallel.gradient_accumulation_fusion,
         muon=_muon(settings),
         bf16_states=settings.bf16_states,
-        rates={parameter: rate for _, parameter, rate in named if rate is not None},
+        rates={parameter: rate for _, parameter, rate in named_rates if rate is not None},
     )
 
 
 def check_rates(config: Config, module: torch.nn.Module, world: World) -> None:
-    """Check that the tables of rates name parameters of the model, on whichever stage. Collective.
+    """Check that every pattern of a learning rate or weight decay matches a parameter of some stage. Collective.
 
     Raises:
-        ConfigError: a pattern fits none; the same on every rank.
+        ConfigError: a pattern matches no parameter; the same on every rank.
     """
     table = RateTable.of(config)
     if table.named or table.decays:
-        every = world.grid.host.gather_objects([name for name, _ in named_parameters(module)])
-        table.check_names(name for names in every for name in names)
+        names_of_ranks = world.grid.host.gather_objects([name for name, _ in named_parameters(module)])
+        table.check_names(name for names in names_of_ranks for name in names)
 
 
 def _muon(settings: OptimizerConfig) -> MuonArgs:
-    return MuonArgs(**{each.name: getattr(settings, f"muon_{each.name}") for each in fields(MuonArgs)})
+    return MuonArgs(**{field.name: getattr(settings, f"muon_{field.name}") for field in fields(MuonArgs)})
 
 
 def _adam(config: Config) -> Callable[..., torch.optim.Optimizer] | None:
-    """Return what AdamW is, where it is not torch's."""
+    """Return the constructor of AdamW, or None for torch's."""
     if config.optimizer.cpu_adam == "deepspeed":
         return deepspeed_adam
     return fused_kernels.apex_adam if fused_kernels.uses_adam(config) else None
 
 
 def make_scaler(config: Config) -> GradScaler:
-    """Return the loss scale: dynamic or fixed for fp16, 1 for every other precision."""
+    """Return the loss scaler: dynamic or fixed for fp16, with scale 1 for all other precisions."""
     precision = config.precision
     if precision.dtype != "fp16":
         return GradScaler()
@@ -121,7 +121,7 @@ def make_scaler(config: Config) -> GradScaler:
 
 
 def make_learning_rate(config: Config) -> LRScheduler:
-    """Return the learning-rate schedule; its lengths are samples if ``config.optimizer.lr_follows_samples``."""
+    """Return the learning-rate schedule, in samples if ``config.optimizer.lr_follows_samples``, else in updates."""
     settings = config.optimizer
     return LRScheduler(
         lr=settings.lr,

@@ -1,6 +1,6 @@
-"""The same steps in any layout, compared.
+"""Traces of training steps, for comparison between layouts.
 
-Tests and ``tools/check_layout.py`` compare such traces with the one of a single process.
+Tests and ``tools/check_layout.py`` compare the traces of a layout with the trace of a single process.
 """
 
 from __future__ import annotations
@@ -24,15 +24,20 @@ from megatron.training.step_engine import ForwardStep, StepEngine
 from megatron.training.trainer import Trainer
 from megatron.training.world import World
 
-SMALLEST_SHARE = 1.0e-6  # of the global norm: gradients below it are zero by symmetry
+SMALLEST_SHARE = 1.0e-6  # fraction of the global norm; smaller gradients are zero by symmetry
 
 
 @dataclass
 class Trace:
-    """What one rank saw. ``gradients`` are of the first step, reduced, before clipping; parts of global tensors.
+    """Values of the steps on one rank.
 
-    ``others`` are the losses of each step beside the first, one behind the other: of experts' balance, for one.
-    ``choices`` are the counts of each step by layer and expert, and of what capacities dropped, int64.
+    Args:
+        losses: training loss of each step.
+        others: all other losses of all steps in order, such as the load-balance losses of experts.
+        choices: tokens of each step by layer and expert, with the dropped tokens in the last column; int64.
+        gradients: gradients of the first step, reduced and before clipping; shards of global tensors by name.
+        weights: weights after the last step; shards of global tensors by name.
+        eval_losses: losses of the evaluations.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -46,9 +51,11 @@ class Trace:
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest differences over all steps, tensors and ranks; ``worst`` names the gradient that differs most.
+    """The largest differences over all steps, tensors and ranks.
 
-    ``choices`` is the number of counts that differ: of what experts were chosen for, and of what was dropped.
+    Args:
+        worst: name of the gradient with the largest difference.
+        choices: number of token counts that differ, per expert and of dropped tokens.
     """
 
     first_loss: float
@@ -72,11 +79,12 @@ def trace_steps(
     eval_every: int = 0,
     tokenizer: Any = None,
 ) -> Trace:
-    """Train ``steps`` steps on ``dataset`` and return what this rank saw. Collective.
+    """Train ``steps`` steps on ``dataset`` and return this rank's trace. Collective.
 
     Args:
-        eval_every: also evaluate one global batch after so many steps; training must not notice.
-        tokenizer: what scripts are told; None: one for random tokens.
+        here: the world.
+        eval_every: also evaluate one global batch every N steps, which must not affect training; 0: never.
+        tokenizer: tokenizer for scripts; None: a mock tokenizer for random tokens.
     """
     streams = make_streams(config, here)
     global_vars.set_current(config, tokenizer or mock_tokenizer(config), streams)
@@ -105,17 +113,17 @@ def trace_steps(
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in the host's memory, where processes on any device can compare theirs."""
+    """Return a copy in host memory, where it can be compared across processes and devices."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def compare(reference: Trace, ranks: Sequence[Trace]) -> Difference:
-    """Return how far the traces of ``ranks`` are from that of one process.
+    """Return the differences between the traces of ``ranks`` and the trace of one process.
 
-    Every part that any rank holds is compared with the same part of the reference, copies included.
+    Every shard of every rank, including copies, is compared with the same part of the reference.
 
     Raises:
-        ValueError: the ranks together do not hold the same parameters as the reference.
+        ValueError: the ranks together do not have the same parameters as the reference.
     """
     names = {name for trace in ranks for name in trace.gradients}
     if names != set(reference.gradients):
@@ -136,7 +144,7 @@ def compare(reference: Trace, ranks: Sequence[Trace]) -> Difference:
 
 
 def _capture_first_gradients(engine: StepEngine, trace: Trace) -> None:
-    """Keep a copy of the gradients that the first ``optimizer.step()`` receives."""
+    """Store a copy of the gradients that the first ``optimizer.step()`` receives."""
     optimizer = engine.optimizer
     step = optimizer.step
 
@@ -146,8 +154,8 @@ def _capture_first_gradients(engine: StepEngine, trace: Trace) -> None:
             for name, parameter in named_parameters(engine.module):
                 gradient, shard = optimizer.gradient_of(parameter), optimizer.gradient_shard(parameter)
                 if gradient is not None:
-                    part = shard.unpadded(gradient) * optimizer.gradient_factor / optimizer.loss_scale
-                    trace.gradients[name] = (shard, _kept(part))
+                    values = shard.unpadded(gradient) * optimizer.gradient_factor / optimizer.loss_scale
+                    trace.gradients[name] = (shard, _kept(values))
         step()
 
     optimizer.step = capturing_step  # type: ignore[method-assign]
@@ -158,14 +166,14 @@ def _differences(
     ranks: Sequence[Mapping[str, tuple[Shard, torch.Tensor]]],
     floor: float,
 ) -> list[tuple[float, str]]:
-    """Return (relative Frobenius difference, name) of every part that any rank holds."""
-    found = []
-    for parts in ranks:
-        for name, (shard, part) in parts.items():
-            wanted = shard.cut(whole[name][1])
+    """Return (relative Frobenius difference, name) of every shard of every rank."""
+    differences = []
+    for shards in ranks:
+        for name, (shard, values) in shards.items():
+            expected = shard.cut(whole[name][1])
             scale = max(whole[name][1].norm().item(), floor)
-            found.append(((part - wanted).norm().item() / scale, name))
-    return found
+            differences.append(((values - expected).norm().item() / scale, name))
+    return differences
 
 
 def _largest(a: Sequence[float], b: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""One training step and one evaluation through the pipeline engine."""
+"""PipelineStepEngine: one training step and one evaluation through the pipeline engine of tds."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from tds.user_functions import LossFn
 
 
 class PipelineStepEngine:
-    """``tds``: the same step with the model's layers on several stages."""
+    """Training step of a model whose layers are split over several pipeline stages by ``tds``."""
 
     def __init__(self, engine: Any, settings: StepSettings) -> None:
-        """Set up ``engine``, a ``tds.PipelineEngine``, for training."""
+        """Configure ``engine``, a ``tds.PipelineEngine``, for training."""
         share, micro_batch_tokens = settings.share, settings.micro_batch_tokens
         self.engine = engine
         self.module: torch.nn.Module = engine.module
@@ -62,14 +62,14 @@ class PipelineStepEngine:
 
     def train_step(self, data: DataIterator, step: int, share: Share | None = None) -> StepResult:
         """Run this replica's micro-batches of step ``step`` through the stages and update the weights. Collective."""
-        self._step, (self._first, number, mean) = step, share or self.share
-        set_micro_batches(self.engine, number)
-        self.engine.nominal_weight = nominal_weight(self.micro_batch_tokens * mean)
-        self.engine.mean_num_micro_batches = mean
+        self._step, (self._first, num_micro_batches, mean_num_micro_batches) = step, share or self.share
+        set_micro_batches(self.engine, num_micro_batches)
+        self.engine.nominal_weight = nominal_weight(self.micro_batch_tokens * mean_num_micro_batches)
+        self.engine.mean_num_micro_batches = mean_num_micro_batches
         self.micro_losses.clear()
         scale = self.optimizer.loss_scale
         if self.routers is not None:
-            tokens = self.micro_batch_tokens * mean
+            tokens = self.micro_batch_tokens * mean_num_micro_batches
             self.routers.set_scale(scale / token_weight(tokens, self.grid, is_mean=self._trains_on_means))
         with as_data_error():
             self.engine.train_batch(data)
@@ -78,24 +78,24 @@ class PipelineStepEngine:
 
     @torch.no_grad()
     def evaluate_batch(self, data: DataIterator) -> float:
-        """Return the mean loss of one global batch, without dropout and without touching training. Collective."""
+        """Return the mean loss of one global batch, without dropout; training state is unchanged. Collective."""
         with as_data_error():
             self.engine.eval_batch(data, num_micro_batches=self.share.num_micro_batches)
         return loss_values(self.engine.means)[0]  # already on the host, unlike the result of eval_batch
 
     def use_deepspeed(self) -> None:
-        """Do nothing: the engine of tds reads and writes DeepSpeed's checkpoints."""
+        """No-op: the engine of tds reads and writes DeepSpeed checkpoints itself."""
 
     def bubble(self) -> float | None:
-        """Return the share of time that stages idled in the training steps since the last call. Collective.
+        """Return the fraction of time that stages were idle in the training steps since the last call. Collective.
 
-        None if there was no step.
+        Returns None if there was no step.
         """
         share: float | None = self.engine.bubble()
         return share
 
     def busy(self) -> tuple[float, int]:
-        """Return the seconds of own work since the last call, waits for other stages left out, and the steps."""
+        """Return (seconds of compute since the last call, without waits for other stages; number of steps)."""
         return busy_seconds(self.engine.rows_of_steps("busy"))
 
     def _start_micro_batch(self, micro_batch: int) -> None:
@@ -103,7 +103,7 @@ class PipelineStepEngine:
         self.streams.position = DropoutKey(self._step, micro_batch, self._first)
 
     def _recording_losses(self, loss_fn: LossFn) -> WrappedLoss:
-        """Return ``loss_fn`` that also records the loss of each micro-batch of a step."""
+        """Return a wrapper of ``loss_fn`` that records the loss of each micro-batch of a step."""
 
         def noted(output: Any, labels: Any) -> Any:
             loss = loss_fn(output, labels)
@@ -120,9 +120,9 @@ class PipelineStepEngine:
 
     @property
     def _trains_on_means(self) -> bool:
-        """True if each micro-batch is trained on its mean: by --loss-average, or as the model declares.
+        """True if each micro-batch is trained on its mean, by --loss-average or by the model's ``loss_weighting``.
 
-        Stages without the loss rely on it.
+        Stages that do not compute the loss depend on this value.
         """
         return self.averages_micro_batches or getattr(self.module, "loss_weighting", None) == "micro-batches"
 

@@ -1,8 +1,8 @@
-"""What ``--dry-run`` checks beyond the configuration. No torch.
+"""Checks of ``--dry-run`` beyond the configuration. No torch.
 
-* Combinations of flags that a run rejects only after the tokenizer, the data sets or the model have been built: errors.
-* Files, memory and devices that this machine lacks: warnings, because a plan is often made on another machine;
-  ``--check-paths`` turns them into errors.
+* Combinations of flags that a run rejects only after building the tokenizer, the data sets or the model are errors.
+* Missing files, memory and devices are warnings, because a plan is often made on another machine; ``--check-paths``
+  turns them into errors.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def combination_problems(config: Config, tokenizer: Any, program: str = "") -> Iterator[str]:
-    """Yield combinations of flags that a run would reject after its start.
+    """Yield errors about combinations of flags that a run would reject after its start.
 
     Args:
-        tokenizer: None if no flag names one.
+        tokenizer: the tokenizer; None if no flag names one.
         program: file name of the program; a user's program may read data without a tokenizer.
     """
-    given = config.given
+    given_flags = config.given
     if tokenizer is None:
         yield from tokenizer_problems(config, program)
         for name in ("sample_prompts", "eval_tasks"):
-            if name in given:
+            if name in given_flags:
                 flag = f"--{name.replace('_', '-')}"
                 yield f"{flag} needs a tokenizer, got none. Name it with --tokenizer-path, or leave {flag} out"
     elif _reads_with_tokenizer(config, program):
@@ -65,7 +65,7 @@ def combination_problems(config: Config, tokenizer: Any, program: str = "") -> I
 
 
 def tokenizer_problems(config: Config, program: str) -> Iterator[str]:
-    """Yield that the program's data need a tokenizer, for a run without one."""
+    """Yield an error if the program's data need a tokenizer; called for runs without one."""
     if _reads_with_tokenizer(config, program):
         yield missing_tokenizer(config)
 
@@ -75,7 +75,7 @@ def _reads_with_tokenizer(config: Config, program: str) -> bool:
 
 
 def _vocabulary_problems(config: Config, tokenizer: Any) -> Iterator[str]:
-    """Yield flags that need tokens or a chat template which the tokenizer lacks."""
+    """Yield errors about flags that need tokens or a chat template which the tokenizer lacks."""
     data = config.data
     has_eod = getattr(tokenizer, "has_eod", True)
     if flags := [f"--{name.replace('_', '-')}" for name in EOD_FLAGS if getattr(data, name) and not has_eod]:
@@ -97,7 +97,7 @@ def _vocabulary_problems(config: Config, tokenizer: Any) -> Iterator[str]:
 
 
 def _empty_split_problems(config: Config) -> Iterator[str]:
-    """Yield splits that the run needs although ``--split`` gives them no documents."""
+    """Yield errors about splits that the run needs although ``--split`` gives them no documents."""
     data, (train, _, test) = config.data, config.data.split_shares
     if config.checkpoint.eval_only and not test:
         yield f"--eval-only needs a test split, got --split {data.split}, which gives it no documents. Change --split"
@@ -108,10 +108,10 @@ def _empty_split_problems(config: Config) -> Iterator[str]:
 def machine_problems(
     config: Config, world_size: int, memory: Sequence[Memory], *, run_name: str = "", makes_data: bool = False
 ) -> Iterator[str]:
-    """Yield files, memory and devices that the run needs and this machine lacks.
+    """Yield messages about files, memory and devices that the run needs and this machine lacks.
 
     Args:
-        memory: estimate for one rank of each stage.
+        memory: estimated memory of one rank of each stage.
         run_name: beginning of the names of the program's run folders.
         makes_data: the run script makes the token files before the run.
     """
@@ -140,7 +140,7 @@ def _load_problems(config: Config, run_name: str) -> Iterator[str]:
 
 
 def _num_gpus() -> int:
-    """Return the number of NVIDIA GPUs with a device file; with another driver 1."""
+    """Return the number of NVIDIA GPUs by their device files; 1 with another vendor's driver."""
     nvidia = len(list(Path("/dev").glob(DRIVER_FILES[0])))
     return nvidia or int(any(next(Path("/dev").glob(name), None) for name in DRIVER_FILES[1:]))
 
@@ -151,27 +151,27 @@ def _local_ranks(world_size: int) -> int:
 
 
 def _device_problems(config: Config, world_size: int) -> Iterator[str]:
-    found, ranks = _num_gpus(), _local_ranks(world_size)
+    num_gpus, ranks = _num_gpus(), _local_ranks(world_size)
     if config.parallel.device != "cuda":
         return
-    if not found:
+    if not num_gpus:
         yield "--device cuda needs a GPU, this machine has none (no /dev/nvidia*, /dev/kfd). Use --device cpu"
-    elif found < ranks and Path("/dev/nvidia0").exists() and config.parallel.distributed_backend != "gloo":
-        yield f"each rank needs a GPU of its own, got {ranks} ranks on this machine and {found} GPUs. Use more nodes"
+    elif num_gpus < ranks and Path("/dev/nvidia0").exists() and config.parallel.distributed_backend != "gloo":
+        yield f"each rank needs a GPU of its own, got {ranks} ranks on this machine and {num_gpus} GPUs. Use more nodes"
 
 
 def _memory_problems(config: Config, world_size: int, memory: Sequence[Memory]) -> Iterator[str]:
-    """Yield that the estimate exceeds the GPU's memory, or that the ranks together exceed the host's."""
+    """Yield a message if the estimate exceeds the GPU's memory, or the ranks together exceed the host's memory."""
     ranks = _local_ranks(world_size)
     is_on_gpu = config.parallel.device == "cuda" or (config.parallel.device == "auto" and _num_gpus() > 0)
     on_host = [stage.host if is_on_gpu else stage.total + stage.host for stage in memory]
     if is_on_gpu:
-        most, limit = max(stage.total for stage in memory), gpu_bytes()
-        if limit is not None and most > limit:
-            yield f"a rank needs about {human_bytes(most)}, a GPU of this machine has {human_bytes(limit)}. {_SMALLER}"
+        peak, limit = max(stage.total for stage in memory), gpu_bytes()
+        if limit is not None and peak > limit:
+            yield f"a rank needs about {human_bytes(peak)}, a GPU of this machine has {human_bytes(limit)}. {_SMALLER}"
     elif config.parallel.device not in ("auto", "cpu", *accelerators.BUILT_IN):
         return
-    # Ranks of one host cover the stages evenly if all are here; otherwise the fullest stage is the bound.
+    # If all ranks are on this host, they cover the stages evenly; otherwise assume that all have the largest stage.
     needed = sum(on_host) * ranks // len(memory) if ranks == world_size else max(on_host) * ranks
     if needed > host_bytes():
         yield (
@@ -184,16 +184,16 @@ _SMALLER = "Use more ranks, a smaller --batch-size, --checkpoint-activations or 
 
 
 def host_bytes() -> int:
-    """Return the memory of this machine, or of the container."""
+    """Return the memory of this machine or of its container in bytes."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(physical, int(CGROUP_LIMIT.read_text()))
-    except (OSError, ValueError):  # no limit is the word "max"
+    except (OSError, ValueError):  # "max" means no limit
         return physical
 
 
 def gpu_bytes() -> int | None:
-    """Return the memory of the smallest GPU by nvidia-smi, or None."""
+    """Return the memory of the smallest GPU in bytes from nvidia-smi, or None."""
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     if shutil.which(command[0]) is None:
         return None

@@ -21,10 +21,10 @@ def is_pretrained(source: Path) -> bool:
 
 
 def load_pretrained(trainer: Trainer, source: Path) -> None:
-    """Load the model's weights; each rank reads its own shards. Steps and samples count from 0. Collective.
+    """Load the weights, of which each rank reads its own shards; counters start at 0. Collective.
 
     Raises:
-        CheckpointError: the folder is damaged or of another model, or the flags ask for more than weights.
+        CheckpointError: the folder is damaged or of another model, or the flags request more than weights.
     """
     flags = trainer.config.checkpoint
     with ExitStack() as stack:
@@ -45,7 +45,7 @@ def load_pretrained(trainer: Trainer, source: Path) -> None:
 
 
 def _compare_tokenizers(config: Config, source: Path) -> None:
-    """Report whether the run's tokenizer maps to the ids that the weights of ``source`` were trained with."""
+    """Log whether the run's tokenizer has the token ids that the weights of ``source`` were trained with."""
     try:
         difference = tokenizer_difference(source, config)
     except (ConfigError, DataError) as error:

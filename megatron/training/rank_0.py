@@ -12,19 +12,19 @@ Given = TypeVar("Given")
 
 
 def run_on_rank_0(world: World, do: Callable[[], Given]) -> Given:
-    """Return on every rank what ``do()`` gives on rank 0. Collective.
+    """Call ``do()`` on rank 0 and return its result on every rank. Collective.
 
     Raises:
-        CheckpointError, ConfigError: of ``do``, on all ranks alike.
+        CheckpointError, ConfigError: raised by ``do`` on rank 0; raised on all ranks.
     """
-    given: Any = None
+    result: Any = None
     if world.rank == 0:
         try:
-            given = do()
+            result = do()
         except (CheckpointError, ConfigError) as error:
             error.is_of_this_rank = False
-            given = error
-    given = world.grid.host.broadcast_object(given)
-    if isinstance(given, Exception):
-        raise given
-    return given
+            result = error
+    result = world.grid.host.broadcast_object(result)
+    if isinstance(result, Exception):
+        raise result
+    return result

@@ -1,6 +1,6 @@
 """Check that all ranks run the same code, versions, arguments and devices.
 
-What differs goes wrong much later otherwise, or not at all: two versions of a layer train without a word.
+Without this check, a difference causes an error much later, or none: two versions of a layer would train silently.
 """
 
 from __future__ import annotations
@@ -34,28 +34,31 @@ VARIABLES = (
     "ENABLE_MEGATRON_ADAPTOR", "ENABLE_TORCH_ADAPTOR", "MEGATRON_ACCELERATOR", "MEGATRON_TEXT_VOCABULARY", "NCCL_ALGO",
     "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )  # fmt: skip
-"""Of the environment: what changes numbers or what is sent. Names of network devices may differ between nodes."""
+"""Environment variables that affect results or communication. Names of network devices may differ between nodes."""
 DEVICE_VARIABLES = ("LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
-"""What decides which GPU a rank takes."""
+"""Environment variables that determine the GPU of a rank."""
 MOST_ROWS = 20
 _OWN = ("run.local_rank",)
 
 
 def check_ranks_identical(config: Config, grid: Grid) -> None:
-    """Raise if ranks differ in what must be the same (rows I05 and I06 of the faults note). Collective.
+    """Check that code, versions, arguments and environment are the same on all ranks. Collective.
+
+    These are faults I05 and I06 of docs/reliability.md.
 
     Raises:
-        ConfigError: with a table of what differs on which ranks; the same on every rank.
+        ConfigError: they differ; the message lists the differences by rank and is the same on every rank.
     """
     if grid.world.size == 1:
         return
-    mine = facts(config)
-    common = sorted((name, value) for name, value in mine.items() if not name.startswith("code"))
+    local_facts = facts(config)
+    common = sorted((name, value) for name, value in local_facts.items() if not name.startswith("code"))
     digest = hashlib.sha256(json.dumps(common).encode()).hexdigest()[:16]
-    found = grid.host.gather_objects((digest, mine.get("code")))  # some 100 bytes; all else only if something differs
-    if len({digest for digest, _ in found}) == 1 and len({code for _, code in found if code is not None}) == 1:
+    # 100 bytes per rank; details are sent only after a mismatch.
+    digests = grid.host.gather_objects((digest, local_facts.get("code")))
+    if len({digest for digest, _ in digests}) == 1 and len({code for _, code in digests if code is not None}) == 1:
         return
-    rows = list(differences(grid.host.gather_objects(mine)))
+    rows = list(differences(grid.host.gather_objects(local_facts)))
     shown = rows[:MOST_ROWS] + ([f"and {len(rows) - MOST_ROWS} more"] if len(rows) > MOST_ROWS else [])
     raise ConfigError(
         "all ranks must run the same code with the same versions, arguments and environment; they differ in\n  "
@@ -65,28 +68,29 @@ def check_ranks_identical(config: Config, grid: Grid) -> None:
 
 
 def compare_devices(place: torch.device, grid: Grid) -> None:
-    """Raise if two ranks have one GPU, which NCCL refuses, but late and on some of the ranks. Collective.
+    """Check that each rank has its own GPU, and that the GPU models are compatible. Collective.
 
-    GPUs of unlike kinds round unlike: within a replica they are refused, over replicas they are named.
+    NCCL also rejects two ranks on one GPU, but late and only on some ranks. Different GPU models round differently:
+    this is an error within a replica, and a warning between replicas.
 
     Raises:
-        ConfigError: naming the ranks and what made them choose it; the same on every rank.
+        ConfigError: naming the ranks and the variables that select their GPUs; the same on every rank.
     """
     if place.type == "cpu" or grid.world.size == 1 or dist.get_backend() != "nccl":
         return
     chosen = ", ".join(f"{name}={os.environ.get(name, 'unset')}" for name in DEVICE_VARIABLES)
     ranks_of: dict[tuple[str, str], dict[int, str]] = {}
-    places = grid.host.gather_objects((gethostname(), identity(place), chosen, device.model_name(place)))
-    _compare_kinds([kind for *_, kind in places], grid)
-    for rank, (host, device_there, device_name, _) in enumerate(places):
-        if device_there:
-            ranks_of.setdefault((host, device_there), {})[rank] = device_name
-    shared = {which: ranks for which, ranks in ranks_of.items() if len(ranks) > 1}
+    devices = grid.host.gather_objects((gethostname(), identity(place), chosen, device.model_name(place)))
+    _compare_kinds([gpu_model for *_, gpu_model in devices], grid)
+    for rank, (host, device_id, device_name, _) in enumerate(devices):
+        if device_id:
+            ranks_of.setdefault((host, device_id), {})[rank] = device_name
+    shared = {gpu: ranks for gpu, ranks in ranks_of.items() if len(ranks) > 1}
     if not shared:
         return
     rows = [
-        f"{which} of {host}: " + "; ".join(f"rank {rank} ({device_name})" for rank, device_name in ranks.items())
-        for (host, which), ranks in shared.items()
+        f"{gpu} of {host}: " + "; ".join(f"rank {rank} ({device_name})" for rank, device_name in ranks.items())
+        for (host, gpu), ranks in shared.items()
     ]
     raise ConfigError(
         "each rank must have a GPU of its own, got several ranks on one:\n  "
@@ -98,49 +102,53 @@ def compare_devices(place: torch.device, grid: Grid) -> None:
 
 
 def _compare_kinds(kinds: Sequence[str], grid: Grid) -> None:
-    """Raise if the ranks of a replica have GPUs of unlike kinds, and say so if replicas have."""
+    """Raise if the ranks of a replica have different GPU models; warn if replicas differ."""
     if len(set(kinds)) == 1:
         return
-    ranks_of = {kind: format_ranks([rank for rank, one in enumerate(kinds) if one == kind]) for kind in set(kinds)}
-    named = "; ".join(f"{kind} on rank {ranks}" for kind, ranks in sorted(ranks_of.items()))
+    ranks_of = {
+        gpu_model: format_ranks([rank for rank, model in enumerate(kinds) if model == gpu_model])
+        for gpu_model in set(kinds)
+    }
+    models = "; ".join(f"{gpu_model} on rank {ranks}" for gpu_model, ranks in sorted(ranks_of.items()))
     for ranks in grid.topology.groups("pipe", "context", "tensor"):
         if len({kinds[rank] for rank in ranks}) > 1:
             raise ConfigError(
-                f"the ranks of a replica must have GPUs of one kind, got {named}: other kernels would round otherwise, "
-                f"and copies of a weight drift apart (ranks {format_ranks(ranks)}). Start them on hosts of one kind"
+                f"the ranks of a replica must have GPUs of one kind, got {models}: other kernels would round "
+                f"otherwise, and copies of a weight drift apart (ranks {format_ranks(ranks)}). Start them on hosts of "
+                "one kind"
             )
     if grid.world.rank == 0:
-        log.warning(f"replicas have GPUs of unlike kinds, and the slowest sets the pace: {named}")
+        log.warning(f"replicas have GPUs of unlike kinds, and the slowest sets the pace: {models}")
 
 
 def facts(config: Config) -> dict[str, str]:
-    """Return what must be the same on all ranks, by name; the code on the first rank of each machine only."""
-    found = {f"arguments: {name}": value for name, value in _flat(config.to_dict()) if name not in _OWN}
-    found |= {f"version: {name}": _version(name) for name in VERSIONS} | {"version: python": platform.python_version()}
-    found |= {f"version: {name}": value for name, value in device.versions().items()}
-    found |= {f"environment: {name}": os.environ.get(name, "unset") for name in VARIABLES}
+    """Return the facts that must be the same on all ranks, by name; those of the code only on local rank 0."""
+    values = {f"arguments: {name}": value for name, value in _flat(config.to_dict()) if name not in _OWN}
+    values |= {f"version: {name}": _version(name) for name in VERSIONS} | {"version: python": platform.python_version()}
+    values |= {f"version: {name}": value for name, value in device.versions().items()}
+    values |= {f"environment: {name}": os.environ.get(name, "unset") for name in VARIABLES}
     json_file = config.run.deepspeed_config
     if json_file:
-        found["file: --deepspeed_config"] = f"crc {zlib.crc32(Path(json_file).read_bytes()):08x}"
+        values["file: --deepspeed_config"] = f"crc {zlib.crc32(Path(json_file).read_bytes()):08x}"
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        found |= {"code": f"crc {code_checksum():08x}", "code: git commit": commit(ROOT)}
-    return found
+        values |= {"code": f"crc {code_checksum():08x}", "code: git commit": commit(ROOT)}
+    return values
 
 
 def differences(everyone: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    """Yield a row for each fact that is not the same on all ranks that have it: the values, with their ranks."""
-    for name in sorted({name for one in everyone for name in one}):
+    """Yield a row with the values and their ranks for each fact that differs between the ranks that have it."""
+    for name in sorted({name for facts_of_rank in everyone for name in facts_of_rank}):
         ranks_of: dict[str, list[int]] = {}
-        for rank, one in enumerate(everyone):
-            if name in one or not name.startswith("code"):
-                ranks_of.setdefault(one.get(name, "none"), []).append(rank)
+        for rank, facts_of_rank in enumerate(everyone):
+            if name in facts_of_rank or not name.startswith("code"):
+                ranks_of.setdefault(facts_of_rank.get(name, "none"), []).append(rank)
         if len(ranks_of) > 1:
             values = (f"{value} on rank {format_ranks(ranks)}" for value, ranks in ranks_of.items())
             yield f"{name}: {'; '.join(values)}"
 
 
 def code_checksum(root: Path = ROOT) -> int:
-    """Return a checksum over the names and contents of the code and of the script that runs."""
+    """Return a checksum over the names and contents of the code files and the running script."""
     files = [*sorted((root / "megatron").rglob("*.py")), *sorted((root / "tds").rglob("*.py"))]
     checksum = 0
     for path in files:
@@ -150,7 +158,7 @@ def code_checksum(root: Path = ROOT) -> int:
 
 
 def commit(root: Path) -> str:
-    """Return the commit that is checked out in ``root``, or "unknown"; read from git's files, which is quick."""
+    """Return the commit that is checked out in ``root``, read from git's files, or "unknown"."""
     try:
         head = (root / ".git" / "HEAD").read_text().strip()
         if not head.startswith("ref: "):

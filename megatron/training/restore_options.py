@@ -1,4 +1,4 @@
-"""RestoreOptions: what a start restores from a checkpoint in addition to the weights."""
+"""RestoreOptions: the state that a start restores from a checkpoint in addition to the weights."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from megatron.config import CheckpointConfig
 
 @dataclass(frozen=True)
 class RestoreOptions:
-    """What a start restores from a checkpoint in addition to the weights.
+    """The state that a start restores from a checkpoint in addition to the weights.
 
     Args:
-        counters: steps, updates and samples.
-        data: the position in the training data, which must be the same.
-        optimizer: moments, loss scale and the states of the callbacks.
-        generators: the states of torch's random generators.
+        counters: restore the numbers of steps, updates and samples.
+        data: restore the position in the training data, which must be the same data.
+        optimizer: restore moments, loss scale and the states of the callbacks.
+        generators: restore the states of torch's random generators.
     """
 
     counters: bool = True
@@ -25,7 +25,7 @@ class RestoreOptions:
 
     @classmethod
     def of(cls, flags: CheckpointConfig) -> RestoreOptions:
-        """Return the options that --finetune, --eval-only, --load-weights-only and --no-load-* select."""
+        """Return the options selected by --finetune, --eval-only, --load-weights-only and --no-load-*."""
         is_whole = not flags.finetune and not flags.eval_only
         has_state = is_whole and not flags.load_weights_only
         return cls(

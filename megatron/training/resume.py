@@ -1,4 +1,4 @@
-"""Resume: restore a run from a checkpoint, from top to bottom.
+"""Resume: restore a run from a checkpoint.
 
 | step | file |
 |---|---|
@@ -62,11 +62,11 @@ class Resumed:
     """The checkpoint that a run has resumed from.
 
     Args:
-        path: the checkpoint, or a Hugging Face folder.
-        sequence: its number in the order of the folder's checkpoints.
-        is_complete: everything was restored, so a rollback may return to this checkpoint.
+        path: the checkpoint or Hugging Face folder.
+        sequence: sequence number of the checkpoint in its folder.
+        is_complete: True if everything was restored, so that a rollback may return to this checkpoint.
         data: the identity of the training data and the position in it; empty if the position was not restored.
-        export_metadata: entries for an export to Hugging Face, which the checkpoints of this run store as well.
+        export_metadata: entries for an export to Hugging Face, which the checkpoints of this run also store.
         lineage: the checkpoints of the folder that belong to this history of the run.
     """
 
@@ -79,19 +79,19 @@ class Resumed:
 
 
 def resume(trainer: Trainer, paths: RunPaths, tokenizer: str | None) -> Resumed | None:
-    """Restore what the flags select from the checkpoint that the run starts from; None without one. Collective.
+    """Restore the run from the checkpoint that the flags name; return None if they name none. Collective.
 
-    A restart by the launcher restores everything, whatever the flags select.
+    The flags also select which state is restored. A restart by the launcher always restores everything.
 
     Args:
         tokenizer: identity of the run's tokenizer, if known.
 
     Raises:
-        CheckpointError: the checkpoint is damaged or does not fit the run; nothing has been changed then.
+        CheckpointError: the checkpoint is damaged or does not fit the run. Nothing has been modified in this case.
     """
     config, flags, world = trainer.config, trainer.config.checkpoint, trainer.world
 
-    # Checkpoint: chosen by run_folder.choose; from an object store it is downloaded by all ranks together.
+    # Checkpoint: chosen by run_folder.choose; all ranks together download it from an object store.
     source = paths.source
     if paths.remote is not None and paths.downloads is not None:
         with trainer.phases.over(LOADING), marked(is_of_this_rank=False):
@@ -146,7 +146,7 @@ def resume(trainer: Trainer, paths: RunPaths, tokenizer: str | None) -> Resumed 
 
 
 def roll_back_to(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Restore everything but the position in the data from an earlier checkpoint of this run. Collective."""
+    """Restore everything except the data position from an earlier checkpoint of this run. Collective."""
     with marked(is_of_this_rank=False):
         check_fits(checkpoint, trainer.config, None, EVERYTHING)
     trainer.progress = restore_run(trainer, checkpoint, EVERYTHING)
@@ -161,7 +161,7 @@ def open_source(source: Path, world: World, *, strict: bool = False) -> Checkpoi
         strict: raise if the newest one is damaged, instead of trying older ones.
 
     Raises:
-        CheckpointError: there is none, or none that verifies.
+        CheckpointError: there is no checkpoint that verifies.
     """
     if is_deepspeed_folder(source):
         return deepspeed_folders.open_newest(source, world.grid.host, strict=strict)
@@ -169,7 +169,7 @@ def open_source(source: Path, world: World, *, strict: bool = False) -> Checkpoi
 
 
 def restore_run(trainer: Trainer, checkpoint: Checkpoint, options: RestoreOptions) -> TrainProgress:
-    """Restore the trainer's model and optimizer; see ``restore``. Collective."""
+    """Restore the trainer's model and optimizer with ``restore``. Collective."""
     engine = trainer.engine
     return restore(
         checkpoint,
@@ -190,12 +190,12 @@ def restore(
     world: World,
     options: RestoreOptions,
 ) -> TrainProgress:
-    """Load a checkpoint into model, optimizer and random generators; return the counters to continue with. Collective.
+    """Load a checkpoint into model, optimizer and random generators; return the restored counters. Collective.
 
-    ``check_fits`` has accepted the checkpoint.
+    The checkpoint must have passed ``check_fits``.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape; on all ranks, before anything is copied.
+        CheckpointError: a tensor is missing or has another shape; raised on all ranks before anything is copied.
     """
     metadata = checkpoint.metadata
 
@@ -206,26 +206,26 @@ def restore(
             make_moments(optimizer)
             records += optimizer_records(module, optimizer)
         else:
-            optimizer.inner.state.clear()  # fp16 had skipped every step, or SGD without momentum: there are no moments
+            optimizer.inner.state.clear()  # no moments: fp16 skipped every step, or SGD without momentum
         records += router_records(module, world)
     _load(checkpoint, records, resizes_vocab=config.checkpoint.resize_vocab)
     optimizer.copy_main_params_to_parameters()
 
-    # Loss scale, and the steps of Adam's bias correction.
+    # Loss scale, and the step counts for Adam's bias correction.
     if options.optimizer:
         restore_scaler(optimizer.scaler, metadata, config)
         set_optimizer_steps(optimizer, metadata["optimizer_steps"])
 
-    # Random states belong to ranks, so they are restored in the same layout only.
+    # Each rank has its own random state, so they are restored only in the same layout.
     if options.generators and layout_text(metadata["layout"], world.grid.topology) is None:
         restore_rng(checkpoint, world)
 
-    # Counters, which the learning rate, the batch size and the length of the run follow.
+    # Counters: learning rate, batch size and run length depend on them.
     return TrainProgress.from_metadata(metadata, config.tokens_per_sample) if options.counters else TrainProgress()
 
 
 def _load(checkpoint: Checkpoint, records: list[TensorRecord], *, resizes_vocab: bool) -> None:
-    """Fill the records; tables of a vocabulary that has been resized follow ``resized_vocab.fill``. Collective."""
+    """Fill the records; ``resized_vocab.fill`` handles the tables of a resized vocabulary. Collective."""
     saved_shapes = {name: checkpoint.shape(name) for name in checkpoint.names()} if resizes_vocab else {}
     resized = [
         record
@@ -240,12 +240,12 @@ def _load(checkpoint: Checkpoint, records: list[TensorRecord], *, resizes_vocab:
 
 
 def _report(trainer: Trainer, checkpoint: Checkpoint, options: RestoreOptions) -> None:
-    """Log what was loaded, and how this run differs from the one that saved it."""
+    """Log what was loaded and how this run differs from the one that saved the checkpoint."""
     config, world, metadata = trainer.config, trainer.world, checkpoint.metadata
     log.info(f"loaded {checkpoint.path}: going on after step {trainer.progress.step}")
-    if moved := layout_text(metadata["layout"], world.grid.topology):
-        anew = "; torch's generators start from --seed" if options.generators else ""
-        log.info(f"{moved}: each rank reads the slices that it needs{anew}")
+    if layout_change := layout_text(metadata["layout"], world.grid.topology):
+        rng_note = "; torch's generators start from --seed" if options.generators else ""
+        log.info(f"{layout_change}: each rank reads the slices that it needs{rng_note}")
     if world.rank == 0:
         if options.data:
             warn_of_changes(metadata, config, world.kind)

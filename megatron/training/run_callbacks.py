@@ -1,8 +1,8 @@
 """The callbacks of a run: tables of (condition, class, arguments), in the order in which their hooks are called.
 
 A run calls the checkpointer, ``debugging_callbacks``, ``step_callbacks``, the callbacks of the user's script, and
-``reporting_callbacks``, so values that a user's callback adds to the metrics are written. A class is imported only if
-its condition holds.
+finally ``reporting_callbacks``, so that values which a user's callback adds to the metrics are written. A class is
+imported only if its condition holds.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class CallbackRow(NamedTuple):
     """One callback of a run.
 
     Args:
-        is_wanted: the condition under which the run has this callback.
+        is_wanted: True if the run has this callback.
         path: ``module:Class`` below ``megatron.training.callbacks``.
-        get_args: returns the arguments of the class; called only if ``is_wanted``.
+        get_args: function that returns the constructor's arguments; called only if ``is_wanted``.
     """
 
     is_wanted: bool
@@ -34,7 +34,7 @@ class CallbackRow(NamedTuple):
 
 
 def make_callbacks(rows: Iterable[CallbackRow]) -> list[Callback]:
-    """Import and construct the wanted callbacks of a table."""
+    """Import and construct the callbacks of a table whose condition holds."""
     callbacks = []
     for row in rows:
         if row.is_wanted:
@@ -54,7 +54,7 @@ def debugging_callbacks(config: Config, world: World, engine: StepEngine, stream
 
 
 def step_callbacks(config: Config, counted: Sequence[int], bytes_before: int) -> list[CallbackRow]:
-    """Return the callbacks that judge, measure or save training steps.
+    """Return the callbacks that check, measure or save training steps.
 
     Args:
         counted: numbers of parameters, from ``start_table.count_parameters``.

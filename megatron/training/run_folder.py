@@ -1,4 +1,4 @@
-"""Choose the run folder, and the run or checkpoint that the run resumes from."""
+"""Choose the run folder, and the run or checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class RunPaths:
     Args:
         folder: the run folder.
         source: the run folder or checkpoint to resume from; None: start from scratch, or from ``remote``.
-        is_restart: this job has already saved into the folder and restores everything, whatever its flags select.
+        is_restart: True if this job has already saved into the folder; everything is restored, regardless of the flags.
         checkpoint_format: format of the checkpoints that the run saves.
-        begins_again: an earlier start of the run may have ended before its first checkpoint.
-        remote: checkpoint or run in an object store that is downloaded into ``downloads`` and becomes the source.
+        begins_again: True if an earlier start of the run may have ended before its first checkpoint.
+        remote: checkpoint or run in an object store; it is downloaded into ``downloads`` and becomes the source.
     """
 
     folder: Path
@@ -54,19 +54,19 @@ class RunPaths:
 def choose(config: Config, name: str, world: World) -> RunPaths:
     """Return the folder and the source of the run, the same on all ranks. Collective.
 
-    The folder is that of --save, or else that of the run which --load or --resume continues, or else a new
+    The folder is --save, otherwise the folder of the run that --load or --resume continues, otherwise a new
     ``runs/<name>-<time>``. A restart by the launcher continues in the folder of the job's first start.
 
     Raises:
         CheckpointError: --load or --resume finds no checkpoint.
-        ConfigError: the folder cannot be written, or not all nodes see it.
+        ConfigError: the folder is not writable, or not visible on all nodes.
     """
 
     def chosen() -> RunPaths:
         paths = _chosen(config, name)
         source = None if paths.source is None else paths.source.absolute()
-        kind = format_of(paths.folder, config.checkpoint)
-        paths = replace(paths, folder=paths.folder.absolute(), source=source, checkpoint_format=kind)
+        checkpoint_format = format_of(paths.folder, config.checkpoint)
+        paths = replace(paths, folder=paths.folder.absolute(), source=source, checkpoint_format=checkpoint_format)
         if paths.downloads is not None:
             paths = replace(paths, downloads=paths.downloads.absolute())
         check_writable(paths.folder)
@@ -98,34 +98,34 @@ def check_store(paths: RunPaths, flags: CheckpointConfig) -> None:
     """Check that checkpoints can be uploaded, and that the store holds no checkpoints of another run.
 
     Raises:
-        ConfigError: the store cannot be written to, or holds checkpoints of another run, whose order is unknown.
+        ConfigError: the store is not writable, or contains checkpoints of another run, so that their order is unknown.
     """
     if flags.save_remote is None or flags.eval_only:
         return
     try:
         object_store.check_writable(flags.save_remote)
-        found = remote.find(flags.save_remote)
+        uploaded = remote.find(flags.save_remote)
     except DataError as error:
         raise ConfigError(f"--save-remote must name a place of a store that can be written to: {error}") from error
-    if found and not _is_own_store(flags) and last_sequence(saved_in(paths.folder)) < found[0].sequence:
+    if uploaded and not _is_own_store(flags) and last_sequence(saved_in(paths.folder)) < uploaded[0].sequence:
         raise ConfigError(
-            f"--save-remote must be empty or hold this run, got {flags.save_remote} with {found[0].name} and "
-            f"{len(found) - 1} more checkpoints that are not in {paths.folder}. Go on with them (--load "
+            f"--save-remote must be empty or hold this run, got {flags.save_remote} with {uploaded[0].name} and "
+            f"{len(uploaded) - 1} more checkpoints that are not in {paths.folder}. Go on with them (--load "
             f"{flags.save_remote}), or give another place"
         )
 
 
 def _is_own_store(flags: CheckpointConfig) -> bool:
-    """Return True if the run resumes from the store that it uploads to."""
-    is_one = flags.load is not None and flags.load.rstrip("/") == (flags.save_remote or "").rstrip("/")
-    return is_one and not (flags.finetune or flags.eval_only)
+    """Return True if the run resumes from the same store that it uploads to."""
+    is_same = flags.load is not None and flags.load.rstrip("/") == (flags.save_remote or "").rstrip("/")
+    return is_same and not (flags.finetune or flags.eval_only)
 
 
 def _chosen(config: Config, name: str) -> RunPaths:
     flags = config.checkpoint
-    noted = None if flags.save else noted_choice()
-    folder, source = noted or _by_flags(config, name)
-    if not flags.save and not noted:
+    earlier = None if flags.save else noted_choice()
+    folder, source = earlier or _by_flags(config, name)
+    if not flags.save and not earlier:
         note_choice(folder, source)
     is_restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if is_restart and has_saved(folder):
@@ -156,7 +156,7 @@ def _of_store(flags: CheckpointConfig, folder: Path, *, goes_on: bool) -> RunPat
 
 
 def _by_flags(config: Config, name: str) -> tuple[Path, Path | None]:
-    """Return the folder and the source that the flags select; creates a new folder if they name none."""
+    """Return the folder and the source selected by the flags; create a new folder if they name none."""
     flags, source = config.checkpoint, _source(config, name)
     if flags.save:
         return Path(flags.save), source
@@ -166,7 +166,7 @@ def _by_flags(config: Config, name: str) -> tuple[Path, Path | None]:
 
 
 def _source(config: Config, name: str) -> Path | None:
-    """Return what --load or --resume names; with --load-if-exists, None if it holds no checkpoint."""
+    """Return the path that --load or --resume names; with --load-if-exists, None if there is no checkpoint."""
     flags = config.checkpoint
     if not flags.resume and (not flags.load or object_store.is_remote(flags.load)):
         return None
@@ -182,10 +182,10 @@ def _source(config: Config, name: str) -> Path | None:
 
 
 def _free(folder: Path) -> Path:
-    """Create ``folder``, or the same name with a number if another job has created it in the same second."""
+    """Create ``folder``, or a numbered variant if another job created it in the same second."""
     RUNS.mkdir(exist_ok=True)
-    for number in range(1000):
-        candidate = folder if not number else folder.with_name(f"{folder.name}-{number}")
+    for suffix in range(1000):
+        candidate = folder if not suffix else folder.with_name(f"{folder.name}-{suffix}")
         try:
             candidate.mkdir()
             return candidate

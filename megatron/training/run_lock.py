@@ -1,8 +1,8 @@
-"""One job at a time in a run folder: ``run.lock`` says who, and the kernel's lock on it says whether it lives.
+"""Lock that admits one job at a time to a run folder: ``run.lock`` names the holder and carries the kernel's file lock.
 
-The lock (``lockf``) belongs to the process of rank 0: what rank 0 has forked does not hold it. A file system without
-such locks leaves the text: a process of this machine is looked up; one of another machine counts as alive unless it is
-of the same job.
+The lock (``lockf``) belongs to the process of rank 0 and is not inherited by its forks. On a file system without locks,
+the text decides: a process of this machine is looked up, and a process of another machine is assumed to be alive unless
+it belongs to the same job.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from megatron.training.world import World
 
 NAME = "run.lock"
 RESTART_WAIT_S = 150.0
-"""A restart of the same job waits so long for the rank 0 before it, which may still be ending. The lock of a host that
-has lost its power is free when its lease with the NFS server is over, after 90 seconds by default."""
-_SILENCE_S = 1.0  # between taking the lock and writing who did
+"""Seconds for which a restart of the same job waits for the previous rank 0, which may still be exiting. The lock of a
+host that lost power is released when its lease with the NFS server expires, after 90 seconds by default."""
+_SILENCE_S = 1.0  # longest time between taking the lock and writing the holder's name
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextmanager
 def held(folder: Path, world: World) -> Iterator[None]:
-    """Hold the lock of the run folder ``folder`` within, for all ranks. Collective.
+    """Hold the lock of the run folder ``folder`` within the context, for all ranks. Collective.
 
     Raises:
-        ConfigError: another job writes there; on all ranks alike.
+        ConfigError: another job is writing to the folder; raised on all ranks.
     """
     locks: list[RunLock] = []
     run_on_rank_0(world, lambda: locks.append(RunLock(folder)))
@@ -49,19 +49,19 @@ def held(folder: Path, world: World) -> Iterator[None]:
 
 
 class RunLock:
-    """Holds ``folder / run.lock`` from construction to ``release``, or the end of this process.
+    """Holds ``folder / run.lock`` from construction to ``release`` or the end of this process.
 
     Raises:
-        ConfigError: another job writes there.
+        ConfigError: another job is writing to the folder.
     """
 
     def __init__(self, folder: Path, wait_s: float = RESTART_WAIT_S) -> None:
         path = folder / NAME
 
         def patience(text: bytes) -> float:
-            """Wait for an earlier start of this job, and for a holder that has not said yet who it is."""
-            found = _parsed(text)
-            return (wait_s if _is_same_job(found) else 0.0) if found else _SILENCE_S
+            """Return the seconds to wait: for an earlier start of this job, or a holder without a name yet."""
+            holder = _parsed(text)
+            return (wait_s if _is_same_job(holder) else 0.0) if holder else _SILENCE_S
 
         def refusal(text: bytes) -> str:
             return (
@@ -73,8 +73,8 @@ class RunLock:
             self._lock = FileLock(
                 path, "lockf", wait_s=patience, describe=refusal, error=ConfigError, without_lock=_is_left
             )
-            if found := _parsed(self._lock.left):
-                log.info(f"{path} is stale: {_format_holder(found)} is gone; taken over")
+            if holder := _parsed(self._lock.left):
+                log.info(f"{path} is stale: {_format_holder(holder)} is gone; taken over")
             self._lock.write(json.dumps(_own()).encode() + b"\n")
         except OSError as error:
             raise ConfigError(
@@ -83,7 +83,7 @@ class RunLock:
             ) from error
 
     def release(self) -> None:
-        """Let the folder go; a second call does nothing."""
+        """Release the lock; further calls have no effect."""
         self._lock.release()
 
 
@@ -98,7 +98,7 @@ def _own() -> dict[str, Any]:
 
 
 def _job() -> str | None:
-    """Return what all starts of one job share: the launcher's name for it, else SLURM's."""
+    """Return the id that all starts of one job share: the launcher's, or else SLURM's."""
     return job() or os.environ.get("SLURM_JOB_ID")
 
 
@@ -107,13 +107,13 @@ def _is_same_job(found: dict[str, Any]) -> bool:
 
 
 def _is_left(error: OSError, text: bytes) -> bool:
-    """Whether the file system has no locks, and nobody who may live holds the file by its text."""
-    found = _parsed(text)
-    return error.errno in _NO_LOCKS and not (found and _may_live(found))
+    """Return True if the file system has no locks, and the holder named in the file is not alive."""
+    holder = _parsed(text)
+    return error.errno in _NO_LOCKS and not (holder and _may_live(holder))
 
 
 def _may_live(found: dict[str, Any]) -> bool:
-    """Whether the process in ``found`` may run still, where no lock can tell."""
+    """Return True if the process in ``found`` may still run; used without locks."""
     if found.get("host") == platform.node():
         pid = found.get("pid")
         started = _start_of(pid) if isinstance(pid, int) and pid != os.getpid() else None
@@ -122,12 +122,12 @@ def _may_live(found: dict[str, Any]) -> bool:
 
 
 def _start_of(pid: int) -> str | None:
-    """Return when process ``pid`` started, in ticks since the machine did; None where it is gone or a zombie."""
+    """Return the start time of process ``pid`` in clock ticks since boot; None if it has exited or is a zombie."""
     try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        stat_fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if words[0] in "ZX" else words[19]
+    return None if stat_fields[0] in "ZX" else stat_fields[19]
 
 
 def _format_holder(found: dict[str, Any]) -> str:
@@ -138,7 +138,7 @@ def _format_holder(found: dict[str, Any]) -> str:
 
 def _parsed(text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(text or b"{}")
+        holder = json.loads(text or b"{}")
     except ValueError:
         return {"host": "unknown"}
-    return found if isinstance(found, dict) else {}
+    return holder if isinstance(holder, dict) else {}

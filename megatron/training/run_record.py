@@ -1,4 +1,4 @@
-"""The record of a run in its folder: config.json, command.txt, versions.json and starts.jsonl."""
+"""Description of a run in its folder: config.json, command.txt, versions.json and starts.jsonl."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def describe(folder: Path, config: Config, world: World, step: int) -> None:
     """Write config.json, command.txt, versions.json and starts.jsonl. Called on rank 0, which holds the folder's lock.
 
     Args:
-        step: last step of the checkpoint that this start resumes from.
+        step: step of the checkpoint that this start resumes from.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _remove_stale(folder)
@@ -38,17 +38,17 @@ def describe(folder: Path, config: Config, world: World, step: int) -> None:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Delete the files that killed starts were writing."""
+    """Delete temporary files of killed starts."""
     for path in folder.glob(".*"):
         if path.is_file() and (".tmp-" in path.name or path.name.startswith(".probe-")):
             files.remove_file(path)
 
 
 def versions(world: World) -> dict[str, Any]:
-    """Return versions of what the numbers depend on, the code's commit, and the machine."""
-    found = {name: metadata.version(name) for name in ("torch", "deepspeed", "numpy") if _has(name)}
+    """Return the versions of packages that affect results, the code's commit, and the machine."""
+    packages = {name: metadata.version(name) for name in ("torch", "deepspeed", "numpy") if _has(name)}
     return {
-        **found,
+        **packages,
         "python": platform.python_version(),
         "commit": commit(),
         "host": platform.node(),
@@ -58,7 +58,7 @@ def versions(world: World) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Return the code's git commit, with "+changes" where files differ from it, or "unknown" without git."""
+    """Return the code's git commit, with "+changes" if there are uncommitted changes, or "unknown" without git."""
     root = Path(__file__).resolve().parents[2]
     try:
         head = _git(root, "rev-parse", "HEAD")
@@ -68,8 +68,8 @@ def commit() -> str:
 
 
 def _git(root: Path, *words: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=5, check=True)
-    return done.stdout.strip()
+    result = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=5, check=True)
+    return result.stdout.strip()
 
 
 def _has(name: str) -> bool:

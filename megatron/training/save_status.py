@@ -1,4 +1,4 @@
-"""SaveStatus: when a run last saved, how long the training waited for it, and whether it failed."""
+"""SaveStatus: time, duration and failure of a run's saves."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ class SaveStatus:
     """The last save of a run, on every rank.
 
     Attributes:
-        last_time: ``time.monotonic()`` of the last save, which may have failed, or of the start of the run.
-        stalled_s: seconds for which the training has waited for saves since ``drain_stalled_s``.
-        failure: the error of the last save, None if it has not failed; ``failed_step``: its step.
+        last_time: ``time.monotonic()`` of the last save, successful or not, or of the start of the run.
+        stalled_s: seconds for which training has waited for saves since ``drain_stalled_s``.
+        failure: the error of the last save, or None if it succeeded.
+        failed_step: step of the failed save.
     """
 
     last_time: float = field(default_factory=time.monotonic)
@@ -24,7 +25,7 @@ class SaveStatus:
     failed_step: int = -1
 
     def record_stall(self, stall_s: float) -> float:
-        """Count a save that stalled the training for ``stall_s``; return the share of the time since the last save."""
+        """Count a save that stalled training for ``stall_s``; return its fraction of the time since the last save."""
         self.stalled_s += stall_s
         now = time.monotonic()
         share = stall_s / max(now - self.last_time, stall_s, 1e-9)

@@ -1,4 +1,4 @@
-"""Rows of the start table on the length of a run: the phases of the learning rate, tokens and epochs. No torch."""
+"""Rows of the start table on the length of a run: phases of the learning rate, tokens and epochs. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.config.data_paths import parse_paths
 
 _HEADER = struct.Struct("<9sQB")
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
-"""Code of the token type in an ``.idx`` -> bytes; ``megatron.data.index_format`` has the format."""
+"""Token type code in an ``.idx`` file -> bytes per token; the format is in ``megatron.data.index_format``."""
 
 
 def schedule_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
@@ -26,7 +26,7 @@ def schedule_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
 
 
 def schedule_text(config: Config, replicas: int) -> str:
-    """Return for example "wsd, highest 0.001: warm-up 10 steps, stable 70, decay 20 to 0"."""
+    """Return text such as "wsd, 0.001 to 0, in steps: warm-up 10, stable 70, decay 20"."""
     settings, steps = config.optimizer, config.batch.train_iters
     sizes, style = config.batch.sizes(replicas), settings.lr_decay_style
     in_samples = settings.lr_decay_samples is not None
@@ -34,14 +34,14 @@ def schedule_text(config: Config, replicas: int) -> str:
     def to_steps(length: float) -> float:
         return sizes.steps_until(length) if in_samples else length
 
-    whole = settings.lr_decay_samples if settings.lr_decay_samples is not None else settings.lr_decay_iters
+    total_length = settings.lr_decay_samples if settings.lr_decay_samples is not None else settings.lr_decay_iters
     warmup = settings.warmup_length
-    begin, end = to_steps(warmup), to_steps(whole)
+    begin, end = to_steps(warmup), to_steps(total_length)
     phases: list[tuple[str, float, float]] = [("warm-up", 0, begin)]
     if style == "wsd":
         decay = settings.lr_wsd_decay_samples if in_samples else settings.lr_wsd_decay_iters
-        decay = settings.wsd_decay_fraction * (whole - warmup) if decay is None else decay
-        start = to_steps(max(whole - decay, warmup))
+        decay = settings.wsd_decay_fraction * (total_length - warmup) if decay is None else decay
+        start = to_steps(max(total_length - decay, warmup))
         phases += [("stable", begin, start), ("decay", start, end)]
     elif style == "constant":
         phases.append(("constant", begin, steps))
@@ -54,15 +54,15 @@ def schedule_text(config: Config, replicas: int) -> str:
     shown = []
     for name, first, last in phases:
         length = min(last, steps) - first
-        cut = f" of {last - first:g}" if last > steps and length > 0 else ""
+        truncation = f" of {last - first:g}" if last > steps and length > 0 else ""
         if length > 0:
-            shown.append(f"{name} {length:g}{cut}")
+            shown.append(f"{name} {length:g}{truncation}")
     floor = "" if style == "constant" else f" to {settings.min_lr:g}"
     return f"{style}, {settings.lr:g}{floor}, in steps: {', '.join(shown)}"
 
 
 def token_count(prefix: str) -> int | None:
-    """Return the tokens of a token file by the header of its ``.idx`` and the size of its ``.bin``; None if unknown."""
+    """Return the number of tokens in a token file from its ``.idx`` header and ``.bin`` size; None if unknown."""
     if object_store.is_remote(prefix):
         return None
     try:
@@ -74,7 +74,7 @@ def token_count(prefix: str) -> int | None:
 
 
 def epoch_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
-    """Yield how often the run reads each corpus, if the sizes of the token files determine it."""
+    """Yield the row on the epochs of each corpus, if they follow from the sizes of the token files."""
     data, steps = config.data, config.batch.train_iters
     is_known = data.sft is None and data.mixture_schedule is None and not data.flag_of_set
     if not is_known or data.is_mock or data.is_own or data.training_path is None or config.checkpoint.eval_only:
@@ -83,13 +83,13 @@ def epoch_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
     corpora = parse_paths(data.training_path)
     weights = sum(weight for weight, _ in corpora)
     tokens = config.batch.sizes(replicas).consumed_after(steps) * config.own.text_length(config.batch)
-    found = []
+    texts = []
     for weight, prefix in corpora:
         size = token_count(prefix)
         if not size or not weights or not share:
             return
         name = f"{prefix} " if len(corpora) > 1 else ""
         epochs = tokens * weight / weights / float(size * share)
-        found.append(f"{name}{epochs:{',.0f' if epochs >= 1000 else '.3g'}}")
+        texts.append(f"{name}{epochs:{',.0f' if epochs >= 1000 else '.3g'}}")
     if steps:
-        yield "epochs", f"about {', '.join(found)}"
+        yield "epochs", f"about {', '.join(texts)}"

@@ -1,4 +1,4 @@
-"""The engine of a run: model, initial weights, optimizer."""
+"""Construction of the engine of a run: model, initial weights, optimizer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def build_engine(
     model_provider: Callable[[], torch.nn.Module],
     forward_step: ForwardStep,
 ) -> StepEngine:
-    """Build the model, fill its weights by name, and put it under the engine for its pipeline size. Collective."""
+    """Build the model, initialise its weights by name, and wrap it in the engine for its pipeline size. Collective."""
     has_pipeline = config.parallel.has_pipeline
     if has_pipeline:
         check_agreement(world.kind)
@@ -106,7 +106,7 @@ def build_engine(
 def build_weights(
     config: Config, world: World, streams: DropoutStreams, model_provider: Callable[[], torch.nn.Module]
 ) -> tuple[torch.nn.Module, MixedPrecisionOptimizer]:
-    """Return the model, its weights filled by name and where they are trained, and its optimizer. Collective."""
+    """Return the model, with initialised weights on the training device, and its optimizer. Collective."""
     module = build_model(config, world, model_provider)
     check_chunks(module, config.parallel.chunks, config.parallel.placement)
     check_sequence_is_cut(module, config.parallel.sequence_parallel)
@@ -121,52 +121,52 @@ def build_weights(
         compile_layers(module, streams, world.device, has_all=not config.parallel.has_pipeline, num_lengths=num_lengths)
     optimizer = make_optimizer(config, module, world, param_init)
     if param_init is not None:
-        put_in_place(config, module, world)  # what is left: frozen weights, buffers
+        put_in_place(config, module, world)  # the remaining tensors: frozen weights and buffers
     return module, optimizer
 
 
 def build_model(config: Config, world: World, model_provider: Callable[[], torch.nn.Module]) -> torch.nn.Module:
-    """Return what the script's ``model_provider`` builds. Collective.
+    """Build the model with the script's ``model_provider``. Collective.
 
     Raises:
-        ConfigError: its layers cannot be cut into stages as --partition-method says; the same on every rank. Or it
-            writes to a weight that has no memory yet.
+        ConfigError: --partition-method cannot split the layers into stages (the same error on every rank), or the
+            provider writes to a weight that has no memory yet.
     """
     try:
         return build(model_provider, arrives=is_asked_for(config, world))
     except PartitionError as error:
         if world.grid.topology.world_size > 1:
-            dist.barrier(group=world.grid.host.handle)  # a rank that left earlier would end rank 0, which tells why
+            dist.barrier(group=world.grid.host.handle)  # an earlier exit would end rank 0 before it reports the error
         method = config.parallel.partition_method
         raise ConfigError(f"--partition-method {method} cannot cut this model: {error}") from None
 
 
 def check_chunks(module: torch.nn.Module, chunks: int, placement: str = LOOP) -> None:
-    """Check that the script built its pipeline with as many chunks as the flags ask for, and placed as they say.
+    """Check that the script built its pipeline with the number and placement of chunks that the flags select.
 
     Raises:
-        ConfigError: it did not; the same on every rank.
+        ConfigError: number or placement differ; the same on every rank.
     """
-    built = getattr(module, "chunks", 1)
-    if chunks > 1 and built != chunks:
+    num_built = getattr(module, "chunks", 1)
+    if chunks > 1 and num_built != chunks:
         raise ConfigError(
-            f"--pipeline-chunks must be the chunks that the model was built with, got {chunks} and {built}. Build it "
-            f"with tds.PipelineModule(..., chunks={chunks}), or leave the flag out"
+            f"--pipeline-chunks must be the chunks that the model was built with, got {chunks} and {num_built}. "
+            f"Build it with tds.PipelineModule(..., chunks={chunks}), or leave the flag out"
         )
-    lies = getattr(module, "placement", LOOP)
-    if lies != placement:
+    actual = getattr(module, "placement", LOOP)
+    if actual != placement:
         raise ConfigError(
-            f"--pipeline-placement must be how the model was built, got {placement} and {lies}. Build it with "
-            f'tds.PipelineModule(..., placement="{placement}"), or choose a schedule for a {lies}'
+            f"--pipeline-placement must be how the model was built, got {placement} and {actual}. Build it with "
+            f'tds.PipelineModule(..., placement="{placement}"), or choose a schedule for a {actual}'
         )
 
 
 def put_in_place(config: Config, module: torch.nn.Module, world: World) -> None:
-    """Fill the weights that have no values yet, and bring all of ``module`` to where it is trained."""
+    """Initialise the weights that have no values yet, and move ``module`` to the training device."""
     initialize(named_parameters(module), seed=config.run.seed, rule=weight_rule(config))
     move(module, world.device)
 
 
 def weight_rule(config: Config) -> Rule:
-    """Return the scale of initial weights, by name, for the family of ``config``."""
+    """Return the rule for the scale of initial weights, by name, of the configuration's model family."""
     return model_parts(config.family).weight_init(config)

@@ -14,12 +14,12 @@ from megatron.training.world import World
 
 
 def check_shared(folder: Path, world: World) -> None:
-    """Check that the first rank of each node sees a file that rank 0 leaves in ``folder``. Collective.
+    """Check that the first rank of each node sees a file that rank 0 creates in ``folder``. Collective.
 
-    On a network file system the file is waited for as long as those of a checkpoint are.
+    On a network file system the ranks wait for the file as long as for the files of a checkpoint.
 
     Raises:
-        ConfigError: a node does not see it; on all ranks alike.
+        ConfigError: a node does not see the file; raised on all ranks.
     """
     host = world.grid.host
     if host.size == 1:
@@ -42,7 +42,7 @@ def _leave_probe(folder: Path) -> Path:
 
 
 def _judge(probe: Path, blind: list[str]) -> None:
-    """Take the probe away; one that has gone already, with the leftovers of another start, proves nothing."""
+    """Delete the probe and raise if nodes did not see it; the check is void if another start deleted the probe."""
     try:
         probe.unlink()
     except OSError:

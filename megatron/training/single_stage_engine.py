@@ -1,7 +1,7 @@
 """SingleStageEngine: one training step and one evaluation without a pipeline.
 
-As in ``pipeline_engine``, the gradient is that of the mean loss over the valid tokens of the global batch (over
-micro-batches for a scalar loss or with --loss-average micro-batch), all-reduced over the replicas, followed by one
+As in ``pipeline_engine``, the loss is averaged over the valid tokens of the global batch (over micro-batches for a
+scalar loss or with --loss-average micro-batch). Its gradient is all-reduced over the replicas, followed by one
 ``optimizer.step()``.
 """
 
@@ -42,9 +42,10 @@ from tds.loss_reduction import LossReduction, all_reduce_loss, read_with_norm
 
 
 class SingleStageEngine:
-    """A model without a pipeline. Its engine, a ``ModelEngine`` or DeepSpeed's, runs ``backward`` and ``step``.
+    """Training step of a model without a pipeline.
 
-    Gradient reduction, norm, clipping and loss scaling are those of ``MixedPrecisionOptimizer``.
+    A ``ModelEngine`` or DeepSpeed's engine runs ``backward`` and ``step``. ``MixedPrecisionOptimizer`` reduces and
+    clips the gradients and scales the loss.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class SingleStageEngine:
 
         Args:
             engine: a ``ModelEngine``, or DeepSpeed's engine.
-            forward_step: the user's function of (data iterator, engine) to (loss, reported values).
-            to_deepspeed: returns DeepSpeed's engine over the same model and optimizer. Collective.
+            forward_step: the user's function, which takes (data iterator, engine) and returns (loss, values to report).
+            to_deepspeed: function that returns DeepSpeed's engine for the same model and optimizer. Collective.
         """
         self.forward_step = forward_step
         self.grid, self.streams = settings.grid, settings.streams
@@ -75,10 +76,10 @@ class SingleStageEngine:
         self.engine = engine
         self.module: torch.nn.Module = engine.module
         self.optimizer: MixedPrecisionOptimizer = engine.optimizer
-        engine.enable_backward_allreduce = False  # of DeepSpeed's engine
+        engine.enable_backward_allreduce = False  # DeepSpeed's engine reads it
 
     def use_deepspeed(self) -> None:
-        """Continue on DeepSpeed's engine, which reads and writes its own checkpoints. Collective."""
+        """Switch to DeepSpeed's engine, which reads and writes DeepSpeed checkpoints. Collective."""
         if isinstance(self.engine, ModelEngine):
             counters = {name: getattr(self.engine, name) for name in COUNTERS}
             self._set_engine(self._to_deepspeed())
@@ -118,7 +119,7 @@ class SingleStageEngine:
             trained = meter.add(loss, micro_batch)
             self.has_weighted_loss = next(iter(meter.sums.values())).is_weighted
             self.micro_losses[micro_batch] = trained.detach()
-            if self.routers is not None:  # a token's router losses have the weight of its cross-entropy
+            if self.routers is not None:  # router losses are weighted like the cross-entropy
                 weight = token_weight(tokens_per_step, self.grid, is_mean=not self.has_weighted_loss)
                 self.routers.set_scale(optimizer.loss_scale / weight)
             self.on_activity(f"step {step + 1}, backward of micro-batch {micro_batch}")
@@ -154,7 +155,7 @@ class SingleStageEngine:
         meter = LossMeter(
             self.share.num_micro_batches, nominal, self.device, mean_num_micro_batches=self.share.mean_num_micro_batches
         )
-        with random_numbers_kept(self.device):  # layers and samples of the user may draw random numbers
+        with random_numbers_kept(self.device):  # the user's layers and data sets may draw random numbers
             for micro_batch in range(self.share.num_micro_batches):
                 loss, _ = self.forward_step(data, self.engine)
                 meter.add(as_weighted(loss), micro_batch)
@@ -162,7 +163,7 @@ class SingleStageEngine:
         return loss_values(self._reduce_losses(meter).means())[0]
 
     def _reduce_losses(self, meter: LossMeter) -> LossReduction:
-        """All-reduce the losses over the replicas and the ranks that hold shards of their sequences. Collective."""
+        """All-reduce the losses over the data and context-parallel ranks. Collective."""
         replicas = self.grid.data_context
         return all_reduce_loss(meter, self.device, data_group=replicas.handle, data_size=replicas.size)
 
@@ -170,5 +171,5 @@ class SingleStageEngine:
         """Return None: there is no pipeline bubble."""
 
     def busy(self) -> tuple[float, int]:
-        """Return the seconds of forward and backward since the last call, and the number of steps."""
+        """Return (seconds of forward and backward since the last call; number of steps)."""
         return busy_seconds(self._busy.drain())

@@ -23,14 +23,14 @@ NAME = "stages.json"
 def stage_facts(
     config: Config, topology: Topology, bounds: Sequence[int], counted: Sequence[int], before: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """Return of each stage its layers, the parameters on a rank, and the memory that was estimated for one, in bytes.
+    """Return the layers, the parameters per rank and the estimated bytes per rank of each stage.
 
-    That estimate is of the model and its training alone; beside it stands what a rank held before.
+    The estimate covers only the model and its training; the bytes allocated before are a separate entry.
 
     Args:
-        bounds: of the pieces, as ``megatron.training.dry_run.plan_rows`` takes them.
-        counted: parameters of the whole model, then of one rank of each stage.
-        before: by "stage 0" and so on, the most bytes that a rank of it held before the model was made.
+        bounds: bounds of the pieces, as in ``megatron.training.dry_run.plan_rows``.
+        counted: number of parameters of the full model, then of one rank of each stage.
+        before: "stage 0" and so on -> largest number of bytes on a rank of the stage before the model was built.
     """
     known, stages = is_known(config, counted), topology.pipe
     memory = stage_memory(config, topology, bounds, config.precision.dtype or "") if known else None
@@ -53,5 +53,5 @@ def stage_facts(
 
 
 def write(folder: Path, facts: list[dict[str, Any]]) -> None:
-    """Write what ``stage_facts`` returned."""
+    """Write the result of ``stage_facts`` to the run folder."""
     files.replace_bytes(folder / NAME, json.dumps(facts, indent=2).encode() + b"\n")

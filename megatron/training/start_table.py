@@ -26,22 +26,22 @@ from tds.linear_function import share_of
 
 
 def count_parameters(module: torch.nn.Module, world: World) -> list[int]:
-    """Return the parameters of the whole model, then those that one rank of each stage holds on average. Collective.
+    """Return the number of parameters of the full model, then the mean number per rank of each stage. Collective.
 
-    A tied weight counts once in the whole model and on each stage that holds it; padded rows do not count.
+    A tied weight counts once in the full model, and on each stage that holds it. Padding does not count.
     """
     grid = world.grid
     counts = torch.zeros(1 + grid.pipe.size, dtype=torch.float64, device=world.device)
     for parameter in module.parameters():
         size = shard_of(parameter).unpadded(parameter).numel()
         counts[1 + grid.pipe.rank] += size / grid.tensor.size
-        copies = grid.expert.size if is_reduced_apart(parameter) else 1  # other ranks have as many experts
+        copies = grid.expert.size if is_reduced_apart(parameter) else 1  # other ranks have the same number of experts
         counts[0] += copies * size * is_counted_in_norm(parameter, grid.tensor.rank)
     return [round(count) for count in all_reduce(counts, grid.model).tolist()]
 
 
 def bounds_of(config: Config, module: torch.nn.Module) -> Sequence[int]:
-    """Return the bounds of the pieces of ``module``, in layers as the pipeline counts them."""
+    """Return the bounds of the pieces of ``module`` in pipeline layers."""
     bounds: Sequence[int] = getattr(module, "parts", [0, registry.costs_of(config).num_units])
     return bounds
 
@@ -55,7 +55,7 @@ def start_rows(
     data_rows: Iterable[tuple[str, str]],
     peak: float | None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the table at the start."""
+    """Yield the rows of the start table."""
     bounds = bounds_of(config, module)
     yield "device", device.name(world.kind) + (f", {human_count(peak)}FLOP/s in all" if peak else "")
     yield from device_setup.device_rows(world.kind)
@@ -76,19 +76,19 @@ def start_rows(
 
 
 def _saves_row(flags: CheckpointConfig) -> str:
-    """Say when the run saves."""
+    """Return text that states when the run saves."""
     steps = f"every {flags.save_interval} steps" if flags.save_interval else ""
     minutes = f"every {flags.minutes:g} minutes" if flags.minutes else ""
-    kept = f" (the last {DEFAULT_KEPT} of these stay)" if flags.is_default_interval else ""
+    retention = f" (the last {DEFAULT_KEPT} of these stay)" if flags.is_default_interval else ""
     when = " and ".join(part for part in (steps, minutes) if part)
-    how = ", in the background" if flags.async_save else ""
-    return f"{when + kept + ', ' if when else ''}at the end, and when stopped{how}"
+    background = ", in the background" if flags.async_save else ""
+    return f"{when + retention + ', ' if when else ''}at the end, and when stopped{background}"
 
 
 def _loss_row(module: torch.nn.Module, average: str) -> str:
-    """Return how the losses of micro-batches are averaged. A model may declare it by its ``loss_weighting``.
+    """Return text that states how the losses of micro-batches are averaged.
 
-    That is "tokens", or "micro-batches" for a loss function that returns means.
+    A model may declare it with ``loss_weighting``: "tokens", or "micro-batches" if its loss function returns means.
     """
     if average == "micro-batch":
         return "mean over micro-batches of their means over valid tokens (--loss-average micro-batch)"
@@ -98,7 +98,7 @@ def _loss_row(module: torch.nn.Module, average: str) -> str:
 
 
 def fusion_text(module: torch.nn.Module, fused: Collection[torch.Tensor]) -> str:
-    """Say of how much of ``module`` products have added the gradients to where these lie, and whose come apart."""
+    """Return text on the share of weights whose gradients are accumulated by fused products, and on the others."""
     share, others = share_of(fused, dict(module.named_parameters()))
-    apart = f"; autograd adds those of {others}" if others else ""
-    return f"--gradient-accumulation-fusion: products add the gradients of {share} % of the weights here{apart}"
+    others_text = f"; autograd adds those of {others}" if others else ""
+    return f"--gradient-accumulation-fusion: products add the gradients of {share} % of the weights here{others_text}"

@@ -1,7 +1,7 @@
-"""Start-up of a run, from top to bottom: command line, ranks, process groups, data, model and engine, trainer.
+"""Start-up of a run in order: command line, ranks, process groups, data, model and engine, trainer.
 
-``pretrain`` is the function that scripts call. It imports neither torch nor DeepSpeed until the configuration is
-known, so that --help and --dry-run answer at once. ``run`` is the second half, for a process group that exists.
+Scripts call ``pretrain``. It imports torch and DeepSpeed only after the configuration is known, so that --help and
+--dry-run respond immediately. ``run`` is the second half, for process groups that already exist.
 """
 
 from __future__ import annotations
@@ -49,24 +49,26 @@ def pretrain(
     accepts_model: bool = False,
     callbacks: Sequence[Any] = (),
 ) -> None:
-    """Train, from the command line to the test loss. Collective; a failure ends the process with the job's exit code.
+    """Run a training job from the command line to the test loss. Collective. A failure exits with the job's exit code.
 
     Args:
-        train_valid_test_datasets_provider: given the number of samples of the three splits, returns three data sets
-            (or None); a data set has an item for every index. Called only on ranks that read data.
-        model_provider: returns the model: a module or, with 2 or more stages, a PipelineModule.
-        forward_step: given (data iterator or None, model), returns (loss, named losses). Not used with a pipeline.
-        extra_args_provider: adds the script's own flags to an argparse parser.
-        args_defaults: defaults of the script by flag name; flags of the user replace them.
-        name: of the run folder, ``runs/<name>-<time>``; None: the script's name without ``pretrain_``. With
-            ``--model`` of another family, the name of that family.
-        family: "gpt2", "t5", "llama", "mpt" or "bert"; decides which flags exist. A model of your own takes the flags
-            of the family that it resembles.
-        accepts_model: ``--model`` may name another decoder than ``family``: for providers that build any of them.
-        callbacks: ``megatron.training.Callback`` objects of the script, constructed alike on every rank.
+        train_valid_test_datasets_provider: function that takes the sample counts of the three splits and returns three
+            data sets, or None for a split without data. A data set has an item for every index. Called only on ranks
+            that read data.
+        model_provider: function that returns the model: a module or, with 2 or more stages, a PipelineModule.
+        forward_step: function that takes (data iterator or None, model) and returns (loss, named losses). Not used with
+            a pipeline.
+        extra_args_provider: function that adds the script's flags to an argparse parser.
+        args_defaults: the script's defaults by flag name; flags on the command line override them.
+        name: name in the run folder ``runs/<name>-<time>``; None: the script's name without ``pretrain_``. If
+            ``--model`` selects another family, that family's name is used.
+        family: "gpt2", "t5", "llama", "mpt" or "bert"; decides which flags exist. For your own model, choose the
+            family it resembles.
+        accepts_model: ``--model`` may select a decoder of another family; for providers that can build all of them.
+        callbacks: the script's ``megatron.training.Callback`` objects, constructed identically on every rank.
     """
-    rank_problem = set_rank_environment(os.environ)  # before anything reads RANK
-    start_time = float(os.environ.get("MEGATRON_STARTED") or time.monotonic())  # of the job's first start on this host
+    rank_problem = set_rank_environment(os.environ)  # must precede every read of RANK
+    start_time = float(os.environ.get("MEGATRON_STARTED") or time.monotonic())  # first start of the job on this host
     rank_name = name_of(os.environ)
     stop = StopRequests()
 
@@ -78,7 +80,7 @@ def pretrain(
     def main() -> None:
         nonlocal rank_name
 
-        # Command line: all sources of flags to one configuration. --dry-run ends here.
+        # Command line: merge all sources of flags into one configuration. --dry-run ends here.
         if not has_world(os.environ):
             raise_own(rank_problem)
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -94,17 +96,17 @@ def pretrain(
                 checkpoint_args=partial(_checkpoint_args, run_name=run_name),
             )
         except JobError:
-            if "--dry-run" not in sys.argv:  # which starts no ranks
+            if "--dry-run" not in sys.argv:  # a dry run starts no ranks
                 raise_own(rank_problem)
             raise
         if config.run.dry_run:
-            from megatron.training.dry_run import dry_run  # numpy and rich, which --help does not need
+            from megatron.training.dry_run import dry_run  # imports numpy and rich, which --help does not need
 
             dry_run(config, world_size, Path(sys.argv[0]).name, run_name(config.family))
             return
         raise_own(rank_problem)
 
-        # Ranks: an elastic job may have fewer than the configuration was checked for.
+        # Ranks: an elastic job may have fewer ranks than the configuration was validated for.
         if span is not None:
             config, world_size = fit_to_ranks(config, span, world_size)
             if int(os.environ["RANK"]) >= world_size:
@@ -117,7 +119,7 @@ def pretrain(
         from megatron.training.device_setup import configure_device
 
         configure_device(config)  # before DeepSpeed is imported
-        import megatron.training.setup  # noqa: F401 - DeepSpeed, before ranks wait for each other
+        import megatron.training.setup  # noqa: F401 - import DeepSpeed before ranks wait for each other
         from megatron import device
         from megatron.training import initialize
 
@@ -151,14 +153,14 @@ def run(
     stop: StopRequests,
     callbacks: Sequence[Callback] = (),
 ) -> None:
-    """Train with a configuration and a world that exist already. Collective.
+    """Train with an existing configuration and world. Collective.
 
     Args:
-        name: of a new run folder, ``runs/<name>-<time>``.
-        stop: requests to stop early, by signals or limits.
-        callbacks: of the script.
+        name: name of a new run folder, ``runs/<name>-<time>``.
+        stop: requests to stop early, from signals or limits.
+        callbacks: the script's callbacks.
     """
-    # Imported here, so that --help and --dry-run need neither torch nor DeepSpeed.
+    # Imported here so that --help and --dry-run need neither torch nor DeepSpeed.
     from megatron import device
     from megatron.config.parallel import TRACE_IN_RUN
     from megatron.training import auto_placement, global_vars, run_callbacks, run_folder, run_lock, start_table
@@ -170,7 +172,7 @@ def run(
     from megatron.training.vocabulary import with_tokenizer
 
     with closing(Sections(world, config)) as phases:
-        # Tokenizer, layout of the chunks, dropout streams: what scripts read by get_args and its relatives.
+        # Tokenizer, layout of the chunks, dropout streams: scripts read them through get_args and similar functions.
         tokenizer, config = with_tokenizer(config, world.grid.host)
         if auto_placement.is_free(config):
             limit, dtype = auto_placement.smallest_usable_bytes(world), config.precision.dtype or ""
@@ -184,19 +186,19 @@ def run(
 
         # Model and engine.
         paths = None
-        if config.parallel.pipeline_trace == TRACE_IN_RUN:  # the engine is built with the folder of its trace
+        if config.parallel.pipeline_trace == TRACE_IN_RUN:  # the engine needs the folder of its trace
             paths = run_folder.choose(config, name, world)
             config = replace(config, parallel=replace(config.parallel, pipeline_trace=str(paths.folder / "trace")))
         bytes_before_model = device.peak_memory_bytes(world.kind)
         engine = build_engine(config, world, streams, model_provider, forward_step)
         debuggers = run_callbacks.make_callbacks(run_callbacks.debugging_callbacks(config, world, engine, streams))
         phases.follow(engine)
-        # Weights that a model draws itself need the same generator on all ranks. From here on dropout of a user's own
-        # must differ between replicas and between stages.
+        # Until here the generators are the same on all ranks, for weights that a model initialises itself. From now on
+        # they differ between replicas and stages, for dropout that a user's model applies itself.
         rank = world.grid.topology.coordinate(world.rank)
         device.seed(hash((config.run.seed, rank.data, rank.pipe)) % 2**63)
 
-        # Run folder. It is chosen after everything that may fail, which would leave an empty folder.
+        # Run folder. It is chosen after every step that may fail, because a failure would leave an empty folder.
         paths = paths or run_folder.choose(config, name, world)
         config = run_folder.with_checkpoint_format(config, paths)
         if config.checkpoint.is_deepspeed:
@@ -218,12 +220,12 @@ def run(
 
 
 def _checkpoint_args(found: Scan, defaults: Mapping[str, Any], run_name: Callable[[str], str]) -> dict[str, Any]:
-    """Return the sizes and data settings of the run or checkpoint that --load or --resume names.
+    """Return the model and data settings of the run or checkpoint that --load or --resume names.
 
     Args:
-        run_name: returns the name of a run, given the family of its model.
+        run_name: function that takes a model family and returns the name of its run.
     """
-    from megatron.checkpoint import checkpoint_args, run_data  # 10 ms, which --help does not need
+    from megatron.checkpoint import checkpoint_args, run_data  # takes 10 ms, which --help saves
 
     name = run_name(found.family)
     return {**checkpoint_args.bring(found, defaults, name), **run_data.bring_data(found, defaults, name)}

@@ -1,4 +1,4 @@
-"""Tensors of a run's state as records: weights, optimizer moments, random states."""
+"""Tensor records of a run's state: weights, optimizer moments, random states."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megatron.training.world import World
 
 
 def weight_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Iterator[TensorRecord]:
-    """Yield the main params that this rank holds; with ZeRO a shard of each."""
+    """Yield the main params on this rank; with ZeRO its shard of each."""
     for name, parameter in named_parameters(module):
         main_param = optimizer.main_param_of(parameter) if parameter.requires_grad else parameter
         yield TensorRecord(f"weights/{name}", main_param.detach(), shard_of(main_param), optimizer.owns(parameter))
 
 
 def optimizer_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Iterator[TensorRecord]:
-    """Yield the state that the inner optimizer keeps of each weight, but its count of steps."""
+    """Yield the state of the inner optimizer for each weight, except its step count."""
     for name, parameter in named_parameters(module):
         if not parameter.requires_grad:
             continue
@@ -40,7 +40,7 @@ def optimizer_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimize
 
 
 def router_records(module: torch.nn.Module, world: World) -> Iterator[TensorRecord]:
-    """Yield what routers remember of the last global batch: the tokens of each expert."""
+    """Yield the state of the routers from the last global batch: the tokens of each expert."""
     is_owner = world.grid.data_context.rank == 0 and world.grid.tensor.rank == 0
     for name, router in named_routers(named_modules(module)).items():
         counts = router.tokens_per_expert
@@ -48,23 +48,23 @@ def router_records(module: torch.nn.Module, world: World) -> Iterator[TensorReco
 
 
 def rng_records(world: World) -> Iterator[TensorRecord]:
-    """Yield the states of torch's generators on this rank, which are nobody else's."""
-    for kind, state in device.rng_states(world.kind).items():
-        yield TensorRecord(_rng_name(kind, world), state, Shard(tuple(state.shape)), True)
+    """Yield the states of torch's generators on this rank; every rank saves its own."""
+    for device_type, state in device.rng_states(world.kind).items():
+        yield TensorRecord(_rng_name(device_type, world), state, Shard(tuple(state.shape)), True)
 
 
 def restore_rng(checkpoint: Checkpoint, world: World) -> None:
-    """Give torch's generators the states that ``checkpoint`` holds of this rank; one that it lacks stays."""
+    """Restore this rank's generator states from ``checkpoint``; generators that it lacks keep their states."""
     states = device.rng_states(world.kind)
-    for kind, state in states.items():
-        name = _rng_name(kind, world)
+    for device_type, state in states.items():
+        name = _rng_name(device_type, world)
         if name in checkpoint.names():
-            states[kind] = checkpoint.read(name, Shard(tuple(state.shape)))
+            states[device_type] = checkpoint.read(name, Shard(tuple(state.shape)))
     device.set_rng_states(states)
 
 
 def optimizer_steps(optimizer: MixedPrecisionOptimizer) -> int:
-    """Return how many updates the inner optimizer has made: Adam's bias correction depends on it."""
+    """Return the number of updates of the inner optimizer, which Adam's bias correction depends on."""
     for state in optimizer.inner.state.values():
         if "step" in state:
             return int(state["step"])
@@ -72,46 +72,46 @@ def optimizer_steps(optimizer: MixedPrecisionOptimizer) -> int:
 
 
 def set_optimizer_steps(optimizer: MixedPrecisionOptimizer, steps: int) -> None:
-    """Let the inner optimizer have made so many updates."""
+    """Set the number of updates of the inner optimizer."""
     for state in optimizer.inner.state.values():
         if "step" in state:
-            is_number = not isinstance(state["step"], torch.Tensor)  # DeepSpeed's Adam on the CPU has one
+            is_number = not isinstance(state["step"], torch.Tensor)  # in DeepSpeed's CPU Adam it is an int
             state["step"] = steps if is_number else torch.full_like(state["step"], float(steps))
 
 
 def make_moments(optimizer: MixedPrecisionOptimizer) -> None:
-    """Let the inner optimizer create its state, all zeros, without moving a weight: no rate, no decay, no gradient."""
+    """Create the inner optimizer's state as zeros without changing weights: a step without rate, decay and gradient."""
     groups = optimizer.param_groups
-    kept = [(group["lr"], group["weight_decay"]) for group in groups]
+    saved_settings = [(group["lr"], group["weight_decay"]) for group in groups]
     for group in groups:
         group["lr"], group["weight_decay"] = 0.0, 0.0
         for main_param in group["params"]:
             main_param.grad = torch.zeros_like(main_param)
     optimizer.update_main_params()
     optimizer.zero_grad()
-    for group, (lr, weight_decay) in zip(groups, kept, strict=True):
+    for group, (lr, weight_decay) in zip(groups, saved_settings, strict=True):
         group["lr"], group["weight_decay"] = lr, weight_decay
 
 
 def _shard_of_state(key: str, value: torch.Tensor, main_param: torch.Tensor) -> Shard:
-    """Return where ``value`` lies in its global tensor.
+    """Return the shard of ``value`` in its global tensor.
 
-    It has the main param's shape, or, where it is a mean over dimensions (Adafactor's rows and columns), 1 in those. A
-    mean over the cut dimension is whole: ``build_optimizer`` lets nobody take one over a part.
+    ``value`` has the shape of the main param, with size 1 in dimensions over which it is a mean (Adafactor's rows and
+    columns). A mean over the sharded dimension is unsharded: ``build_optimizer`` rejects means over a shard.
     """
     shard, local = shard_of(main_param), tuple(main_param.shape)
     if len(value.shape) != len(local) or any(
-        own not in (1, size) for own, size in zip(value.shape, local, strict=True)
+        state_size not in (1, size) for state_size, size in zip(value.shape, local, strict=True)
     ):
         raise RuntimeError(
             f"a state of the optimizer must have its master's shape, or 1 in some dimensions, got {key} of shape "
             f"{tuple(value.shape)} for {local}: it cannot be saved"
         )
-    is_mean = [own != size for own, size in zip(value.shape, local, strict=True)]
-    whole = tuple(1 if mean else size for mean, size in zip(is_mean, shard.global_shape, strict=True))
+    is_mean = [state_size != size for state_size, size in zip(value.shape, local, strict=True)]
+    global_shape = tuple(1 if mean else size for mean, size in zip(is_mean, shard.global_shape, strict=True))
     if shard.partition_dim is None or is_mean[shard.partition_dim]:
-        return Shard(whole)
-    return Shard(whole, shard.partition_dim, shard.start, shard.length)
+        return Shard(global_shape)
+    return Shard(global_shape, shard.partition_dim, shard.start, shard.length)
 
 
 def _rng_name(kind: str, world: World) -> str:

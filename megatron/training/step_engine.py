@@ -1,4 +1,4 @@
-"""StepEngine: the interface of the single-stage and the pipeline engine."""
+"""StepEngine: the common interface of the single-stage and the pipeline engine."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ForwardStep = Callable[[DataIterator, Any], tuple[Any, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What both engines need for a training step.
+    """Settings of a training step that both engines need.
 
     Args:
-        share: this replica's micro-batches in a step that names no other share, and in an evaluation.
-        micro_batch_tokens: predicted tokens of one micro-batch on all replicas together. In the backward, a sum over
-            tokens is divided by the nominal weight of a step's tokens.
-        averages_micro_batches: train on the mean of the micro-batches' means (--loss-average micro-batch).
-        routers: the routers of this rank's layers with experts; None for a dense model.
+        share: this replica's micro-batches in an evaluation, and in a step that specifies no other share.
+        micro_batch_tokens: predicted tokens of one micro-batch, summed over all replicas. The backward pass divides a
+            sum over tokens by the nominal weight of a step's tokens.
+        averages_micro_batches: train on the mean of the micro-batch means (--loss-average micro-batch).
+        routers: the routers of this rank's MoE layers; None for a dense model.
     """
 
     grid: Grid
@@ -45,14 +45,14 @@ class StepSettings:
 
 
 class StepEngine(Protocol):
-    """The interface of an engine to the training loop.
+    """Interface between an engine and the training loop.
 
     Attributes:
         engine: a ``ModelEngine``, or the engine of DeepSpeed or tds.
         on_loss: called on every rank with the mean loss of a step, before the update.
-        on_activity: called with a description of each action of a step, before the action.
-        micro_losses: losses (or sums of losses) of the last step by micro-batch, on the last stage of this replica.
-        has_weighted_loss: on the last stage, after the first loss: True if the loss is a pair (sum, count).
+        on_activity: called with a description of each action of a step before the action starts.
+        micro_losses: losses (or loss sums) of the last step by micro-batch, on the last stage of this replica.
+        has_weighted_loss: True if the loss is a pair (sum, count); set on the last stage after the first loss.
     """
 
     module: torch.nn.Module
@@ -76,14 +76,14 @@ class StepEngine(Protocol):
 
 def set_micro_batches(engine: Any, number: int) -> None:
     """Set the number of micro-batches of the next step on an engine with DeepSpeed's interface."""
-    now = engine.gradient_accumulation_steps()
-    if number != now:
-        engine.set_train_batch_size(engine.train_batch_size() // now * number)
+    num_micro_batches = engine.gradient_accumulation_steps()
+    if number != num_micro_batches:
+        engine.set_train_batch_size(engine.train_batch_size() // num_micro_batches * number)
 
 
 @contextmanager
 def as_data_error() -> Iterator[None]:
-    """Raise the disagreement that ``--check-data-agreement`` finds, the same on all ranks, as a DataError."""
+    """Re-raise a disagreement found by ``--check-data-agreement`` as a DataError, the same on all ranks."""
     try:
         yield
     except DataDisagreement as error:
@@ -97,5 +97,5 @@ def loss_values(means: MeanLosses) -> tuple[float, dict[str, float]]:
 
 
 def busy_seconds(rows: list[Row]) -> tuple[float, int]:
-    """Return the seconds of work in the recorded steps, without waits for other stages, and the number of steps."""
+    """Return (seconds of compute in the recorded steps, without waits for other stages; number of steps)."""
     return 1e-9 * sum(ended - began - waited for began, ended, waited in rows), len(rows)

@@ -1,4 +1,4 @@
-"""StepResult; the errors of a step whose loss is not finite."""
+"""StepResult, and the errors of steps with non-finite losses."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from megatron.optim import MixedPrecisionOptimizer
 
 @dataclass
 class StepResult:
-    """What one optimizer step gave, the same on every rank.
+    """Result of one optimizer step, the same on every rank.
 
-    ``is_skipped``: the weights are as before. ``is_refused``: because the stability guard rejected the step, and not
-    because fp16 gradients overflowed. ``problem``: what the guard found wrong with the step, in words. ``expert_load``:
-    of a model with experts.
+    Args:
+        is_skipped: the weights were not updated.
+        losses: all losses by name.
+        is_refused: the stability guard rejected the step (as opposed to an overflow of fp16 gradients).
+        problem: description of the anomaly that the guard has found, or None.
+        expert_load: tokens per expert; None for a dense model.
     """
 
     loss: float
@@ -30,23 +33,24 @@ class StepResult:
 
     @property
     def is_bad(self) -> bool:
-        """Whether the guard found something wrong with the step."""
+        """True if the guard has found an anomaly in the step."""
         return self.problem is not None
 
     @property
     def is_overflow(self) -> bool:
-        """True where fp16 has overflowed and a smaller loss scale may cure that."""
+        """True if fp16 gradients overflowed and a smaller loss scale may cure it."""
         return self.is_skipped and not self.is_refused
 
 
 class LossError(NumericsError):
-    """The loss, and not only a gradient, is not finite."""
+    """The loss itself is not finite, not only a gradient."""
 
 
 class ModuleError(NumericsError):
-    """A number that is not finite, with the module that made it.
+    """A value is not finite, and the module that produced it is known.
 
-    ``found`` says so in words; "" where another rank holds the module.
+    Args:
+        found: description of the module; "" on ranks that do not hold it.
     """
 
     def __init__(self, text: str, found: str) -> None:
@@ -55,10 +59,9 @@ class ModuleError(NumericsError):
 
 
 class FiniteLossCheck:
-    """Raises an error if the loss or the gradient norm of a step is not finite; the default ``policy.accepts_step``.
+    """Raises an error if the loss or gradient norm of a step is not finite; the default ``policy.accepts_step``.
 
-    It raises in the update, after the collectives of the step: a rank that raised earlier would leave the other ranks
-    waiting.
+    The error is raised in the update, after the collectives of the step. An earlier error would make other ranks hang.
     """
 
     def __init__(self, optimizer: MixedPrecisionOptimizer) -> None:
@@ -67,7 +70,7 @@ class FiniteLossCheck:
         optimizer.policy.accepts_step = self._allows
 
     def take_loss(self, loss: float) -> None:
-        """Note the mean loss of the step, ahead of its update."""
+        """Store the mean loss of the step before its update."""
         self._loss = loss
 
     def _allows(self, norm: float) -> bool:
@@ -78,18 +81,19 @@ class FiniteLossCheck:
         return True
 
     def _not_finite_text(self) -> str:
-        gathers = " If it is so from the first step on, weights are read outside of the forward of a module that has "
-        gathers += "them, which --zero-stage 3 gathers them for: use --zero-stage 2."
+        hint = " If it is so from the first step on, weights are read outside of the forward of a module that has "
+        hint += "them, which --zero-stage 3 gathers them for: use --zero-stage 2."
         return (
             f"the loss must be finite, got {self._loss}. The weights are as before this step. Lower --lr, look at "
             "the samples, or leave such steps out with --stability-guard skip."
-            + (gathers if self._optimizer.store.gathers_weights else "")
+            + (hint if self._optimizer.store.gathers_weights else "")
         )
 
 
 def result_of(loss: float, losses: dict[str, float], scale: float, optimizer: MixedPrecisionOptimizer) -> StepResult:
-    """Return what the step gave that ``optimizer`` has just taken or skipped, with the loss scale it ran with."""
-    has_gradients = math.isfinite(loss) or not optimizer.was_refused  # else they were thrown away ahead of the norm
+    """Return the result of the step that ``optimizer`` has just taken or skipped with loss scale ``scale``."""
+    # Otherwise they were discarded before the norm was computed.
+    has_gradients = math.isfinite(loss) or not optimizer.was_refused
     return StepResult(
         loss=loss,
         grad_norm=optimizer.grad_norm if has_gradients else math.nan,

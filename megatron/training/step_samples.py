@@ -9,12 +9,12 @@ from megatron.config.batch import Share, share_of
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The samples of one step over all replicas: ``count`` from ``first`` on, in contiguous parts by replica.
+    """The samples of one step over all replicas: ``count`` samples from ``first`` on, split contiguously by replica.
 
     Args:
-        step: its number, counted from 1 as progress lines do.
-        micro_batch_size: samples of a micro-batch on one replica.
-        replicas: data-parallel replicas.
+        step: number of the step, counted from 1 as in progress lines.
+        micro_batch_size: number of samples in a micro-batch of one replica.
+        replicas: number of data-parallel replicas.
     """
 
     step: int
@@ -25,7 +25,7 @@ class StepSamples:
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches on a replica, the most of all."""
+        """Largest number of micro-batches of any replica."""
         return self.share(0).num_micro_batches
 
     def share(self, replica: int) -> Share:
@@ -38,11 +38,11 @@ class StepSamples:
 
     @property
     def text(self) -> str:
-        """Say which samples these are."""
+        """The samples of the step as text."""
         return range_text(self.first, self.last)
 
     def of_micro_batch(self, replica: int, micro_batch: int) -> str:
-        """Say which samples micro-batch ``micro_batch`` of a replica holds."""
+        """Return the samples of micro-batch ``micro_batch`` of a replica as text."""
         first = self.first + (self.share(replica).first + micro_batch) * self.micro_batch_size
         return range_text(first, first + self.micro_batch_size - 1)
 

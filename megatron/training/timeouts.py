@@ -1,14 +1,14 @@
-"""What a run is doing, and for how long a rank may get no further in it.
+"""Phases of a run, and the time limit for a rank without progress in each of them.
 
 | phase | limit |
 |---|---|
 | starting, opening data, loading, the first step, evaluating, saving, ending | --phase-timeout-minutes |
-| a step but the first | --step-timeout |
+| later steps | --step-timeout |
 
-All ranks change from phase to phase together: each waits for the others under the limit of the phase that it leaves.
-So no rank in a step waits under its short limit for one that still saves, and one that is stuck in a step is not waited
-for as long as one that saves. ``watch`` ends the job when a limit has passed; process groups time out after it, in case
-that nobody is left to watch.
+All ranks change phases together: each waits for the others under the limit of the phase that it leaves. So a rank in a
+step does not wait under its short limit for a rank that is still saving, and a rank that hangs in a step is not waited
+for as long as one that saves. The watchdog ends the job when a limit has passed. Process groups time out shortly after
+it, in case no watchdog is left.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ SAVING = "saving"
 ENDING = "ending"
 
 NET_S = 10.0
-"""Process groups time out so long after the limit of the watch."""
+"""Seconds after the watchdog's limit at which process groups time out."""
 AXES = (
     "host", "world", "model", "expert", "expert_data", "data_context", "data", "context", "pipe", "tensor_host",
     "tensor",
 )  # fmt: skip
-"""Of the names of one process group the last counts."""
+"""Axes of the grid; a process group that serves several axes is reported under the last one."""
 
 
 class Sections:
-    """The phases of one run on this rank; without a world nothing is limited or watched.
+    """The phases of a run on this rank, and the watchdog for their limits. Construction and ``over`` are collective.
 
-    So it is with one rank that a person has started: a debugger may hold it for as long as it likes. One that the
-    launcher has started is watched as several are. Making it is collective, and so is ``over``.
+    There are no limits without a world, or for a single rank that a user has started directly, which may be stopped in
+    a debugger. A single rank started by the launcher is watched.
     """
 
     def __init__(self, world: World | None = None, config: Config | None = None) -> None:
@@ -87,7 +87,7 @@ class Sections:
         self._limit(self._long_s)
 
     def follow(self, engine: Any) -> None:
-        """Let the watch see what ``engine``, one of ``engines``, is at, and bound its waits by the phases' limits."""
+        """Connect the watchdog to ``engine``, a ``StepEngine``, and bound its waits by the limits of the phases."""
         if self._watch is None:
             return
         if self._grid.pipe.size > 1:
@@ -97,9 +97,10 @@ class Sections:
 
     @contextmanager
     def over(self, name: str) -> Iterator[None]:
-        """Be in phase ``name`` within. Collective: all ranks begin it together and end it together.
+        """Run the block in phase ``name``. Collective: all ranks enter and leave the phase together.
 
-        An error ends it on this rank alone: the others fail by themselves, or raise the same.
+        After an error, this rank leaves the phase without waiting: other ranks fail by themselves or raise the same
+        error.
         """
         outer = self.name
         if name == STEP and not self._has_stepped:
@@ -109,13 +110,13 @@ class Sections:
         try:
             yield
         except BaseException:
-            self._enter(outer, is_noted=False)  # the last words of this rank are to say where it failed
+            self._enter(outer, is_noted=False)  # keep the note of the operation that failed
             raise
         self._meet(f"waiting for all ranks at the end of {name}")
         self._enter(ENDING if self.name == STEP and outer == STARTING else outer)
 
     def step_done(self) -> None:
-        """Count a step, on all ranks behind what they agreed on in it."""
+        """Count a step; called on all ranks after they have agreed on stopping and saving."""
         self._has_stepped = True
         if self._watch is not None:
             self._watch.progress += 1
@@ -123,7 +124,7 @@ class Sections:
             self._enter(STEP)
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop the watchdog."""
         if self._watch is not None:
             self._watch.close()
 
@@ -143,11 +144,11 @@ class Sections:
                 dist.barrier(group=self._grid.host.handle)
 
     def _where(self) -> str:
-        """Return in words what this rank is in; asked by the watch's threads."""
-        at = rank_status.heartbeat_now()
+        """Return a description of this rank's current operation; called by the watchdog's threads."""
+        operation = rank_status.heartbeat_now()
         if self.name in (FIRST_STEP, STEP):
-            return f"in {at or self.name}"
-        return self.name if at in (None, self.name) else f"{self.name}, {at}"
+            return f"in {operation or self.name}"
+        return self.name if operation in (None, self.name) else f"{self.name}, {operation}"
 
     def _limit_of(self, name: str) -> float:
         return self._step_s if name == STEP else self._long_s
@@ -156,7 +157,7 @@ class Sections:
         leave_stuck(found, own, linger, self._world.name, self._watch.limit_s if self._watch else self._long_s)
 
     def _limit(self, limit_s: float) -> None:
-        """Bound the waits of what is started from now on, a while after the limit of the watch."""
+        """Set the watchdog's limit, and bound operations that start from now on by a slightly longer one."""
         if self._watch is None:
             return
         self._watch.limit_s = limit_s
@@ -167,16 +168,18 @@ class Sections:
 
 
 def leave_stuck(found: str, own: Report, linger: Callable[[], None] | None, name: str, limit_s: float) -> None:
-    """End this process, because a rank got no further for too long.
+    """Exit this process, because a rank has made no progress within the limit.
 
     Args:
-        found: who did not come.
-        own, name: what this rank is at, and what it is called.
-        linger: what to wait for behind the last words.
+        found: description of the rank that is missing.
+        own: report of this rank's current operation.
+        name: name of this rank.
+        linger: function that waits after the error has been reported, before the exit.
+        limit_s: the limit in seconds.
     """
     is_named = found.startswith(name)
     if is_named:
-        rank_status.note_state(rank_status.LATE)  # the launcher, too, is to name this rank
+        rank_status.note_state(rank_status.LATE)  # so that the launcher also names this rank
     message = found if is_named else f"{found}. This rank {own.words}"
     limit = f"{limit_s:g} s (--step-timeout; outside of steps --phase-timeout-minutes)"
     exit_guard.leave(PeerError(f"{message}. It may get no further for {limit}"), name, linger)
@@ -188,7 +191,7 @@ def _handles(grid: Grid) -> list[tuple[str, Any]]:
 
 
 def _is_attended() -> bool:
-    """Return whether a person may be at this process: it is not the launcher's, or it has a terminal to read from."""
+    """Return True if a user may be at this process: it is not the launcher's, or it has a terminal as input."""
     return "MEGATRON_FAILURE_FILE" not in os.environ or os.isatty(0)
 
 

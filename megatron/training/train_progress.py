@@ -14,17 +14,17 @@ from megatron.checkpoint import former
 class TrainProgress:
     """The position of the run.
 
-    A skipped step counts as a step and its samples as consumed, but the learning rate does not advance: it follows
-    ``updates``, or ``samples_updated`` if the lengths of its schedule are samples. The same holds for samples that a
-    rollback leaves out.
+    A skipped step counts as a step, and its samples count as consumed. The learning rate does not advance: it follows
+    ``updates``, or ``samples_updated`` if the lengths of its schedule are samples. Samples that a rollback skips count
+    in the same way.
 
-    A checkpoint also stores the number of tokens consumed, which counts each sample with --seq-length tokens, whatever
-    the schedule of lengths.
+    A checkpoint also stores the number of tokens consumed. It counts --seq-length tokens per sample, regardless of the
+    schedule of sequence lengths.
 
     Attributes:
         step: steps taken, skipped ones included.
         updates: steps that updated the weights.
-        samples_consumed: samples read, or left out after a rollback; the position in the data.
+        samples_consumed: samples read, or skipped by a rollback; the position in the data.
         samples_skipped: samples consumed in steps without an update.
     """
 
@@ -37,8 +37,8 @@ class TrainProgress:
     def from_metadata(cls, metadata: Mapping[str, Any], tokens_per_sample: int) -> TrainProgress:
         """Return the position at which a run resumes from a checkpoint with this metadata.
 
-        If the length of samples has changed, the run resumes at the first sample that begins at or after the number of
-        tokens consumed.
+        If --seq-length has changed, the run resumes at the first sample that begins at or after the number of tokens
+        consumed.
         """
         saved = former.progress(metadata)
         progress = cls(**{field.name: saved[field.name] for field in fields(cls)})
@@ -49,7 +49,7 @@ class TrainProgress:
         return progress
 
     def to_metadata(self, tokens_per_sample: int) -> dict[str, int]:
-        """Return the entry ``progress`` of a checkpoint's metadata."""
+        """Return the ``progress`` entry of a checkpoint's metadata."""
         return {**asdict(self), "tokens_consumed": self.samples_consumed * tokens_per_sample}
 
     @property

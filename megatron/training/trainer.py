@@ -1,4 +1,4 @@
-"""Trainer: the loop over steps. Callback: hooks called around each step (megatron/training/callbacks)."""
+"""Trainer: the training loop. Callback: hooks called around each step; implementations are in ``callbacks``."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ class Callback:
     | hook | is called |
     |---|---|
     | ``on_train_start()`` | once, before the first step; a checkpoint has been loaded |
-    | ``on_load_end(step)`` | after a rollback to the checkpoint of ``step`` |
+    | ``on_load_end(step)`` | after a rollback to the checkpoint of step ``step`` |
     | ``on_step_start()`` | before the forward pass of a step |
-    | ``on_before_update(loss)`` | before the optimizer, with the gradients of all micro-batches reduced |
-    | ``on_after_update(result)`` | after the update, or after it was skipped; the step has been counted |
-    | ``on_log(metrics)`` | in steps that are logged; adds values to ``metrics``, or writes them |
+    | ``on_before_update(loss)`` | before the optimizer step, when the gradients of all micro-batches are reduced |
+    | ``on_after_update(result)`` | after the update was applied or skipped; the step has been counted |
+    | ``on_log(metrics)`` | in logged steps; adds values to ``metrics`` or writes them |
     | ``on_step_end(result)`` | at the end of a step, before all ranks agree on stopping and saving |
     | ``on_save()`` | when any rank has called ``request_save`` |
-    | ``on_evaluate_end(split, values)`` | when the loss of a split is known; for --eval-tasks, ``split`` is "tasks" |
-    | ``on_save_staged(step, values)`` | with --async-save, when the tensors have been copied and training continues |
-    | ``on_save_end(step, path, values)`` | once per save: when it is committed (``path``), or has failed (None) |
-    | ``on_export_end(step, path)`` | on rank 0, when a Hugging Face folder has been written (``path``) |
-    | ``on_train_end()`` | after the last step, or after the step at which the run was asked to stop |
+    | ``on_evaluate_end(split, values)`` | after the evaluation of a split; for --eval-tasks, ``split`` is "tasks" |
+    | ``on_save_staged(step, values)`` | with --async-save, when the tensors are copied and training continues |
+    | ``on_save_end(step, path, values)`` | once per save: when it is committed, or with ``path`` None when it failed |
+    | ``on_export_end(step, path)`` | on rank 0, when the Hugging Face folder ``path`` has been written |
+    | ``on_train_end()`` | after the last step, or after the step at which the run stops early |
     | ``on_exception(error)`` | when an error ends the run on this rank |
-    | ``find_nonfinite(error)`` | when a non-finite value ends a step: describes its location; "" if it is elsewhere |
+    | ``find_nonfinite(error)`` | when a non-finite value ends a step; returns its location, if known |
 
     Hooks are called in the order of the list of callbacks, which is the same on all ranks, so they may call
-    collectives. Exceptions are ``on_save_end``, ``on_export_end``, ``on_exception`` and ``find_nonfinite``, which ranks
-    call at different times.
+    collectives. The exceptions are ``on_save_end``, ``on_export_end``, ``on_exception`` and ``find_nonfinite``: ranks
+    call them at different times.
 
     Attributes:
-        every: call the hooks of a step (``on_step_start`` to ``on_step_end``, not ``on_log``) every N steps; 0: never.
-        on_all_ranks: False: the callback exists on rank 0 only, and calls no collectives.
-        trainer: the trainer that calls the hooks; set from ``on_train_start`` on.
+        every: call the step hooks (``on_step_start`` to ``on_step_end``, without ``on_log``) every N steps; 0: never.
+        on_all_ranks: if False, the callback runs on rank 0 only and must not call collectives.
+        trainer: the trainer that calls the hooks; set before ``on_train_start``.
     """
 
     every = 1
@@ -100,14 +100,15 @@ class Callback:
     def on_exception(self, error: BaseException) -> None: ...
 
     def find_nonfinite(self, error: NumericsError) -> str | None:
+        """Return the location of the value on this rank, "" if it is on another rank, or None if unknown."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callback's checkpoint state: values that JSON can hold, the same on every rank."""
+        """Return the callback's checkpoint state: JSON-serializable values, the same on every rank."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state``. Not called if the checkpoint has no state of this callback."""
+        """Restore ``state``. Not called if the checkpoint has no state for this callback."""
 
 
 STEP_HOOKS = ("on_step_start", "on_before_update", "on_after_update", "on_step_end")
@@ -116,20 +117,21 @@ Kind = TypeVar("Kind", bound=Callback)
 
 
 class Trainer:
-    """Takes the steps of a run, and calls its callbacks around them. One on every rank; all of it is collective.
+    """The training loop: takes the steps and calls the callbacks. Runs on every rank; its methods are collective.
 
     Attributes:
-        sizes: the samples of a step over all replicas, by samples consumed.
-        lengths: the tokens that the model reads at a time, by tokens consumed.
-        progress: steps, updates and samples up to now.
+        sizes: schedule of the global batch size in samples, by samples consumed.
+        lengths: schedule of the sequence length, by tokens consumed.
+        progress: counters of steps, updates and samples.
         length: the limits of the run.
-        samples, seq_length: of the step that is being taken, or was the last.
-        learning_rate, last_loss: of that step; None ahead of the first.
-        stop_text: why the run ends early, once that is agreed on.
-        print_line: shows a line on the screen, on rank 0.
-        resumed_step: the step at which this start goes on in its own folder; None for a run that is new there.
-        steps_taken, samples_taken, pause_s: since the start, those that came again counted again, samples by the length
-            at which they were read; and the seconds in which it did not train.
+        samples, seq_length: samples and sequence length of the current or last step.
+        learning_rate, last_loss: learning rate and loss of that step; None before the first one.
+        stop_text: reason why the run ends early, once all ranks have agreed to stop; otherwise "".
+        print_line: prints a line to the console on rank 0.
+        resumed_step: the step at which this start continues in its own run folder; None for a new run.
+        steps_taken, samples_taken: steps, and samples by sequence length, since the start. Steps repeated after a
+            rollback count again.
+        pause_s: seconds since the start that were not spent on training (evaluation, saving).
     """
 
     def __init__(
@@ -162,20 +164,21 @@ class Trainer:
         self.resumed_step: int | None = None
         self.steps_taken, self.samples_taken, self.pause_s = 0, Counter[int](), 0.0
         self._save_is_wanted = False
-        self.callbacks = [each for each in callbacks if each.on_all_ranks or world.rank == 0]
+        self.callbacks = [cb for cb in callbacks if cb.on_all_ranks or world.rank == 0]
         for callback in self.callbacks:
             callback.trainer = self
-        self._having = {hook: [each for each in self.callbacks if _overrides(each, hook)] for hook in HOOKS}
+        self._having = {hook: [cb for cb in self.callbacks if _overrides(cb, hook)] for hook in HOOKS}
         if self._having["on_before_update"]:
-            self._check_loss = engine.on_loss  # the engine's own check, which ``_before_update`` calls after the hooks
+            self._check_loss = engine.on_loss  # ``_before_update`` calls the engine's check after the hooks
             engine.on_loss = self._before_update
 
     def fit(self) -> None:
-        """Take the steps that are left, and end the run.
+        """Take the remaining steps and end the run.
 
         Raises:
-            StopRequest: a signal or limit ended it early; it is saved and can go on.
-            NumericsError: a loss or gradient is not finite, too many steps were bad, or copies of a weight differ.
+            StopRequest: a signal or limit ended the run early; the run is saved and can be resumed.
+            NumericsError: a loss or gradient is not finite, too many steps were anomalous, or replicas of a weight
+                differ.
         """
         try:
             self.call("on_train_start")
@@ -185,7 +188,7 @@ class Trainer:
         except BaseException as error:
             self._call_for_error(error)
             raise
-        self.world.barrier()  # no rank leaves while rank 0 still sends and draws
+        self.world.barrier()  # keeps all ranks alive while rank 0 uploads metrics and draws plots
         if self.stop_text:
             raise StopRequest(self.stop_text)
 
@@ -193,7 +196,7 @@ class Trainer:
         """Take steps until a limit of the run is reached, or until any rank is asked to stop."""
         with self.phases.over(STEP):
             while self.has_steps_left:
-                with self.open_batches():  # once, and again each time that the run has gone back to a checkpoint
+                with self.open_batches():  # reopened after each rollback
                     while self.has_steps_left and self.end_step(self.train_step()):
                         pass
 
@@ -203,27 +206,27 @@ class Trainer:
 
     @property
     def steps_left(self) -> int:
-        """Number of steps until a limit of the run is reached."""
+        """Number of steps until the run reaches a limit."""
         return self.length.steps_left(self.progress.step, self.progress.samples_consumed)
 
     @property
     def last_step(self) -> int:
-        """Number of the last step of the run, given the samples consumed up to now."""
+        """Number of the last step of the run, given the samples consumed so far."""
         return self.progress.step + self.steps_left
 
     def open_batches(self) -> AbstractContextManager[Any]:
-        """Open this rank's training data at the sample that comes next; the context ends its readers."""
+        """Open this rank's training data at the next sample; leaving the context closes the readers."""
         with self.phases.over(OPENING_DATA):
             self.batches = self.data.batches("train", self.config, self.world, self.progress.samples_consumed)
         return self.batches or nullcontext()
 
     def train_step(self) -> StepResult:
-        """Take one step: forward and backward of its micro-batches, the sums over ranks, the update; log it if due."""
+        """Take one step: forward and backward of all micro-batches, gradient reduction, update; log if due."""
         progress, start = self.progress, self.progress.samples_consumed
         count = self.sizes.at(start)
         self.seq_length = self.lengths.of_step(start)
-        place = self.config.batch.batch_size, self.world.grid.data.size
-        self.samples = StepSamples(progress.step + 1, start, count, *place)
+        batch_dims = self.config.batch.batch_size, self.world.grid.data.size
+        self.samples = StepSamples(progress.step + 1, start, count, *batch_dims)
         by_samples = self.config.optimizer.lr_follows_samples
         self._lr_position = progress.samples_updated + count if by_samples else progress.updates + 1
         self.learning_rate = set_learning_rates(self.engine.optimizer, self.lr_scheduler, self._lr_position)
@@ -246,23 +249,23 @@ class Trainer:
 
     @property
     def num_pieces(self) -> int:
-        """Return how many pieces each sample of the step is cut into."""
+        """Number of pieces that each sample of the step is cut into."""
         return self.lengths.full // self.seq_length
 
     @property
     def next_seq_length(self) -> int:
-        """Return the length of the step that comes next, at which losses are evaluated."""
+        """Sequence length of the next step, which is also used for evaluation."""
         return self.lengths.of_step(self.progress.samples_consumed)
 
     @property
     def is_log_step(self) -> bool:
-        """Whether the numbers of this step are logged: once per interval, and those of the first step and the last."""
+        """True in steps whose metrics are logged: every --log-interval steps, and the first and last step."""
         run, step = self.config.run, self.samples.step
         is_multiple = run.log_interval > 0 and step % run.log_interval == 0
         return is_multiple or step in (1, self.last_step)
 
     def log(self, result: StepResult) -> None:
-        """Bring the numbers of a step together. docs/seeing.md has each with its unit and formula."""
+        """Collect the metrics of a step and call ``on_log``. docs/seeing.md has the units and formulas."""
         consumed, per_sample = self.progress.samples_consumed, self.config.tokens_per_sample
         self.call(
             "on_log",
@@ -284,17 +287,17 @@ class Trainer:
         )
 
     def _rates_by_label(self) -> dict[str, float]:
-        """Return the rates of the step by what has them, beside that of --lr; the same in every layout."""
-        course = self.lr_scheduler
-        return {rate.label: course.between(rate.lr, rate.min_lr).after(self._lr_position) for rate in self.rates}
+        """Return the learning rates other than --lr, by label; the same in every layout."""
+        schedule = self.lr_scheduler
+        return {rate.label: schedule.between(rate.lr, rate.min_lr).after(self._lr_position) for rate in self.rates}
 
     def end_step(self, result: StepResult) -> bool:
-        """Do what is due behind a step; return False where the run has gone back to a checkpoint."""
+        """Finish a step: call ``on_step_end`` and save if needed; return False if the run has rolled back."""
         began = time.perf_counter()
         for callback in self.due("on_step_end"):
             callback.on_step_end(result)
             if self.progress.step < self.samples.step:
-                return False  # gone back: nothing more is due behind a step that comes again
+                return False  # rolled back: the step will be repeated
         self.pause_s += time.perf_counter() - began
         reason, saves = self.agree()
         self.phases.step_done()
@@ -307,73 +310,78 @@ class Trainer:
         return True
 
     def agree(self) -> tuple[str, bool]:
-        """Return why the run stops after this step, "" if it does not, and whether it saves: what any rank wants."""
+        """Agree on stopping and saving after this step. Collective.
+
+        Returns:
+            The reason to stop or to regroup ("" to continue), and True if any rank has requested a checkpoint.
+        """
         reason = self.stop.reason(self.progress.step)
         stops, saves, regroups = self.world.any([reason is not None, self._save_is_wanted, self.stop.is_awaited()])
         self._save_is_wanted = False
         if not stops:
             return (REGROUP if saves and regroups else ""), saves
-        asked = asked_through_launcher() if reason is None else None  # its signal is on the way here, too
-        return reason or (f"received {asked}" if asked else ANOTHER), saves
+        forwarded = asked_through_launcher() if reason is None else None  # this rank's signal may still be on its way
+        return reason or (f"received {forwarded}" if forwarded else ANOTHER), saves
 
     def request_save(self) -> None:
-        """Ask for a checkpoint at the end of this step; any rank may."""
+        """Request a checkpoint at the end of this step. Any rank may call this."""
         self._save_is_wanted = True
 
     @property
     def is_save_wanted(self) -> bool:
-        """Whether this rank has asked for a checkpoint in this step."""
+        """True if this rank has requested a checkpoint in this step."""
         return self._save_is_wanted
 
     def _placed(self, error: NumericsError) -> NumericsError:
-        """Return ``error`` with the step and its samples, and where on this rank the number is."""
-        found = next(
-            (text for each in self.due("find_nonfinite") if (text := each.find_nonfinite(error)) is not None), ""
+        """Return ``error`` with the step, its samples and the location of the value on this rank."""
+        location = next(
+            (text for callback in self.due("find_nonfinite") if (text := callback.find_nonfinite(error)) is not None),
+            "",
         )
         message = f"step {self.samples.step} ({self.samples.text}): {error}"
-        placed = NumericsError(f"{message} Here {found}." if found else message)
-        placed.is_of_this_rank = bool(found)
-        return placed
+        located = NumericsError(f"{message} Here {location}." if location else message)
+        located.is_of_this_rank = bool(location)
+        return located
 
     def _before_update(self, loss: float) -> None:
         self.call("on_before_update", loss)
         self._check_loss(loss)
 
-    # The callbacks.
+    # Calls of the callbacks.
 
     def due(self, hook: str) -> list[Callback]:
-        """Return the callbacks that have ``hook``, those of a step where this step is one of theirs."""
-        having = self._having[hook]
+        """Return the callbacks that override ``hook``; for step hooks, only those whose ``every`` divides the step."""
+        overriding = self._having[hook]
         if hook not in STEP_HOOKS:
-            return having
-        return [each for each in having if each.every and self.samples.step % each.every == 0]
+            return overriding
+        return [callback for callback in overriding if callback.every and self.samples.step % callback.every == 0]
 
     def call(self, hook: str, *given: Any) -> None:
-        """Call ``hook`` of each callback that is due."""
+        """Call ``hook`` of every callback that is due."""
         for callback in self.due(hook):
             getattr(callback, hook)(*given)
 
     def find(self, kind: type[Kind]) -> Kind | None:
-        """Return the callback of this class, where there is one on this rank."""
-        return next((each for each in self.callbacks if isinstance(each, kind)), None)
+        """Return the callback of class ``kind``, or None if this rank has none."""
+        return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the callbacks that have one, by name."""
-        return {each.name: state for each in self.callbacks if (state := each.state_dict())}
+        """Return the non-empty checkpoint states of the callbacks, by name."""
+        return {callback.name: state for callback in self.callbacks if (state := callback.state_dict())}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Let the callbacks of which there is a state go on from it."""
+        """Restore the callbacks that have a state in ``states``."""
         for callback in self.callbacks:
             if callback.name in states:
                 callback.load_state_dict(states[callback.name])
 
     def _call_for_error(self, error: BaseException) -> None:
-        """Tell the callbacks of the error that ends the run, each whatever goes wrong in others."""
+        """Call ``on_exception`` of each callback; an exception in one callback does not affect the others."""
         for callback in self.due("on_exception"):
             try:
                 callback.on_exception(error)
-            except Exception as another:
-                log.warning(f"{callback.name}.on_exception failed ({type(another).__name__}: {another})")
+            except Exception as hook_error:
+                log.warning(f"{callback.name}.on_exception failed ({type(hook_error).__name__}: {hook_error})")
 
 
 def _overrides(callback: Callback, hook: str) -> bool:
@@ -381,5 +389,5 @@ def _overrides(callback: Callback, hook: str) -> bool:
 
 
 def perplexity(loss: float) -> float:
-    """Return e to the loss; infinite where that has no number."""
+    """Return exp(loss), or infinity if that overflows."""
     return math.exp(loss) if loss < 700 else math.inf

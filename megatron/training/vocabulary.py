@@ -1,4 +1,4 @@
-"""The vocabulary of a run: token ids of its tokenizer and those that the model family adds."""
+"""Vocabulary of a run: the tokenizer's ids and those that the model family adds."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def with_tokenizer(config: Config, world: Group | None = None) -> tuple[Any, Config]:
-    """Return the tokenizer, where one is named, and the configuration with its vocabulary. Collective.
+    """Return the tokenizer, or None if no flag names one, and the configuration with its vocabulary. Collective.
 
     Args:
-        world: all ranks of the run; None: this process only.
+        world: group of all ranks of the run; None: this process only.
     """
     files, is_null = config.data, config.data.tokenizer_type == "NullTokenizer"
     if not (files.tokenizer_path or files.vocab_file or is_null):
@@ -34,36 +34,37 @@ def with_tokenizer(config: Config, world: Group | None = None) -> tuple[Any, Con
     )
     choose_eod(tokenizer, config, world)
     config = replace(config, data=replace(config.data, eod_token=tokenizer.eod_name))
-    if is_null:  # behind whose ids a family may put others
+    if is_null:  # a family may append ids, which makes the vocabulary larger than --vocab-size
         config = replace(config, model=replace(config.model, vocab_size=None))
     return tokenizer, with_vocabulary(tokenizer, config)
 
 
 def with_vocabulary(tokenizer: Any, config: Config) -> Config:
-    """Return the configuration with the ids of the tokenizer, and those that its family puts behind them.
+    """Return the configuration with the vocabulary size: the tokenizer's ids and those that its family appends.
 
     Raises:
         ConfigError: --vocab-size is too small, or --vocab-extra-ids was given and the tokenizer has sentinels.
     """
-    own = len(tokenizer.sentinel_ids) if config.own.is_encoder_decoder else 0
-    if own and "vocab_extra_ids" in config.given:
+    num_sentinels = len(tokenizer.sentinel_ids) if config.own.is_encoder_decoder else 0
+    if num_sentinels and "vocab_extra_ids" in config.given:
         raise ConfigError(
             "--vocab-extra-ids is for a tokenizer without sentinels, got --vocab-extra-ids "
-            f"{config.own.vocab_extra_ids} and a tokenizer with {own} of its own, which are used. Leave it out"
+            f"{config.own.vocab_extra_ids} and a tokenizer with {num_sentinels} of its own, which are used. Leave it "
+            "out"
         )
-    rows, tokens = config.model.vocab_size, tokens_of(tokenizer, config)
-    needed = tokens.vocab_size
+    num_rows, tokens = config.model.vocab_size, tokens_of(tokenizer, config)
+    num_ids = tokens.vocab_size
     uses_text_only = tokens is tokenizer and not config.data.fim_rate
-    if rows is not None and needed > rows and uses_text_only and tokenizer.text_vocab_size <= rows:
+    if num_rows is not None and num_ids > num_rows and uses_text_only and tokenizer.text_vocab_size <= num_rows:
         log.info(
-            f"the tokenizer has {needed} ids and the model {rows} rows: the ids from {rows} on are special tokens, "
-            "which plain text never becomes"
+            f"the tokenizer has {num_ids} ids and the model {num_rows} rows: the ids from {num_rows} on are special "
+            "tokens, which plain text never becomes"
         )
-        tokenizer.num_rows, needed = rows, rows
-    return config.with_vocab(needed)
+        tokenizer.num_rows, num_ids = num_rows, num_rows
+    return config.with_vocab(num_ids)
 
 
 def tokens_of(tokenizer: Any, config: Config) -> Any:
-    """Return the ids in samples of the family, a ``Vocabulary``, with those that it adds to the tokenizer's."""
+    """Return the ``Vocabulary`` of the family's samples: the tokenizer's ids and those that the family adds."""
     data = data_parts(config.family)
     return tokenizer if data is None else data.special_tokens(tokenizer, config)

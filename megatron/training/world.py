@@ -1,4 +1,4 @@
-"""World: this process, its grid of ranks and its device."""
+"""World: this rank's device and position in the grid of ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from megatron.mpu.mappings import all_reduce
 
 @dataclass(frozen=True)
 class World:
-    """This rank's device and grid."""
+    """This rank's device and position in the grid of ranks.
+
+    Args:
+        kind: device type, such as "cpu" or "cuda".
+        loss_stage: pipeline stage that computes the loss; None: the last one.
+    """
 
     kind: str
     device: torch.device
     grid: Grid
     local_rank: int
-    loss_stage: int | None = None  # None: the last
+    loss_stage: int | None = None
 
     @property
     def rank(self) -> int:
@@ -28,27 +33,27 @@ class World:
 
     @property
     def reads_data(self) -> bool:
-        """Whether this rank opens the corpus: the first tensor rank of the first stage and of that of the loss.
+        """True if this rank reads data: the first tensor rank of the first stage and of the stage with the loss.
 
-        The ranks of a context group read the same samples, each for its own pieces.
+        The ranks of a context group all read the same samples; each uses its own chunks of them.
         """
-        of_loss = self.grid.pipe.size - 1 if self.loss_stage is None else self.loss_stage
-        return self.grid.tensor.rank == 0 and self.grid.pipe.rank in (0, of_loss)
+        loss_stage = self.grid.pipe.size - 1 if self.loss_stage is None else self.loss_stage
+        return self.grid.tensor.rank == 0 and self.grid.pipe.rank in (0, loss_stage)
 
     @property
     def decision_group(self) -> tuple[Group, torch.device]:
-        """All ranks, and where the numbers lie on which they agree that each host knows by itself.
+        """(group of all ranks, device) for all-reduces of values that are known on the host.
 
-        Those of a device would make the host wait for its work. On a CPU the group is the one whose time limit is a
-        step's.
+        An all-reduce on the training device would make the host wait for the device's queue. If the training device is
+        a CPU, the group is the one with the step's timeout.
         """
         on_host = torch.device("cpu")
         return (self.grid.world if self.device == on_host else self.grid.host), on_host
 
     def any(self, wishes: Sequence[bool]) -> list[bool]:
-        """Return, for each of this rank's ``wishes``, whether any rank has it. Collective."""
-        group, place = self.decision_group
-        votes = torch.tensor(wishes, dtype=torch.float32, device=place)
+        """Return, for each of this rank's ``wishes``, True if any rank has it. Collective."""
+        group, device = self.decision_group
+        votes = torch.tensor(wishes, dtype=torch.float32, device=device)
         return [vote > 0 for vote in all_reduce(votes, group, dist.ReduceOp.MAX).tolist()]
 
     def barrier(self) -> None:
@@ -58,11 +63,11 @@ class World:
 
     @property
     def name(self) -> str:
-        """This rank in words, for messages."""
+        """Name of this rank for messages."""
         return self.name_of(self.rank)
 
     def name_of(self, rank: int) -> str:
-        """Return any rank in words."""
-        place = self.grid.topology.coordinate(rank)
-        context = f", context {place.context}" if self.grid.topology.context > 1 else ""
-        return f"rank {rank} (stage {place.pipe}, tensor {place.tensor}, data {place.data}{context})"
+        """Return the name of a rank for messages, with its coordinates."""
+        coordinate = self.grid.topology.coordinate(rank)
+        context = f", context {coordinate.context}" if self.grid.topology.context > 1 else ""
+        return f"rank {rank} (stage {coordinate.pipe}, tensor {coordinate.tensor}, data {coordinate.data}{context})"

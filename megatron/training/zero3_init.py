@@ -1,11 +1,13 @@
 """Model construction for ZeRO 3: each weight is sharded as soon as it is initialised.
 
-The host makes modules whose weights have no memory yet (``megatron.mpu.shard``). The optimizer takes them one by one
-(``ParamInit``): a weight is filled on the host, its parts go to the device, and its memory goes back. So
-a rank's host holds one weight at a time, beside what modules have filled themselves, and its device the parts.
+Modules are built on the host with weights that have no memory yet (``megatron.mpu.shard``). The optimizer initialises
+them one by one (``ParamInit``): a weight is filled on the host, its shard is copied to the device, and its host memory
+is freed. So the host holds one full weight at a time, in addition to weights that modules have filled themselves, and
+the device holds only shards.
 
-Weights that a module fills itself, biases and norms among them, are those of the first replica, as DeepSpeed has it;
-what is filled by its name is the same on all replicas anyway. DeepSpeed sends neither, for nothing is left to send.
+Weights that a module fills itself, such as biases and norms, are broadcast from the first replica, as in DeepSpeed.
+Weights that are initialised by name are the same on all replicas anyway. DeepSpeed does not broadcast either of them,
+because no full weight is left.
 """
 
 from __future__ import annotations
@@ -30,22 +32,25 @@ from tds.gradients import is_reduced_apart
 from tds.param_info import excluded_from_broadcast
 
 CHUNK_BYTES = 32 * 2**20
-"""Of the values that are sent at a time."""
+"""Size of the chunks in which weights are broadcast."""
 SINGLE_PLACE = "single memory location"
-"""What torch says of writing to a tensor whose elements share memory."""
+"""Part of torch's error message for writes to a tensor whose elements share memory."""
 
 
 def is_asked_for(config: Config, world: World) -> bool:
-    """Return whether each replica keeps parts of the weights alone."""
+    """Return True if each replica keeps only shards of the weights (ZeRO 3)."""
     settings = config.optimizer
     return settings.zero_stage == 3 and (world.grid.data_context.size > 1 or settings.offload_parameters)
 
 
 def build(provider: Callable[[], torch.nn.Module], *, arrives: bool) -> torch.nn.Module:
-    """Return what ``provider`` builds, where weights arrive later without memory for those to be filled by name.
+    """Build the model with ``provider``.
+
+    Args:
+        arrives: True if weights that are initialised by name are materialized later, so that they have no memory yet.
 
     Raises:
-        ConfigError: it writes to such a weight.
+        ConfigError: the provider writes to a weight without memory.
     """
     try:
         with init_empty_weights() if arrives else nullcontext():
@@ -61,7 +66,7 @@ def build(provider: Callable[[], torch.nn.Module], *, arrives: bool) -> torch.nn
 
 
 def param_init_of(config: Config, module: torch.nn.Module, world: World, rule: Rule) -> ParamInit | None:
-    """Return how the weights of ``module`` come, which lie on the host; None where all come together."""
+    """Return the ``ParamInit`` that initialises the weights of ``module`` one by one; None without ZeRO 3."""
     if not is_asked_for(config, world):
         return None
     names = {parameter: name for name, parameter in named_parameters(module)}
@@ -77,20 +82,20 @@ def param_init_of(config: Config, module: torch.nn.Module, world: World, rule: R
 
 @torch.no_grad()
 def send_first(values: torch.Tensor, device: torch.device, group: Group) -> None:
-    """Let ``values`` on the host be those of the first rank of ``group``, over ``device``. Collective."""
+    """Broadcast ``values``, which are on the host, from the first rank of ``group`` via ``device``. Collective."""
     if group.size == 1:
         return
     flat = values.contiguous().view(-1)
     for chunk in flat.view(torch.uint8).split(CHUNK_BYTES):
-        sent = chunk.to(device)
-        dist.broadcast(sent, group.ranks[0], group=group.handle)
-        chunk.copy_(sent)
+        buffer = chunk.to(device)
+        dist.broadcast(buffer, group.ranks[0], group=group.handle)
+        chunk.copy_(buffer)
     values.copy_(flat.view_as(values))
 
 
 @contextmanager
 def not_sent(module: torch.nn.Module, *, arrives: bool) -> Iterator[None]:
-    """Keep DeepSpeed from broadcasting sharded weights and weights of experts to the replicas."""
+    """Prevent DeepSpeed from broadcasting sharded weights and expert weights to the replicas."""
     parameters = list(module.parameters())
     with excluded_from_broadcast(p for p in parameters if (arrives and p.requires_grad) or is_reduced_apart(p)):
         yield

@@ -1,4 +1,4 @@
-"""What is done around the steps of a run, a file each."""
+"""Callbacks of a training run, one per file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Which losses and gradients of a step are not finite, and on which ranks.
+"""Location of non-finite losses and gradients of a step, by rank.
 
-Those that
-hold the number say so themselves, rank 0 the rest.
+Each rank describes the values that it holds itself.
 """
 
 from __future__ import annotations
@@ -17,30 +16,30 @@ NAMED_AT_MOST = 3
 
 
 def bad_losses(engine: StepEngine, grid: Grid, samples: StepSamples) -> str:
-    """Say which micro-batches of this rank have a loss that is not finite; the first tensor rank speaks for all."""
+    """Describe this rank's micro-batches with a non-finite loss; "" on ranks other than the first tensor rank."""
     if grid.tensor.rank:
         return ""
-    bad = [number for number, loss in engine.micro_losses.items() if not loss.isfinite().all()]
-    each = [f"micro-batch {n} ({samples.of_micro_batch(grid.data.rank, n)})" for n in bad]
-    return f"{_listed(each)} gave such a loss" if each else ""
+    indices = [idx for idx, loss in engine.micro_losses.items() if not loss.isfinite().all()]
+    micro_batches = [f"micro-batch {i} ({samples.of_micro_batch(grid.data.rank, i)})" for i in indices]
+    return f"{_listed(micro_batches)} gave such a loss" if micro_batches else ""
 
 
 @torch.no_grad()
 def bad_gradients(engine: StepEngine, grid: Grid, samples: StepSamples) -> str:
-    """Say which parameters of this rank have a gradient that is not finite; the first replica speaks for all.
+    """Describe this rank's parameters with a non-finite gradient.
 
-    From ZeRO 2 on each replica speaks for its parts.
+    Only the first replica reports; with ZeRO 2 and 3 each replica reports its shards. Others return "".
     """
     if grid.data_context.rank and engine.optimizer.reducer.norm_group.size == 1:
         return ""
-    bad = []
+    names = []
     for name, parameter in named_parameters(engine.module):
         gradient = engine.optimizer.gradient_of(parameter) if parameter.requires_grad else None
         if gradient is not None and not gradient.isfinite().all():
-            bad.append(name)
-    return f"the gradient of {_listed(bad)} is not finite" if bad else ""
+            names.append(name)
+    return f"the gradient of {_listed(names)} is not finite" if names else ""
 
 
 def _listed(items: list[str]) -> str:
-    more = f" and {len(items) - NAMED_AT_MOST} more" if len(items) > NAMED_AT_MOST else ""
-    return ", ".join(items[:NAMED_AT_MOST]) + more
+    suffix = f" and {len(items) - NAMED_AT_MOST} more" if len(items) > NAMED_AT_MOST else ""
+    return ", ".join(items[:NAMED_AT_MOST]) + suffix

@@ -1,4 +1,4 @@
-"""CheckpointUploader: checkpoints and Hugging Face exports of a run into an object store, in the background."""
+"""CheckpointUploader: uploads checkpoints and Hugging Face exports of a run to an object store in the background."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from megatron.training.trainer import Callback
 
 
 class CheckpointUploader(Callback):
-    """Uploads what has become durable in the run folder to ``target``; the end of the run waits for it.
+    """Uploads committed checkpoints and exports from the run folder to ``target``; the end of the run waits for them.
 
-    Each rank sends the files that it has written. What fails is logged and tried again; it never ends the run. In the
-    store as many checkpoints stay as --keep-last and --keep-every say, counted by what is whole there.
+    Each rank uploads the files that it has written. Failed uploads are logged and retried; they never end the run.
+    --keep-last and --keep-every limit the number of checkpoints in the store; only complete ones are counted.
     """
 
     def __init__(self, target: str) -> None:
@@ -39,7 +39,7 @@ class CheckpointUploader(Callback):
             self._uploads.add(HF, path)
 
     def on_train_end(self) -> None:
-        """Wait for the uploads of all ranks; what the store does not take is logged. Collective."""
+        """Wait for the uploads of all ranks, and log those that failed. Collective."""
         uploads, phases, is_first = self._uploads, self.trainer.phases, self.trainer.world.rank == 0
         if uploads is None:
             return
@@ -49,24 +49,24 @@ class CheckpointUploader(Callback):
         with phases.over(SAVING):
             uploads.finish(log.info)
         with phases.over(SAVING):
-            left = uploads.close()
-        if left and is_first:
+            failed = uploads.close()
+        if failed and is_first:
             log.error(
-                f"{', '.join(left)} could not be uploaded to {self.target}, and wait in {self.trainer.folder}: a start "
-                "with the same --save and --save-remote uploads them"
+                f"{', '.join(failed)} could not be uploaded to {self.target}, and wait in {self.trainer.folder}: a "
+                "start with the same --save and --save-remote uploads them"
             )
 
     def _on_whole(self, kind: str, name: str) -> None:
-        """In the thread of rank 0: something has become whole in the store."""
+        """Log a completed upload and delete old checkpoints from the store; called in a thread of rank 0."""
         log.info(f"uploaded {self.target}/{kind}/{name}")
-        keep = retention_of(self.trainer.config.checkpoint)
-        number = keep.automatic if keep.last is None else keep.last
-        if kind != CHECKPOINTS or number is None:
+        retention = retention_of(self.trainer.config.checkpoint)
+        num_kept = retention.automatic if retention.last is None else retention.last
+        if kind != CHECKPOINTS or num_kept is None:
             return
         try:
-            gone = remote.remove_old(self.target, keep.counts, number, keep.every)
+            deleted = remote.remove_old(self.target, retention.counts, num_kept, retention.every)
         except DataError as error:
             log.warning(f"old checkpoints in {self.target} could not be deleted ({error}); {name} is complete")
             return
-        if gone:
-            log.info(f"deleted from {self.target}: {', '.join(gone)}")
+        if deleted:
+            log.info(f"deleted from {self.target}: {', '.join(deleted)}")

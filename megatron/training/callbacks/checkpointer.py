@@ -1,4 +1,4 @@
-"""Checkpointer: resumes at the start, saves when a checkpoint is due, and rolls back to an earlier checkpoint."""
+"""Checkpointer: resumes at the start, saves checkpoints when due, and rolls back to an earlier checkpoint."""
 
 from __future__ import annotations
 
@@ -34,26 +34,27 @@ from megatron.training.trainer import Callback
 
 
 class Checkpointer(Callback):
-    """Loads at the start; saves when a checkpoint is due, when a callback requests one, at the end and at a stop.
+    """Loads at the start; saves when a checkpoint is due or requested, at the end, and when the run is stopped.
 
-    | a save | that fails during the run | at the end, or when the run is stopped |
+    | flag | failed save during the run | failed save at the end or at a stop |
     |---|---|---|
-    | --on-save-error continue | is logged; the run continues, older checkpoints stay | CheckpointError (code 3) |
+    | --on-save-error continue | logged; the run continues, older checkpoints stay | CheckpointError (code 3) |
     | --on-save-error stop | CheckpointError (code 3) | CheckpointError (code 3) |
 
-    With --async-save, a save is staged first (copied in memory) and then written by a thread while training continues.
-    It is committed once a kill cannot lose it any more.
+    With --async-save, a save is first staged (copied to host memory) and then written by a thread while training
+    continues. It is committed once a kill can no longer lose it.
 
     Args:
-        paths: the run folder, and what the run resumes from.
+        paths: the run folder and the source that the run resumes from.
         tokenizer: identity of the run's tokenizer, if known.
 
     Attributes:
-        loaded: the checkpoint that the run started from; ``origin``: the same if everything was restored from it.
+        loaded: the checkpoint that the run started from.
+        origin: the same checkpoint if everything was restored from it, otherwise None.
         committed: the newest committed checkpoint of the run.
-        newest_step: step of the newest save, which may still be written; -1 if there is none or if it failed.
-        is_held: anomalous steps may lead to a rollback; until that is decided, no checkpoint is saved or deleted.
-        lineage: which checkpoints of the folder belong to this history of the run; known on rank 0.
+        newest_step: step of the newest save, possibly still being written; -1 if there is none or it failed.
+        is_held: True while anomalous steps may lead to a rollback; no checkpoint is saved or deleted meanwhile.
+        lineage: the checkpoints of the folder that belong to this history of the run; known on rank 0.
     """
 
     def __init__(self, paths: RunPaths, tokenizer: str | None = None) -> None:
@@ -75,7 +76,7 @@ class Checkpointer(Callback):
         """Resume from the checkpoint that the flags name, if any. Collective."""
         trainer, flags, data = self.trainer, self.trainer.config.checkpoint, self.trainer.config.data
         if data.sft is not None and data.chat_template is not None and trainer.world.rank == 0:
-            # The text, because the file may be gone or changed when the run is exported.
+            # Store the text, because the file may be deleted or changed before the run is exported.
             self._export_metadata[CHAT_TEMPLATE] = Path(data.chat_template).read_text(encoding="utf-8")
         resumed = resume(trainer, self.paths, self.tokenizer)
         if resumed is not None:
@@ -101,7 +102,7 @@ class Checkpointer(Callback):
 
     @property
     def is_same_run(self) -> bool:
-        """Whether the run continues in the folder, and at the step, of the checkpoint that it has loaded."""
+        """True if the run continues in the folder, and at the step, of the checkpoint that it loaded."""
         flags = self.trainer.config.checkpoint
         is_here = self.loaded is not None and self.loaded.parent == saves_in(self.trainer.folder, flags)
         return is_here and (self.paths.is_restart or not (flags.finetune or flags.eval_only))
@@ -120,7 +121,7 @@ class Checkpointer(Callback):
     # During the run.
 
     def on_step_end(self, result: StepResult) -> None:
-        """Request a save if one is due by steps or time, or if a failed save is to end the run."""
+        """Request a save if one is due by steps or time, or if a failed save must end the run."""
         flags, status = self.trainer.config.checkpoint, self.status
         if self.async_saver is not None:
             self._report_outcome(self.async_saver.poll)  # does not wait
@@ -133,10 +134,10 @@ class Checkpointer(Callback):
     def on_save(self) -> None:
         """Save a checkpoint, unless anomalous steps may lead to a rollback. Collective.
 
-        If none is saved, a node that waits to join has to wait for a later save.
+        If no checkpoint is saved, a node that waits to join waits for a later save.
 
         Raises:
-            CheckpointError: a save failed, and --on-save-error is stop; on all ranks alike.
+            CheckpointError: a save failed and --on-save-error is stop; raised on all ranks.
         """
         flags = self.trainer.config.checkpoint
         if self.is_held:
@@ -163,7 +164,7 @@ class Checkpointer(Callback):
         """Save the last step, and wait until it is committed. Collective.
 
         Raises:
-            CheckpointError: it could not be written; on all ranks alike.
+            CheckpointError: the checkpoint could not be written; raised on all ranks.
         """
         trainer = self.trainer
         if not trainer.config.checkpoint.eval_only:
@@ -190,18 +191,18 @@ class Checkpointer(Callback):
         """Save a checkpoint of the current step, unless there is one. Collective.
 
         Args:
-            is_automatic: no flag asked for this save; the checkpoint is deleted sooner.
-            raise_failure: raise the error of an earlier save in the background, too.
+            is_automatic: the save interval is the default, not set by a flag; the checkpoint is deleted sooner.
+            raise_failure: also raise the error of an earlier background save.
 
         Raises:
-            CheckpointError: the save failed; on all ranks alike. With --async-save, ``wait_for_save`` reports it.
+            CheckpointError: the save failed; raised on all ranks. With --async-save, ``wait_for_save`` raises it.
         """
         trainer, status = self.trainer, self.status
         if self.async_saver is None and self.newest_step == trainer.progress.step:
             return
         began = time.perf_counter()
         with trainer.phases.over(SAVING):
-            self._finish_save()  # of an earlier step; one save runs at a time
+            self._finish_save()  # only one save runs at a time
             if raise_failure and status.failure is not None:
                 raise status.failure
             step = trainer.progress.step
@@ -221,7 +222,8 @@ class Checkpointer(Callback):
     def _write(self, is_automatic: bool) -> Path | Staged:
         """Capture the state of this step and write it, or stage it with --async-save. Collective."""
         trainer, engine, config = self.trainer, self.trainer.engine, self.trainer.config
-        earlier = sys.maxsize if self.is_held else self.lineage.earlier  # while held, a rollback may need any
+        # While held, a rollback may need any checkpoint.
+        earlier = sys.maxsize if self.is_held else self.lineage.earlier
         retention = retention_of(config.checkpoint, loaded=self.loaded, earlier=earlier)
         data = data_to_save(trainer.data, trainer.progress.samples_consumed, self._loaded_data)
         extra = {
@@ -259,13 +261,13 @@ class Checkpointer(Callback):
         return saver.save(trainer.folder / CHECKPOINTS, captured, retention)
 
     def wait_for_save(self, *, raise_failure: bool = False) -> None:
-        """Wait until the save in the background has ended; a failure is logged. Collective.
+        """Wait until the background save has ended, and log a failure. Collective.
 
         Args:
-            raise_failure: raise a failure to save the current step.
+            raise_failure: raise the error if the current step could not be saved.
 
         Raises:
-            CheckpointError: as ``raise_failure``; on all ranks alike.
+            CheckpointError: the current step could not be saved and ``raise_failure`` is set; raised on all ranks.
         """
         if self.async_saver is None:
             return
@@ -275,12 +277,12 @@ class Checkpointer(Callback):
             raise self.status.failure
 
     def _finish_save(self) -> None:
-        """Wait for the save in the background, within a phase that the caller has entered. Collective."""
+        """Wait for the background save; the caller has entered a phase. Collective."""
         if self.async_saver is not None:
             self._report_outcome(self.async_saver.finish)
 
     def _report_outcome(self, get_outcome: Callable[[], Committed | None]) -> None:
-        """Report a save in the background that has ended, if ``get_outcome`` returns or raises one."""
+        """Report a finished background save, if ``get_outcome`` returns or raises one."""
         try:
             committed = get_outcome()
         except CheckpointError as error:
@@ -300,20 +302,25 @@ class Checkpointer(Callback):
     def _report_failure(self, step: int, error: CheckpointError) -> None:
         self.status.record_failure(error, step)
         if self.trainer.world.rank == 0:
-            kept = f"the last one is {self.committed}" if self.committed else "there is none yet"
-            log.error(f"step {step}: NOT SAVED: {str(error).rstrip('.')}. Older checkpoints are untouched ({kept})")
+            last_text = f"the last one is {self.committed}" if self.committed else "there is none yet"
+            log.error(
+                f"step {step}: NOT SAVED: {str(error).rstrip('.')}. Older checkpoints are untouched ({last_text})"
+            )
         self.trainer.call("on_save_end", step, None, {"failed": 1})
 
     # Rollback.
 
     def roll_back(self, up_to_step: int) -> Path:
-        """Return to the newest checkpoint of this run that verifies, of at most ``up_to_step``. Collective.
+        """Roll back to the newest verified checkpoint of this run at or before ``up_to_step``. Collective.
 
         Weights, optimizer, loss scale, random states, counters and callbacks are restored, and the metrics of later
         steps are dropped. The caller decides where the data continues.
 
+        Returns:
+            The path of the checkpoint.
+
         Raises:
-            CheckpointError: there is no such checkpoint; on all ranks alike.
+            CheckpointError: there is no such checkpoint; raised on all ranks.
         """
         trainer = self.trainer
         with trainer.phases.over(LOADING):
@@ -329,11 +336,11 @@ class Checkpointer(Callback):
 
     @marked(is_of_this_rank=False)
     def _newest(self, up_to_step: int) -> Checkpoint:
-        """Open the newest checkpoint of this run of at most ``up_to_step`` that verifies, or else its origin."""
+        """Open the newest verified checkpoint of this run at or before ``up_to_step``, or else its origin."""
         root, host = self.trainer.folder / CHECKPOINTS, self.trainer.world.grid.host
 
         def is_candidate(path: Path) -> bool:
-            sequence = read_sequence(path)  # None if it is damaged: opening it names the damage
+            sequence = read_sequence(path)  # None if damaged; opening it reports the damage
             return step_of(path) <= up_to_step and (sequence is None or self.lineage.has(sequence))
 
         try:

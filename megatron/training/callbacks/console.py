@@ -1,4 +1,4 @@
-"""Console: a table at the start, progress while training, a summary at the end."""
+"""Console: a table at the start, progress lines during training, a summary at the end."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ from megatron.training.trainer import Callback
 
 
 class Console(Callback):
-    """Shows a person what a run does; behind the callbacks whose numbers it shows.
+    """Prints tables and progress lines; comes after the callbacks whose metrics it prints.
 
     Args:
-        counted: parameters of the whole model, then of one rank of each stage.
+        mode: auto, bar or plain (--progress).
+        total_steps: number of steps at the end of the progress bar.
+        counted: number of parameters of the full model, then of one rank of each stage.
     """
 
     on_all_ranks = False
@@ -43,7 +45,7 @@ class Console(Callback):
             log.info(note)
         for warning in config.dropped.values():
             log.warning(warning)
-        read = trainer.sizes.consumed_after(trainer.steps_left, trainer.progress.samples_consumed)
+        samples_to_read = trainer.sizes.consumed_after(trainer.steps_left, trainer.progress.samples_consumed)
         monitor = trainer.find(SpeedMonitor)
         rows = start_table.start_rows(
             config,
@@ -51,7 +53,7 @@ class Console(Callback):
             trainer.engine.module,
             self.counted,
             trainer.folder,
-            data_progress.start_rows(trainer.data, read),
+            data_progress.start_rows(trainer.data, samples_to_read),
             None if monitor is None else monitor.peak_flops,
         )
         self.screen.table(trainer.folder.name, rows)
@@ -77,8 +79,8 @@ class Console(Callback):
         self.close()
 
     def close(self) -> None:
-        """Take the bar away."""
-        with suppress(Exception):  # an error on its way out counts more, and a run that is done is done
+        """Remove the progress bar."""
+        with suppress(Exception):  # must not hide an error of the run
             self.screen.close()
 
     def end_rows(self, seconds: float) -> Iterator[tuple[str, str]]:
@@ -89,7 +91,7 @@ class Console(Callback):
         if trainer.last_loss is not None:
             yield "last training loss", f"{trainer.last_loss:.4f}"
         if evaluator := find(Evaluator):
-            for split in [each for each in SPLITS if each in evaluator.losses]:
+            for split in [name for name in SPLITS if name in evaluator.losses]:
                 yield f"{SPLITS[split]} loss", f"{evaluator.losses[split]:.4f}"
         if (monitor := find(SpeedMonitor)) and (speed := monitor.rates.mean_tokens_per_s()) is not None:
             yield "tokens/s", f"{speed:,.0f} on the mean"
@@ -108,9 +110,9 @@ class Console(Callback):
 
 
 def progress_line(step: int, total: int, metrics: Mapping[str, Any], epochs: str = "") -> str:
-    """Return one line of the numbers of a log interval; ``epochs`` says how often the corpora have been read."""
+    """Return the progress line with the metrics of a log interval; ``epochs`` is the text of ``epochs_text``."""
     mfu = f" | MFU {100 * metrics['mfu']:.1f} %" if metrics["mfu"] else ""
-    left = human_time((total - step) * metrics["step_s"])
+    remaining = human_time((total - step) * metrics["step_s"])
     bubble = f" | bubble {100 * metrics['bubble']:.1f} %" if "bubble" in metrics else ""
     length = f" | sequence {metrics['seq_length']}" if "seq_length" in metrics else ""
     experts = f" | load imbalance {max(load.values()):.2f}" if (load := metrics.get("moe_load_imbalance")) else ""
@@ -119,5 +121,5 @@ def progress_line(step: int, total: int, metrics: Mapping[str, Any], epochs: str
         f"step {step:>{len(str(total))}}/{total} | loss {metrics['loss']:.4f} | lr {metrics['learning_rate']:.3e} | "
         f"grad norm {metrics['grad_norm']:.3f} | loss scale {metrics['loss_scale']:g}{experts} | "
         f"{metrics['tokens_per_s']:,.0f} tokens/s | {human_count(metrics['flops_per_s'])}FLOP/s{mfu}{bubble}{length} | "
-        f"data wait {100 * metrics['data_wait']:.1f} %{f' | {epochs}' if epochs else ''}{skipped} | left {left}"
+        f"data wait {100 * metrics['data_wait']:.1f} %{f' | {epochs}' if epochs else ''}{skipped} | left {remaining}"
     )

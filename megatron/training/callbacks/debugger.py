@@ -1,4 +1,4 @@
-"""Debugger: --debug-dump and --debug-nan over the steps of an engine."""
+"""Debugger: dumps statistics (--debug-dump) and finds non-finite values (--debug-nan) in the steps of an engine."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from megatron.training.step_result import ModuleError, StepResult
 from megatron.training.trainer import Callback
 from megatron.training.world import World
 
-# The start of a dump: its folder and each rank's file are there, and it is known what the dump will hold.
+# Opening a dump: create its folder and the file of each rank, and check the selection of modules.
 
 MOST_NAMES = 8
 
 
 def open_dump(config: Config, world: World, modules: Sequence[str], parameters: Sequence[str]) -> Writer:
-    """Return the writer of this rank, whose file is there. Collective.
+    """Create the dump and return this rank's writer, with its file open. Collective.
 
     Args:
-        modules, parameters: names of this rank's.
+        modules, parameters: names of the modules and parameters on this rank.
 
     Raises:
-        ConfigError: a rank cannot write to the folder, it holds the dump of another run, or no name is asked for; the
-            same on every rank.
+        ConfigError: a rank cannot write to the folder, the folder contains the dump of another run, or
+            --debug-dump-modules matches no name; the same on every rank.
     """
     _check_pattern(config.debug.wanted(), world, modules, parameters)
     folder = Path(str(config.debug.debug_dump))
@@ -59,7 +59,7 @@ def open_dump(config: Config, world: World, modules: Sequence[str], parameters: 
         writer.make()
     except OSError as error:
         problem = f"{world.name}: {error}"
-    if problems := [each for each in world.grid.host.gather_objects(problem) if each]:
+    if problems := [text for text in world.grid.host.gather_objects(problem) if text]:
         raise ConfigError(f"--debug-dump must name a folder that every rank can write to, got {'; '.join(problems)}")
     return writer
 
@@ -74,15 +74,18 @@ def _check_pattern(pattern: re.Pattern[str], world: World, modules: Sequence[str
 
 
 def _facts(config: Config, world: World) -> dict[str, Any]:
-    """Return what a reader must know of the run."""
+    """Return the facts about the run that a reader of the dump needs."""
     grid = world.grid
-    places = [grid.topology.coordinate(rank) for rank in range(grid.topology.world_size)]
+    coordinates = [grid.topology.coordinate(rank) for rank in range(grid.topology.world_size)]
     return {
         "family": config.family,
         "layout": {"tensor": grid.tensor.size, "pipe": grid.pipe.size, "data": grid.data.size},
         "placement": config.parallel.placement,
-        "world_size": len(places),
-        "ranks": [{"stage": place.pipe, "tensor": place.tensor, "data": place.data} for place in places],
+        "world_size": len(coordinates),
+        "ranks": [
+            {"stage": coordinate.pipe, "tensor": coordinate.tensor, "data": coordinate.data}
+            for coordinate in coordinates
+        ],
         "micro_batch_size": config.batch.batch_size,
         "dtype": config.precision.dtype,
         "device": world.kind,
@@ -92,16 +95,15 @@ def _facts(config: Config, world: World) -> dict[str, Any]:
     }
 
 
-# --debug-dump and --debug-nan over one engine: what is looked at in which step, and what follows from it.
-#
-# Imported only where one of the two is given.
+# The callback: which steps are dumped or checked, and the reaction to a non-finite value. This module is imported only
+# with --debug-dump or --debug-nan.
 
 
 class Debugger(Callback):
-    """Looks at the steps of one engine on this rank; on every rank, or on none. Making it is collective.
+    """Watches the modules of one engine during the steps; exists on all ranks or on none. Construction is collective.
 
     Raises:
-        ConfigError: a rank cannot write to the folder, it holds the dump of another run, or nothing is to be dumped.
+        ConfigError: as ``open_dump``.
     """
 
     def __init__(self, engine: StepEngine, config: Config, world: World, streams: DropoutStreams) -> None:
@@ -112,7 +114,7 @@ class Debugger(Callback):
         modules = named_modules(engine.module)
         self._writer: Writer | None = None
         if settings.debug_dump is not None:
-            names = [[name for name, _ in each] for each in (modules, named_parameters(engine.module))]
+            names = [[name for name, _ in named_items] for named_items in (modules, named_parameters(engine.module))]
             self._writer = open_dump(config, world, *names)
         self._is_looking = self._is_dumping = self._has_noted_structure = False
         chunks = getattr(engine.module, "chunks", 1)
@@ -129,7 +131,7 @@ class Debugger(Callback):
         )
 
     def on_step_start(self) -> None:
-        """Look at all that follows in this step, where that is asked for."""
+        """Start watching the modules, if this step is dumped or checked."""
         step = self.trainer.samples.step
         self._warn_of_steps_behind(step)
         self._is_dumping = any(step in steps for steps in self._dumped)
@@ -144,10 +146,10 @@ class Debugger(Callback):
         self._watch.start()
 
     def on_before_update(self, loss: float) -> None:
-        """Write the gradients; with --debug-nan end the run on all ranks if any has found something. Collective.
+        """Write the gradients; with --debug-nan, end the run if any rank has found a non-finite value. Collective.
 
         Raises:
-            ModuleError: a number is not finite, and the run ends for it.
+            ModuleError: a value is not finite; raised on all ranks.
         """
         if self._is_looking:
             self._ahead_of_update()
@@ -158,14 +160,14 @@ class Debugger(Callback):
             self._look_no_longer()
 
     def find_nonfinite(self, error: NumericsError) -> str | None:
-        """Say which module of this rank made the number; None where no module was looked at, or none is known."""
+        """Describe the module of this rank that produced the value; None if no module was watched or none is known."""
         if isinstance(error, ModuleError):
             return error.found
         if not self._is_looking:
             return None
-        found = self._found if self._has_asked else self._finding()
-        self._note(found)
-        return None if found is None else found.text
+        finding = self._found if self._has_asked else self._finding()
+        self._note(finding)
+        return None if finding is None else finding.text
 
     def on_exception(self, error: BaseException) -> None:
         self._look_no_longer()
@@ -205,23 +207,25 @@ class Debugger(Callback):
         )
 
     def _note_loss_structure(self, writer: Writer) -> None:
-        """Write ahead of the first gradient what ``folder.read`` makes gradients of the mean loss by.
+        """Record whether the loss is weighted, before the first gradient; ``dump_files.read`` scales gradients by it.
 
-        The last stage alone knows, but its line is there for the tensors of all.
+        Only the last stage knows it, and its line in the dump applies to the tensors of all stages.
         """
         if not self._has_noted_structure and self.engine.has_weighted_loss is not None:
             writer.note("loss", is_weighted=self.engine.has_weighted_loss)
             self._has_noted_structure = True
 
     def _dump_weights(self, writer: Writer) -> None:
-        """Write the weights; of ZeRO 3, whose weights are whole in use alone, this replica's parts of the masters."""
-        are_whole = self.config.optimizer.zero_stage < 3
+        """Write the weights; with ZeRO 3, this replica's shards of the main params (full weights are temporary)."""
+        are_full = self.config.optimizer.zero_stage < 3
         self.engine.optimizer.store.finish_gathers()
         for name, parameter in named_parameters(self.engine.module):
             if self._pattern.search(name):
-                is_own = are_whole or not parameter.requires_grad
-                held = parameter if is_own else self.engine.optimizer.main_param_of(parameter)
-                writer.add(held, name, WEIGHT, cut=shard_cut(shard_of(held)), chunk=self._chunks.get(id(parameter), 0))
+                is_unsharded = are_full or not parameter.requires_grad
+                weight = parameter if is_unsharded else self.engine.optimizer.main_param_of(parameter)
+                writer.add(
+                    weight, name, WEIGHT, cut=shard_cut(shard_of(weight)), chunk=self._chunks.get(id(parameter), 0)
+                )
 
     @torch.no_grad()
     def _dump_gradients(self, writer: Writer) -> None:
@@ -233,11 +237,11 @@ class Debugger(Callback):
                 continue
             gradient = optimizer.gradient_of(parameter)
             if gradient is not None:
-                cut, chunk = shard_cut(optimizer.gradient_shard(parameter)), self._chunks.get(id(parameter), 0)
-                writer.add(gradient, name, GRADIENT, cut=cut, chunk=chunk, factor=factor)
+                shard, chunk = shard_cut(optimizer.gradient_shard(parameter)), self._chunks.get(id(parameter), 0)
+                writer.add(gradient, name, GRADIENT, cut=shard, chunk=chunk, factor=factor)
 
     def _ahead_of_update(self) -> None:
-        """Write the gradients; with --debug-nan end the run on all ranks if any has found something. Collective."""
+        """Write the gradients; with --debug-nan, end the run if any rank has found a non-finite value. Collective."""
         if self._is_dumping and self._writer is not None:
             self._dump_gradients(self._writer)
         self._found, self._has_asked = (
@@ -246,29 +250,32 @@ class Debugger(Callback):
         )
         if not self.config.debug.debug_nan:
             return
-        found = self._found
-        self._note(found)
-        number = torch.tensor([float(found is not None)], device=self.world.device)
-        if all_reduce(number, self.world.grid.world, dist.ReduceOp.MAX).item():
-            text = "what modules take and give must be finite (--debug-nan). The weights are as before this step."
-            raise ModuleError(text, found.text if found is not None else "")
+        finding = self._found
+        self._note(finding)
+        has_found = torch.tensor([float(finding is not None)], device=self.world.device)
+        if all_reduce(has_found, self.world.grid.world, dist.ReduceOp.MAX).item():
+            message = "what modules take and give must be finite (--debug-nan). The weights are as before this step."
+            raise ModuleError(message, finding.text if finding is not None else "")
 
     def _finding(self) -> Finding | None:
-        """Return what this rank made first, by itself; the step has ended ahead of what ranks ask one another."""
-        found = self._check.finding(in_backward=self._counts_gradients())
-        return None if found is None or found.has_arrived else found
+        """Return this rank's first non-finite value, without asking other ranks: an error has ended the step early."""
+        finding = self._check.finding(in_backward=self._counts_gradients())
+        return None if finding is None or finding.has_arrived else finding
 
     def _first_of_group(self, found: Finding | None) -> Finding | None:
-        """Return ``found`` if this rank made it and none of its tensor group was ahead of it. Collective.
+        """Return ``found`` if it originated on this rank before any other in the tensor group. Collective.
 
-        What one rank makes is in the sums that all take next, and all of a group see the same tensors.
+        A non-finite value of one rank spreads to the group by the next all-reduce, and all ranks of a tensor group see
+        the same tensors.
         """
-        own = math.inf if found is None else float(found.number)
-        first = all_reduce(torch.tensor([own], device=self.world.device), self.world.grid.tensor, dist.ReduceOp.MIN)
-        return None if found is None or found.has_arrived or own > first.item() else found
+        local_number = math.inf if found is None else float(found.number)
+        first_number = all_reduce(
+            torch.tensor([local_number], device=self.world.device), self.world.grid.tensor, dist.ReduceOp.MIN
+        )
+        return None if found is None or found.has_arrived or local_number > first_number.item() else found
 
     def _counts_gradients(self) -> bool:
-        """Return whether a gradient may be to blame: an overflow that a smaller loss scale may cure is none."""
+        """Return True if non-finite gradients count; not if a smaller fp16 loss scale may cure the overflow."""
         return not self.engine.optimizer.scaler.is_to_blame
 
     def _note(self, found: Finding | None) -> None:
@@ -278,14 +285,14 @@ class Debugger(Callback):
     def _end(self, result: StepResult) -> None:
         if not self._is_dumping or self._writer is None:
             return
-        found = self._found
-        if found is not None:  # the guard has left the step out, or what is not finite came to nothing
-            log.warning(f"{self.world.name}: {found.text}")
-        self._note(found)
+        finding = self._found
+        if finding is not None:  # the guard has skipped the step, or the value had no effect on the loss
+            log.warning(f"{self.world.name}: {finding.text}")
+        self._note(finding)
         self._writer.note("end", loss=result.loss, grad_norm=result.grad_norm, is_skipped=result.is_skipped)
 
     def _warn_of_steps_behind(self, first: int) -> None:
-        """Say at the first step of this start, if it is behind all that are to be dumped, that there will be none."""
+        """Warn at the first step of this start if all steps to be dumped are in the past."""
         is_first, self._has_started = not self._has_started, True
         if is_first and self._dumped and first >= max(steps.stop for steps in self._dumped) and self.world.rank == 0:
             log.warning(
@@ -295,7 +302,7 @@ class Debugger(Callback):
 
 
 def _chunks_of_parameters(module: Any, chunks: int) -> dict[int, int]:
-    """Return id of a parameter -> the first chunk that it is in, of a model with several."""
+    """Return parameter id -> the first chunk that contains it; empty for a model with one chunk."""
     if chunks == 1:
         return {}
     return {id(parameter): chunk for chunk in reversed(range(chunks)) for parameter in module.parameters_of(chunk)}

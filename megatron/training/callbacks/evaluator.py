@@ -1,4 +1,4 @@
-"""Evaluator: the loss on the validation split (--eval-interval) and, at the end, on the test split."""
+"""Evaluator: loss on the validation split (--eval-interval) and, at the end, on the test split."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megatron.training.timeouts import EVALUATING
 from megatron.training.trainer import Callback, perplexity
 
 SPLITS = {"valid": "validation", "test": "test"}
-"""What a person reads of each."""
+"""Names of the splits in messages."""
 
 
 class Evaluator(Callback):
-    """Takes the mean loss over --eval-iters global batches, of several corpora by their weights.
+    """Evaluates the mean loss over --eval-iters global batches; several corpora are averaged by their weights.
 
-    Samples are read at the length of the coming step: positions beyond it are not trained yet.
+    Samples are read at the sequence length of the next step, because longer positions are not trained yet.
 
     Args:
-        every: steps between evaluations of the validation split; 0: none in mid-run.
+        every: number of steps between evaluations of the validation split; 0: none during training.
         has_test: evaluate the test split after the last step.
 
     Attributes:
-        losses: the last one of each split.
+        losses: the last loss of each split.
     """
 
     def __init__(self, every: int, has_test: bool = True) -> None:
@@ -40,9 +40,11 @@ class Evaluator(Callback):
             self.evaluate("test")
 
     def evaluate(self, split: str) -> float | None:
-        """Return the mean loss of a split, and say it. Collective.
+        """Evaluate a split; report and return its mean loss. Collective.
 
-        A signal breaks it off: None, for the run stops after this step, or behind the evaluation of the test split.
+        Returns:
+            The loss, or None if a signal interrupted the evaluation. The run then stops after this step; during the
+            evaluation of the test split it stops immediately.
         """
         with self.trainer.phases.over(EVALUATING):
             weights = self.trainer.data.corpora.get(split, {})
@@ -57,7 +59,7 @@ class Evaluator(Callback):
             return mean
 
     def _mean_loss(self, split: str, corpus: str | None) -> float | None:
-        """Return the mean loss over --eval-iters global batches, of one corpus if it is named. Collective."""
+        """Return the mean loss over --eval-iters global batches, of one corpus if it is given. Collective."""
         trainer = self.trainer
         iterations = trainer.config.batch.eval_iters
         length = trainer.next_seq_length
@@ -77,15 +79,15 @@ class Evaluator(Callback):
 
     def _report(self, split: str, loss: float, of_corpora: Mapping[str, float]) -> None:
         values: dict[str, Any] = {"loss": loss, "perplexity": perplexity(loss)}
-        each = f" | {numbers_text(of_corpora, '.4f')}" if of_corpora else ""
+        corpus_text = f" | {numbers_text(of_corpora, '.4f')}" if of_corpora else ""
         self.trainer.print_line(
             f"step {self.trainer.progress.step} | {SPLITS[split]} loss {loss:.4f} | "
-            f"perplexity {values['perplexity']:.2f}{each}"
+            f"perplexity {values['perplexity']:.2f}{corpus_text}"
         )
         self.losses[split] = loss
         self.trainer.call("on_evaluate_end", split, values | ({"losses": dict(of_corpora)} if of_corpora else {}))
 
 
 def weighted_mean(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """Return the mean of ``values`` by ``weights``, in which one of weight 0 has no say."""
+    """Return the weighted mean of ``values``; values of weight 0 are ignored, even if they are not finite."""
     return sum(weights[name] * value for name, value in values.items() if weights[name]) / sum(weights.values())

@@ -1,4 +1,4 @@
-"""ExpertMonitor: how evenly each layer's tokens go to its experts, and a warning where a router collapses."""
+"""ExpertMonitor: logs the load balance of experts and warns if a router collapses."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from megatron.training.step_result import StepResult
 from megatron.training.trainer import Callback
 
 MOST_NUMBERS = 16_384
-"""Layers x experts of a table that goes into records: of 58 layers with 256 experts each, a record has some 100 kB."""
+"""Largest table (layers x experts) that goes into records; 58 layers with 256 experts each make records of 100 kB."""
 NAMED_AT_MOST = 3
 
 
 class ExpertMonitor(Callback):
-    """Logs by layer what routers have chosen in the global batch of a step, and tells when one of them collapses.
+    """Logs the choices of the routers in each step's global batch, by layer, and warns if a router collapses.
 
-    A router has collapsed where the mean entropy of its experts' shares over the last ``--stability-window`` steps
-    lies nearer to ln k, all tokens going to the same k of E experts, than to ln E, all experts getting as many, and
-    so does that of the step itself. Half of the steps must be there, as for the guard; those that were left out or
-    overflowed do not count. It is told once, and again only after the mean has been on the other side.
+    A router has collapsed if the entropy of its experts' shares is closer to ln k (all tokens go to the same k of E
+    experts) than to ln E (equal shares), both in this step and in the mean over the last ``--stability-window`` steps.
+    As for the stability guard, at least half of the window must be filled; skipped steps and overflows do not count.
+    A layer is reported once, and again only after its mean has recovered.
 
     Args:
         model: settings of the model.
@@ -31,8 +31,9 @@ class ExpertMonitor(Callback):
 
     def __init__(self, model: Any, settings: StabilityConfig) -> None:
         self.model, self.settings = model, settings
-        number, k = model.num_experts, model.moe_router_topk
-        self.limit = (1 + math.log(k) / math.log(number)) / 2 if k < number else 0.0  # all experts: even at any time
+        num_experts, k = model.num_experts, model.moe_router_topk
+        # With k = E the load is always even.
+        self.limit = (1 + math.log(k) / math.log(num_experts)) / 2 if k < num_experts else 0.0
         self._load: ExpertLoad | None = None
         self.load_state_dict({})
 
@@ -44,52 +45,52 @@ class ExpertMonitor(Callback):
             metrics |= values_of(self._load, drops=self.model.moe_expert_capacity_factor > 0)
 
     def on_step_end(self, result: StepResult) -> None:
-        """Tell which routers have collapsed with this step."""
+        """Report the routers that have collapsed in this step."""
         if result.expert_load is None or result.is_skipped:
             return
-        if found := self.collapsing(result.expert_load):
-            self.trainer.print_line(f"step {self.trainer.samples.step} | {self._text(found, result.expert_load)}")
+        if collapsed := self.collapsing(result.expert_load):
+            self.trainer.print_line(f"step {self.trainer.samples.step} | {self._text(collapsed, result.expert_load)}")
 
     def collapsing(self, load: ExpertLoad) -> dict[str, float]:
-        """Take note of a step; return the layers that have collapsed with it, with their mean entropy over ln E."""
-        found = {}
+        """Record the load of a step; return the newly collapsed layers with their mean entropy over ln E."""
+        newly_collapsed = {}
         for layer, entropy in zip(load.layers, load.entropy(), strict=True):
-            seen = self._seen.setdefault(layer, RunningStatistics(self.settings.stability_window, 0.0))
-            seen.add(entropy)
-            mean = seen.mean()
+            statistics = self._seen.setdefault(layer, RunningStatistics(self.settings.stability_window, 0.0))
+            statistics.add(entropy)
+            mean = statistics.mean()
             if mean < self.limit and entropy < self.limit and layer not in self._collapsed:
                 self._collapsed.add(layer)
-                found[layer] = mean
+                newly_collapsed[layer] = mean
             elif self.limit <= mean < math.inf and layer in self._collapsed:
                 self._collapsed.remove(layer)
-                seen.values.clear()  # it must be there for half a window again: a mean at the limit is told seldom
-        return found
+                statistics.values.clear()  # wait for half a window, so that a mean near the limit is reported rarely
+        return newly_collapsed
 
     def _text(self, found: Mapping[str, float], load: ExpertLoad) -> str:
-        number = self.model.num_experts
+        num_experts = self.model.num_experts
         worst = min(found, key=found.__getitem__)
-        named = sorted(found, key=found.__getitem__)[:NAMED_AT_MOST]
-        more = f" and {len(found) - len(named)} more" if len(found) > len(named) else ""
+        layers = sorted(found, key=found.__getitem__)[:NAMED_AT_MOST]
+        suffix = f" and {len(found) - len(layers)} more" if len(found) > len(layers) else ""
         imbalance = load.imbalance()[load.layers.index(worst)]
         steps = len(self._seen[worst].values)
         return (
-            f"router collapse: {', '.join(named)}{more}: the entropy of {worst} is that of "
-            f"{number ** found[worst]:.1f} of {number} experts, the mean of {steps} steps; now the largest has "
-            f"{imbalance:.2f} x the mean tokens. {self._advice()}"
+            f"router collapse: {', '.join(layers)}{suffix}: the entropy of {worst} is that of "
+            f"{num_experts ** found[worst]:.1f} of {num_experts} experts, the mean of {steps} steps; now the largest "
+            f"has {imbalance:.2f} x the mean tokens. {self._advice()}"
         )
 
     def _advice(self) -> str:
         model = self.model
         if model.moe_router_enable_expert_bias:
-            what = f"Raise --moe-router-bias-update-rate ({model.moe_router_bias_update_rate:g})"
+            advice = f"Raise --moe-router-bias-update-rate ({model.moe_router_bias_update_rate:g})"
         elif model.has_aux_loss:
-            what = f"Raise --moe-aux-loss-coeff ({model.moe_aux_loss_coeff:g})"
+            advice = f"Raise --moe-aux-loss-coeff ({model.moe_aux_loss_coeff:g})"
         else:
-            what = "Add --moe-aux-loss-coeff 0.01"
-        return f"{what}, or lower --lr; docs/seeing.md#experts"
+            advice = "Add --moe-aux-loss-coeff 0.01"
+        return f"{advice}, or lower --lr; docs/seeing.md#experts"
 
     def state_dict(self) -> dict[str, Any]:
-        entropies = {layer: list(each.values) for layer, each in self._seen.items()}
+        entropies = {layer: list(statistics.values) for layer, statistics in self._seen.items()}
         return {"entropies": entropies, "collapsed": sorted(self._collapsed)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -101,18 +102,18 @@ class ExpertMonitor(Callback):
 
 
 def values_of(load: ExpertLoad, *, drops: bool) -> dict[str, Any]:
-    """Return the values of a record, by layer: docs/seeing.md has each with its formula.
+    """Return the values of a record by layer; docs/seeing.md has the formulas.
 
     Args:
-        drops: experts have a capacity.
+        drops: True if experts have a capacity, so that tokens may be dropped.
     """
 
     def by_layer(values: list[Any]) -> dict[str, Any]:
         return dict(zip(load.layers, values, strict=True))
 
-    found = {"moe_load_imbalance": by_layer(load.imbalance()), "moe_entropy": by_layer(load.entropy())}
+    record = {"moe_load_imbalance": by_layer(load.imbalance()), "moe_entropy": by_layer(load.entropy())}
     if drops:
-        found["moe_dropped"] = by_layer(load.dropped_share())
+        record["moe_dropped"] = by_layer(load.dropped_share())
     if load.tokens.numel() <= MOST_NUMBERS:
-        found["moe_tokens_per_expert"] = by_layer(load.tokens.tolist())
-    return found
+        record["moe_tokens_per_expert"] = by_layer(load.tokens.tolist())
+    return record

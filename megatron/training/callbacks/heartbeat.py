@@ -1,4 +1,4 @@
-"""Heartbeat: what the launcher is told of a run."""
+"""Heartbeat: reports the state of a run to the launcher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.training.trainer import Callback
 
 
 class Heartbeat(Callback):
-    """Notes what the engine is at, which checkpoint is durable, and which error ends this rank."""
+    """Records the engine's current operation, the newest durable checkpoint, and the error that ends this rank."""
 
     def on_train_start(self) -> None:
         self.trainer.engine.on_activity = rank_status.heartbeat_note
@@ -22,5 +22,5 @@ class Heartbeat(Callback):
 
     def on_exception(self, error: BaseException) -> None:
         if console := self.trainer.find(Console):
-            console.close()  # the error is to stand below the bar
+            console.close()  # the error must be printed below the progress bar
         exit_guard.report_failure(error, self.trainer.world.name)

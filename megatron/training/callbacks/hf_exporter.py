@@ -1,4 +1,4 @@
-"""HuggingFaceExporter: Hugging Face folders of checkpoints that were just written, in the background."""
+"""HuggingFaceExporter: converts new checkpoints to Hugging Face folders in the background."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ from megatron.training.timeouts import SAVING
 from megatron.training.trainer import Callback
 
 HF = "hf"
-"""Folder of the exports in a run folder, beside its checkpoints."""
+"""Folder of the exports in a run folder, next to its checkpoints."""
 STALE = ".tmp-"
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How an export ended: what was written where, or why nothing was; ``seconds`` after it began."""
+    """Result of an export.
+
+    Args:
+        path: target folder.
+        seconds: duration of the export.
+        done: the export, or None if it failed with ``error``.
+    """
 
     step: int
     path: Path
@@ -34,16 +40,16 @@ class _Outcome:
 
 
 class HuggingFaceExporter(Callback):
-    """Writes ``hf/step-00000020`` in the run folder at every so many-th step, and at the last one.
+    """Writes ``hf/step-00000020`` in the run folder every ``interval`` steps and at the last step.
 
-    At such a step it asks for a checkpoint. When that is durable, a thread of rank 0 reads the weights back from it and
-    converts them, while training goes on; with ``--async-save`` the checkpoint itself is written in the background,
-    too. All weights are in the memory of that host meanwhile. One export is under way at a time. An error does not end
-    the run; it is logged.
+    The exporter requests a checkpoint at such a step. Once it is committed, a thread of rank 0 reads the weights back
+    and converts them while training continues; with ``--async-save``, the checkpoint itself is also written in the
+    background. During an export, all weights are in the memory of rank 0's host. Only one export runs at a time. An
+    error is logged and does not end the run.
 
     Args:
-        interval: steps.
-        dtype: the number format of the run; weights of bf16 and fp16 runs are rounded to it, others stay as saved.
+        interval: number of steps between exports.
+        dtype: precision of the run. Weights of bf16 and fp16 runs are rounded to it; others stay as saved.
     """
 
     def __init__(self, interval: int, dtype: str | None) -> None:
@@ -54,10 +60,10 @@ class HuggingFaceExporter(Callback):
         self._outcome: _Outcome | None = None
 
     def on_train_start(self) -> None:
-        """Check that the model has a Hugging Face form, and remove what killed exports left.
+        """Check that the model has a Hugging Face format, and remove leftovers of killed exports.
 
         Raises:
-            ConfigError: it has none; on all ranks alike.
+            ConfigError: the model has no such format; raised on all ranks.
         """
         trainer = self.trainer
         try:
@@ -65,14 +71,14 @@ class HuggingFaceExporter(Callback):
         except (CheckpointError, ValueError) as error:
             raise ConfigError(f"--export-hf-interval: {error}. Leave the flag out") from error
         if trainer.world.rank == 0:
-            for left in (trainer.folder / HF).glob(f"{STALE}*"):
+            for leftover in (trainer.folder / HF).glob(f"{STALE}*"):
                 with suppress(OSError):
-                    files.remove_tree(left)
+                    files.remove_tree(leftover)
 
     def on_step_end(self, result: StepResult) -> None:
-        """Ask for a checkpoint where an export is due.
+        """Request a checkpoint if an export is due.
 
-        Ahead of a save, wait until the export under way has read its checkpoint, which the save may delete.
+        Before a save, wait until the running export has read its checkpoint, because the save may delete it.
         """
         self._report()
         if self.trainer.progress.step % self.interval == 0:
@@ -81,7 +87,7 @@ class HuggingFaceExporter(Callback):
             self._is_read.wait()
 
     def on_save_end(self, step: int, path: Path | None, values: dict[str, object]) -> None:
-        """Begin to export the checkpoint ``path`` where its step is due."""
+        """Start to export the checkpoint ``path`` if an export is due at its step."""
         trainer = self.trainer
         is_due = step % self.interval == 0 or step == trainer.last_step
         if path is None or trainer.world.rank or not is_due:
@@ -89,12 +95,12 @@ class HuggingFaceExporter(Callback):
         self._finish()
         self._is_read.clear()
         target = trainer.folder / HF / f"step-{step:08d}"
-        # a daemon: a job that fails does not wait for a disk
+        # A daemon thread, so that a failing job does not wait for the disk.
         self._thread = Thread(target=self._export, args=(step, path, target), name=f"export-{step}", daemon=True)
         self._thread.start()
 
     def on_train_end(self) -> None:
-        """Wait for the export under way: that of the last step, or one that a stop has overtaken. Collective."""
+        """Wait for the running export. Collective."""
         with self.trainer.phases.over(SAVING):
             self._finish()
 
@@ -105,18 +111,18 @@ class HuggingFaceExporter(Callback):
         self._report()
 
     def _export(self, step: int, source: Path, target: Path) -> None:
-        began, done, error = time.perf_counter(), None, ""
+        began, exported, error = time.perf_counter(), None, ""
         try:
             checkpoint = open_written(source)
             weights = read_weights(checkpoint)
             self._is_read.set()
             files.make_folder(target.parent)
-            if target.exists():  # of an earlier start, or of steps that were taken back
+            if target.exists():  # from an earlier start, or from before a rollback
                 files.remove_tree(target)
-            done = export(checkpoint, target, dtype=self.dtype, weights=weights)
-        except Exception as found:
-            error = f"{type(found).__name__}: {found}"
-        self._outcome = _Outcome(step, target, time.perf_counter() - began, done, error)
+            exported = export(checkpoint, target, dtype=self.dtype, weights=weights)
+        except Exception as exception:
+            error = f"{type(exception).__name__}: {exception}"
+        self._outcome = _Outcome(step, target, time.perf_counter() - began, exported, error)
         self._is_read.set()
 
     def _report(self) -> None:

@@ -1,4 +1,4 @@
-"""Metrics: metrics.jsonl, TensorBoard's events and loss.png in the run folder."""
+"""Metrics: writes metrics.jsonl, TensorBoard events and loss.png to the run folder."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megatron.training.trainer import Callback
 
 METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
-"""Of --eval-only, which adds nothing to the records of the run that it evaluates."""
+"""File of --eval-only, which does not modify the records of the run that it evaluates."""
 
 
 class Metrics(Callback):
-    """Writes every record of a run; what other callbacks ahead of it have added to one is in it."""
+    """Writes every record of a run, with the values that earlier callbacks have added."""
 
     on_all_ranks = False
 
@@ -32,10 +32,13 @@ class Metrics(Callback):
 
     def on_train_start(self) -> None:
         trainer, is_evaluation = self.trainer, self.trainer.config.checkpoint.eval_only
-        asked = trainer.config.run.tensorboard_dir
-        own = None if is_evaluation else trainer.folder / "tensorboard"  # an evaluation leaves a run's records alone
+        given_folder = trainer.config.run.tensorboard_dir
+        # An evaluation must not modify the run's records.
+        default_folder = None if is_evaluation else trainer.folder / "tensorboard"
         name = EVALUATIONS if is_evaluation else METRICS
-        self.writer = MetricsWriter(trainer.folder, Path(asked) if asked else own, trainer.resumed_step, name)
+        self.writer = MetricsWriter(
+            trainer.folder, Path(given_folder) if given_folder else default_folder, trainer.resumed_step, name
+        )
 
     def on_load_end(self, step: int) -> None:
         self._opened.truncate_to_step(step)
@@ -67,20 +70,20 @@ class Metrics(Callback):
         return self.writer
 
     def _of_evaluation(self) -> dict[str, Any]:
-        """Return what was evaluated, for a record that does not stand beside the settings of its own run."""
+        """Return checkpoint and settings of an evaluation, which writes no config.json."""
         checkpointer = self.trainer.find(Checkpointer)
         loaded = None if checkpointer is None else checkpointer.loaded
         return {"time": time.time(), "checkpoint": str(loaded), "config": self.trainer.config.to_dict()}
 
 
 class MetricsWriter:
-    """Appends records to ``folder/metrics.jsonl`` and TensorBoard; draws the loss curve at the end.
+    """Appends records to ``folder/metrics.jsonl`` and TensorBoard; plots the loss curve at the end.
 
     Args:
-        tensorboard: folder of the event files; None: there are none.
-        resumed_step: the run goes on after this step: records beyond it are of an attempt that was cut off, and come
-            again. None keeps all that is there. A line that a kill has cut off goes in both cases.
-        name: of the file, METRICS or EVALUATIONS.
+        tensorboard: folder of the event files; None: no events are written.
+        resumed_step: step that the run resumes after. Later records are dropped, because their steps are repeated.
+            None keeps all records. A line truncated by a kill is dropped in both cases.
+        name: file name, METRICS or EVALUATIONS.
     """
 
     def __init__(
@@ -98,7 +101,7 @@ class MetricsWriter:
         self._open(resumed_step)
 
     def truncate_to_step(self, step: int) -> None:
-        """Drop what was recorded after ``step``: those steps come again."""
+        """Drop the records after ``step``, because those steps are repeated."""
         self._file.close()
         if self._events is not None:
             self._events.close()
@@ -111,24 +114,24 @@ class MetricsWriter:
         self._purge_step = None if last_step is None else last_step + 1
 
     def write(self, kind: str, step: int, values: dict[str, Any], notes: Mapping[str, Any] | None = None) -> None:
-        """Record ``values`` of ``step``; ``kind`` is train, valid, test, tasks or save.
-
-        A value may be a dictionary of numbers.
+        """Record ``values`` of ``step``.
 
         Args:
-            notes: go into the file alone.
+            kind: train, valid, test, tasks or save.
+            values: values by name; a value may be a dictionary of numbers.
+            notes: entries that are written to the file, but not to TensorBoard.
 
         Raises:
-            ConfigError: the run folder, or TensorBoard's, was deleted or moved; on this rank alone.
+            ConfigError: the run folder or the TensorBoard folder was deleted or moved; raised on this rank only.
         """
-        numbers = dict(flat(kind, values))
+        scalars = dict(flat(kind, values))
         with marked(is_of_this_rank=True):
             self._require_folder()
             record = {"kind": kind, "step": step, **values, **(notes or {})}
             self._file.write(orjson.dumps(record, default=str) + b"\n")
             self._file.flush()
             if self._tensorboard_folder is not None:
-                self._add_events(self._tensorboard_folder, step, numbers)
+                self._add_events(self._tensorboard_folder, step, scalars)
 
     def _require_folder(self) -> None:
         try:
@@ -147,8 +150,8 @@ class MetricsWriter:
 
             self._events = SummaryWriter(str(folder), purge_step=self._purge_step)
         try:
-            for name, number in numbers.items():
-                self._events.add_scalar(name, number, step)
+            for name, scalar in numbers.items():
+                self._events.add_scalar(name, scalar, step)
         except FileNotFoundError as error:
             raise ConfigError(
                 f"TensorBoard's folder must stay where it is while the run goes on, got {folder} deleted or moved "
@@ -156,22 +159,22 @@ class MetricsWriter:
             ) from error
 
     def close(self, *, draws: bool = True) -> None:
-        """Close the files and draw the picture. What fails here is said and counts for nothing: every record is there.
+        """Close the files and plot the losses. Errors are only logged, because all records have been written already.
 
         Args:
-            draws: False where an error ends the run: drawing takes seconds, which the launcher does not give.
+            draws: False if an error ends the run: plotting takes seconds, and the launcher does not wait.
         """
         events = [self._events.close] if self._events is not None else []
         picture = [lambda: draw_losses(self.path, self.picture)] if draws else []
-        for step in (self._file.close, *events, *picture):
+        for action in (self._file.close, *events, *picture):
             try:
-                step()
+                action()
             except Exception as error:
                 log.warning(f"the metrics were not closed as they should ({type(error).__name__}: {error})")
 
 
 def flat(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield "kind/name", or "kind/name/inner" of a dictionary, with each number of a record."""
+    """Yield ("kind/name", number), or ("kind/name/inner", number) for dictionaries, for each number of a record."""
     for name, value in values.items():
         for inner, number in value.items() if isinstance(value, dict) else (("", value),):
             if isinstance(number, int | float):
@@ -179,7 +182,7 @@ def flat(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file; a last line cut off by a kill is left out."""
+    """Return the records of a metrics file, without a last line truncated by a kill."""
     records = []
     if path.exists():
         for line in path.read_bytes().splitlines():
@@ -189,12 +192,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_losses(metrics: Path, picture: Path) -> None:
-    """Draw training and validation loss over steps, and the loss of a model that knows nothing, ln(vocabulary).
+    """Plot training and validation loss over steps, with the loss of a uniform prediction, ln(vocabulary size).
 
-    Nothing is drawn without records. The vocabulary is that of config.json beside the metrics, if it is there.
+    Does nothing without records. The vocabulary size is read from config.json next to the metrics, if it exists.
     """
     records = read_metrics(metrics)
-    curves = {kind: [(r["step"], r["loss"]) for r in records if r["kind"] == kind] for kind in ("train", "valid")}
+    curves = {split: [(r["step"], r["loss"]) for r in records if r["kind"] == split] for split in ("train", "valid")}
     if not any(curves.values()):
         return
     import matplotlib
@@ -203,10 +206,10 @@ def draw_losses(metrics: Path, picture: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for kind, marker in (("train", None), ("valid", "o")):
-        points = [(step, loss) for step, loss in curves[kind] if loss is not None and math.isfinite(loss)]
+    for split, marker in (("train", None), ("valid", "o")):
+        points = [(step, loss) for step, loss in curves[split] if loss is not None and math.isfinite(loss)]
         if points:
-            axes.plot(*zip(*points, strict=True), marker=marker, label=kind)
+            axes.plot(*zip(*points, strict=True), marker=marker, label=split)
     if size := _vocab_size(metrics.parent):
         guess = math.log(size)
         axes.axhline(guess, color="grey", linestyle="--", label=f"ln({size:,}) = {guess:.2f}: knows nothing")
@@ -227,10 +230,10 @@ def _vocab_size(folder: Path) -> int | None:
 
 
 def _keep_whole(path: Path, last_step: int | None) -> None:
-    """Keep the whole records up to ``last_step`` (None: all): a line after a part of one could not be read."""
+    """Keep the complete records up to ``last_step`` (None: all), so that new lines can be appended."""
     if not path.exists():
         return
     records = [record for record in read_metrics(path) if last_step is None or record["step"] <= last_step]
-    kept = b"".join(orjson.dumps(record) + b"\n" for record in records)
-    if kept != path.read_bytes():
-        files.replace_bytes(path, kept)
+    content = b"".join(orjson.dumps(record) + b"\n" for record in records)
+    if content != path.read_bytes():
+        files.replace_bytes(path, content)

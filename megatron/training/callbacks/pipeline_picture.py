@@ -1,4 +1,4 @@
-"""PipelinePicture: schedule.png of a run with --pipeline-trace, in place of tds's own picture."""
+"""PipelinePicture: draws schedule.png for a run with --pipeline-trace, instead of the picture that tds draws."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PipelinePicture(Callback):
     """Draws the last traced step of a pipeline when the run ends.
 
     Attributes:
-        text: what there is to say of it, on rank 0.
+        text: one-line summary with the path of the picture; set on rank 0.
     """
 
     text: str | None = None
@@ -28,26 +28,26 @@ class PipelinePicture(Callback):
             return
         if trainer.world.rank == 0:
             self.text = draw(parallel.pipeline_trace, trainer.folder, 0.5 * parallel.phase_timeout_s)
-        trainer.world.barrier()  # a rank that ended earlier would end this one
+        trainer.world.barrier()  # a rank that exits earlier would end rank 0
 
 
 def draw(trace: str, folder: Path, patience_s: float) -> str | None:
-    """Draw the last traced step into ``folder``; return what to say of it, or None with a warning in the log.
+    """Draw the last traced step into ``folder``; return a one-line summary, or log a warning and return None.
 
     Args:
-        trace: the folder that all ranks have written their traces to.
-        patience_s: the other ranks wait meanwhile, and not for ever.
+        trace: folder with the traces of all ranks.
+        patience_s: timeout in seconds, since the other ranks wait meanwhile.
     """
     picture = folder / PICTURE
     command = [sys.executable, str(TOOL), "--trace", trace, "--out", str(picture)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=patience_s, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=patience_s, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
         log.warning(f"no picture of the pipeline's trace in {trace}: {lines[-1] if lines else error}")
         return None
-    from tds import plot  # it imports matplotlib
+    from tds import plot  # imports matplotlib
 
     plot.leave_picture(trace)
-    bubble = next((" ".join(line.split()) for line in done.stdout.splitlines() if line.startswith("bubble")), "")
+    bubble = next((" ".join(line.split()) for line in result.stdout.splitlines() if line.startswith("bubble")), "")
     return f"{picture}: {bubble}; {trace} is for Perfetto"

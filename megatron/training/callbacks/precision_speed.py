@@ -1,4 +1,4 @@
-"""PrecisionSpeedWarning: a warning at the start if 16-bit products are slow on this CPU."""
+"""PrecisionSpeedWarning: warns at the start if matrix products in a 16-bit type are slow on this CPU."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from megatron.mpu.mappings import all_reduce
 from megatron.training.trainer import Callback
 
 SIZE = 256
-"""Rows and columns of the timed matrices: 0.03 s a product at 1 GFLOP/s, the slowest rate seen."""
+"""Rows and columns of the timed matrices: 0.03 s per product at 1 GFLOP/s, the slowest rate observed."""
 ROUNDS = 4
 MAX_S = 0.2
-"""No further round starts after this time."""
+"""No further round starts after this many seconds."""
 SLOW = 2.0
-"""Slowdown from which a warning is worth its line; fp32 is the default on CPUs."""
+"""Smallest slowdown that is reported."""
 
 Timer = Callable[[Callable[[], torch.Tensor]], float]
 
 
 class PrecisionSpeedWarning(Callback):
-    """Warns on rank 0 if a step's products in bf16 or fp16 take at least ``SLOW`` times as long as in fp32.
+    """Warns on rank 0 if the matrix products in bf16 or fp16 take at least ``SLOW`` times as long as in fp32.
 
-    Without instructions for a 16-bit type a CPU computes its products 4 to 200 times slower than in fp32. Which CPUs
-    and versions of torch are affected cannot be told from their names, so the products are timed: on the first rank of
-    each node, once, before the first step. Does nothing on other devices.
+    A CPU without instructions for a 16-bit type computes its products 4 to 200 times slower than in fp32. The names of
+    CPUs and versions of torch do not show which ones are affected, so the first rank of each node times the products
+    once before the first step. Does nothing on other devices.
     """
 
     def on_train_start(self) -> None:
@@ -45,40 +45,40 @@ class PrecisionSpeedWarning(Callback):
 
 
 class Slowdown(NamedTuple):
-    """Time of products in a 16-bit type over the time in fp32: of the forward pass, and of the two of the backward."""
+    """Time of products in a 16-bit type over the time in fp32, for the forward and the two backward products."""
 
     forward: float
     backward: float
 
 
 def seconds_of(product: Callable[[], torch.Tensor]) -> float:
-    """Return the seconds that one call takes."""
+    """Return the seconds that one call of ``product`` takes."""
     start = time.perf_counter()
     product()
     return time.perf_counter() - start
 
 
 def product_slowdown(dtype: torch.dtype, timer: Timer = seconds_of) -> Slowdown:
-    """Return the slowdown of ``dtype`` in a linear layer's three products.
+    """Return the slowdown of ``dtype`` in the three matrix products of a linear layer.
 
-    The types take turns, and the shortest time of each product counts, so that other programs on the machine do not
-    look like a slow type. Takes up to twice ``MAX_S`` even if a product is 200 times slower than in fp32.
+    The types are timed in turn and the minimum of each product is used, so that other programs on the machine are not
+    mistaken for a slow type. Takes at most twice ``MAX_S``, even if a product is 200 times slower than in fp32.
 
     Args:
-        timer: returns the seconds that a call takes.
+        timer: function that returns the seconds that a call takes.
     """
     types = (torch.float32, dtype)
     generator = torch.Generator().manual_seed(0)
     x, weight, grad = (torch.randn(SIZE, SIZE, generator=generator) for _ in range(3))
-    products = {kind: _products(x.to(kind), weight.to(kind), grad.to(kind)) for kind in types}
-    best = {kind: [float("inf")] * 3 for kind in types}
+    products = {type_: _products(x.to(type_), weight.to(type_), grad.to(type_)) for type_ in types}
+    best = {type_: [float("inf")] * 3 for type_ in types}
     spent_s = 0.0
     for round_idx in range(ROUNDS):
-        for kind in types:
-            times = [timer(product) for product in products[kind]]
-            best[kind] = [min(pair) for pair in zip(best[kind], times, strict=True)]
+        for type_ in types:
+            times = [timer(product) for product in products[type_]]
+            best[type_] = [min(pair) for pair in zip(best[type_], times, strict=True)]
             spent_s += sum(times)
-        if round_idx and spent_s > MAX_S:  # the first round includes the set-up of kernels
+        if round_idx and spent_s > MAX_S:  # the first round includes the initialisation of kernels
             break
     (forward, *backward), (slow_forward, *slow_backward) = best[torch.float32], best[dtype]
     return Slowdown(slow_forward / forward, sum(slow_backward) / sum(backward))

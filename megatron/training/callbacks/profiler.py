@@ -1,4 +1,4 @@
-"""Profiler: torch traces of all ranks and the slowest operators (--profile)."""
+"""Profiler: torch traces of all ranks and a table of the slowest operators (--profile)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron.training.step_result import StepResult
 from megatron.training.timeouts import SAVING
 from megatron.training.trainer import Callback
 
-# Operators and kernels of a profile: sums over ranks, and the table of those that take longest.
+# Operators and kernels of a profile: their sums over ranks, and the table of the slowest ones.
 
 WRITTEN = 40
 
 
 class Operator(NamedTuple):
-    """Own time of one operator or kernel, without what it calls, in microseconds."""
+    """Self time of one operator or kernel, excluding the operators it calls, in microseconds."""
 
     name: str
     calls: int
@@ -32,53 +32,56 @@ class Operator(NamedTuple):
 def operators_of(averages: Iterable[Any]) -> list[Operator]:
     """Return the operators of a profile's ``key_averages()``."""
     return [
-        Operator(each.key, each.count, each.self_cpu_time_total, getattr(each, "self_device_time_total", 0.0))
-        for each in averages
-        if not each.key.startswith(("step ", "ProfilerStep"))
+        Operator(
+            average.key, average.count, average.self_cpu_time_total, getattr(average, "self_device_time_total", 0.0)
+        )
+        for average in averages
+        if not average.key.startswith(("step ", "ProfilerStep"))
     ]
 
 
 def joined(of_ranks: Iterable[Iterable[Operator]]) -> list[Operator]:
-    """Return the sums over ranks by name, the longest first: by time on devices where there is any, else on hosts."""
+    """Return the operators summed over ranks by name, slowest first (by device time if any, otherwise by host time)."""
     sums: dict[str, Operator] = {}
     for name, calls, host_us, device_us in (each for rank in of_ranks for each in rank):
         so_far = sums.get(name, Operator(name, 0, 0.0, 0.0))
         sums[name] = Operator(name, so_far.calls + calls, so_far.host_us + host_us, so_far.device_us + device_us)
-    found = list(sums.values())
-    has_device = any(each.device_us for each in found)
-    return sorted(found, key=lambda each: (-(each.device_us if has_device else each.host_us), each.name))
+    operators = list(sums.values())
+    has_device = any(each.device_us for each in operators)
+    return sorted(operators, key=lambda each: (-(each.device_us if has_device else each.host_us), each.name))
 
 
 def table(shown: list[Operator], steps: int, ranks: int, of: list[Operator] | None = None) -> str:
-    """Return the operators as text: own milliseconds of a step and rank, their share, and calls.
+    """Return a text table of operators: self time in milliseconds per step and rank, its share, and calls.
 
     Args:
-        of: all operators, where ``shown`` are some.
+        of: all operators, if ``shown`` is a subset; shares are relative to them.
     """
-    named: list[tuple[str, Callable[[Operator], float]]] = [("host", lambda each: each.host_us)]
+    time_columns: list[tuple[str, Callable[[Operator], float]]] = [("host", lambda each: each.host_us)]
     if any(each.device_us for each in of or shown):
-        named.insert(0, ("device", lambda each: each.device_us))
+        time_columns.insert(0, ("device", lambda each: each.device_us))
     runs = steps * ranks
-    wholes = [sum(map(time, of or shown)) or 1.0 for _, time in named]
+    totals = [sum(map(time, of or shown)) or 1.0 for _, time in time_columns]
     width = max((len(each.name) for each in shown[:WRITTEN]), default=8)
-    head = "".join(f"{name + ' ms':>12} {'share':>7}" for name, _ in named)
+    head = "".join(f"{name + ' ms':>12} {'share':>7}" for name, _ in time_columns)
     lines = [f"{'operator':<{width}}{head} {'calls':>9}", ""]
     for each in shown[:WRITTEN]:
-        times = [(time(each), whole) for (_, time), whole in zip(named, wholes, strict=True)]
-        cells = "".join(f"{us / 1e3 / runs:>12.3f} {100 * us / whole:>5.1f} %" for us, whole in times)
+        times = [(time(each), total) for (_, time), total in zip(time_columns, totals, strict=True)]
+        cells = "".join(f"{us / 1e3 / runs:>12.3f} {100 * us / total:>5.1f} %" for us, total in times)
         lines.append(f"{each.name:<{width}}{cells} {each.calls / runs:>9.1f}")
     lines[1] = "own time of one step of one rank, the mean over all"
     return "\n".join(lines)
 
 
-# --profile: torch's profiler over some steps, a trace of each rank, and the operators that take longest over all.
+# The callback: runs torch's profiler over some steps, and writes a trace of each rank and a table of the slowest
+# operators.
 #
-# | in RUN/profile | holds |
+# | file in RUN/profile | content |
 # |---|---|
-# | rank0.json.gz ... | what ran on the rank and its device, for https://ui.perfetto.dev and chrome://tracing |
-# | top.txt, top.json | own time of each operator and kernel over all ranks and profiled steps, the longest first |
+# | rank0.json.gz ... | trace of the rank and its device, for https://ui.perfetto.dev and chrome://tracing |
+# | top.txt, top.json | self time of each operator and kernel over all ranks and profiled steps, slowest first |
 #
-# Imported only where the flag is given.
+# This module is imported only with --profile.
 
 FOLDER = "profile"
 SHOWN = 10
@@ -87,7 +90,7 @@ _KINDS = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
 
 
 class Profiler(Callback):
-    """Profiles the steps of --profile; numbers of the run do not change, its speed in these steps does."""
+    """Profiles the steps of --profile. Results of the run do not change, but these steps are slower."""
 
     def __init__(self, steps: range) -> None:
         self.steps = steps
@@ -106,7 +109,7 @@ class Profiler(Callback):
     def on_step_start(self) -> None:
         step = self.trainer.samples.step
         if self._profile is not None and step != self._next:
-            self._drop()  # the run has gone back
+            self._drop()  # the run has rolled back
         if step not in self.steps:
             return
         if self._profile is None:
@@ -125,22 +128,23 @@ class Profiler(Callback):
                 self.finish()
 
     def on_train_end(self) -> None:
-        self.finish()  # of a run that is stopped amidst
+        self.finish()  # if the run stops within the profiled steps
 
     def finish(self) -> None:
-        """End the profile, if it runs, and write it. Collective.
+        """Stop the profiler, if it is running, and write the results. Collective.
 
-        A rank that cannot write says so; no run ends for a profile.
+        Errors are logged as warnings; they do not end the run.
         """
         if self._profile is None:
             return
-        taken, self._profile = self._profile, None
+        profiler, self._profile = self._profile, None
         world = self.trainer.world
         folder, world_size = self.trainer.folder / FOLDER, world.grid.topology.world_size
-        own = _tried(lambda: _ended(taken)) or []
-        _tried(lambda: _write_trace(taken, folder / f"rank{world.rank}.json.gz"))
-        every = world.grid.host.gather_objects(own)  # of no rank is it left out: the others wait for it
-        operators = joined(every)
+        local_operators = _tried(lambda: _ended(profiler)) or []
+        _tried(lambda: _write_trace(profiler, folder / f"rank{world.rank}.json.gz"))
+        # Every rank participates, even after an error.
+        operators_of_ranks = world.grid.host.gather_objects(local_operators)
+        operators = joined(operators_of_ranks)
         if world.rank != 0:
             return
         _tried(lambda: _write_operators(folder, operators, self._taken, world_size))
@@ -148,17 +152,17 @@ class Profiler(Callback):
         self.trainer.print_line(f"profile of {self._taken} steps: {folder}")
 
     def _start(self) -> profile:
-        kind = self.trainer.world.kind
-        activities = [ProfilerActivity.CPU, *([_KINDS[kind]] if kind in _KINDS else [])]
-        made = profile(activities=activities)
-        made.start()
+        device_type = self.trainer.world.kind
+        activities = [ProfilerActivity.CPU, *([_KINDS[device_type]] if device_type in _KINDS else [])]
+        profiler = profile(activities=activities)
+        profiler.start()
         self._taken = 0
-        return made
+        return profiler
 
     def _drop(self) -> None:
-        taken, self._profile = self._profile, None
-        if taken is not None:
-            _tried(taken.stop)
+        profiler, self._profile = self._profile, None
+        if profiler is not None:
+            _tried(profiler.stop)
 
 
 def _ended(taken: profile) -> list[Operator]:
@@ -174,7 +178,7 @@ def _write_trace(taken: profile, path: Path) -> None:
 def _write_operators(folder: Path, operators: list[Operator], steps: int, ranks: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files.replace_bytes(folder / "top.txt", table(operators, steps, ranks).encode() + b"\n")
-    rows = {"steps": steps, "ranks": ranks, "operators": [each._asdict() for each in operators[:WRITTEN]]}
+    rows = {"steps": steps, "ranks": ranks, "operators": [operator._asdict() for operator in operators[:WRITTEN]]}
     files.replace_bytes(folder / "top.json", json.dumps(rows, indent=1).encode() + b"\n")
 
 

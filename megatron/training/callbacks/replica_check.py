@@ -1,14 +1,14 @@
-"""ReplicaCheck: copies of a weight that differ, by a flipped bit in one rank's memory or a sum that one rank missed.
+"""ReplicaCheck: detects copies of a weight that differ, for example after a bit flip or a missed all-reduce.
 
-| copies | on the ranks of |
+| copies | ranks that hold them |
 |---|---|
-| every weight, or part of one | the data group, with context parallelism data x context |
-| what every tensor rank holds whole | the tensor group |
-| tied weights | the stages that hold one |
+| every weight or shard of one | the data group; with context parallelism data x context |
+| weights that tensor parallelism does not shard | the tensor group |
+| tied weights | the stages that hold a copy |
 
-One checksum of each parameter is compared over each of these. With ZeRO 1 and 2 these are the parameters that the parts
-were gathered into; with ZeRO 3 replicas have no copies, and tensor ranks compare their parts of what they hold whole. A
-comparison reads each parameter once and sends 16 bytes for it.
+One checksum of each parameter is compared over each of these groups. With ZeRO 1 and 2 the gathered parameters are
+compared. With ZeRO 3 replicas have no copies, and tensor ranks compare their shards of unsharded weights. A comparison
+reads each parameter once and sends 16 bytes for it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from megatron.training.step_result import StepResult
 from megatron.training.trainer import Callback
 from tds.gradients import is_reduced_apart
 
-WORD = 8  # bytes; the widest whole numbers are the fastest to add up
+WORD = 8  # bytes; the widest integers are the fastest to sum
 ROW = 4096
 
 
 class ReplicaCheck(Callback):
-    """Compares the copies of all weights each ``every`` steps (--drift-interval)."""
+    """Compares the copies of all weights every ``every`` steps (--drift-interval)."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -42,86 +42,93 @@ class ReplicaCheck(Callback):
         self._copies = find_copies(engine.module, self.trainer.world.grid, engine.optimizer.store.persistent_storage)
 
     def on_step_end(self, result: StepResult) -> None:
-        """Compare.
+        """Compare the copies.
 
         Raises:
-            NumericsError: copies differ, on all ranks alike; nothing is saved of them.
+            NumericsError: copies differ; raised on all ranks, before they are saved.
         """
         engine, step = self.trainer.engine, self.trainer.progress.step
-        found = check_replicas(engine.module, self._copies, engine.optimizer.store.persistent_storage)
-        (differ,) = self.trainer.world.any([bool(found)])
+        mismatches = check_replicas(engine.module, self._copies, engine.optimizer.store.persistent_storage)
+        (differ,) = self.trainer.world.any([bool(mismatches)])
         if differ:
-            raise error_of(found, step, max(step - self.every, 0))
+            raise error_of(mismatches, step, max(step - self.every, 0))
 
 
 class ReplicaGroup(NamedTuple):
-    """Names of parameters of which each rank of a process group holds a copy, in the same order on all."""
+    """Names of the parameters of which each rank of a process group holds a copy, in the same order on all ranks."""
 
     handle: Any
     names: Sequence[str]
 
 
 class ReplicaMismatch(NamedTuple):
-    """A parameter that differs, and the ranks, in words; the first rank of each group tells."""
+    """A parameter whose copies differ.
+
+    Args:
+        text: description with the parameter and the ranks.
+        is_reported_here: True on the first rank of the group, which reports the mismatch.
+    """
 
     text: str
     is_reported_here: bool
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return one int64 that any single flipped bit changes, and almost any other difference: no sum over floats.
+    """Return an int64 checksum that any single bit flip changes, and almost any other difference.
 
-    The bits are read as whole numbers, added up by rows of 32 KiB, and these with odd weights of their own modulo 2^64.
+    The bits are read as integers and summed in rows of 32 KiB; the rows are summed with distinct odd weights modulo
+    2^64.
     """
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if data.storage_offset() % WORD:
         data = data.clone()
     words, rest = data[: data.numel() // WORD * WORD].view(torch.int64), data[data.numel() // WORD * WORD :]
-    whole = words.numel() // ROW * ROW
-    parts = torch.cat([words[:whole].view(-1, ROW).sum(1), words[whole:], rest.to(torch.int64)])
+    num_row_words = words.numel() // ROW * ROW
+    parts = torch.cat([words[:num_row_words].view(-1, ROW).sum(1), words[num_row_words:], rest.to(torch.int64)])
     return (parts * (2 * torch.arange(parts.numel(), device=parts.device) + 1)).sum()
 
 
 Kept = Callable[[torch.nn.Parameter], torch.Tensor]
-"""Gives what a rank keeps of a parameter: itself, or with ZeRO 3 the replica's part."""
+"""Function that returns this rank's persistent storage of a parameter: itself, or its shard with ZeRO 3."""
 
 
 def itself(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return ``parameter``: what is kept without ZeRO 3."""
+    """Return ``parameter``, which is its own persistent storage without ZeRO 3."""
     return parameter
 
 
 def find_copies(module: torch.nn.Module, grid: Grid, kept: Kept = itself) -> list[ReplicaGroup]:
-    """Return all copies that this rank holds one of; the same kinds in the same order on every rank of a stage."""
-    named = dict(named_parameters(module))
-    found = []
+    """Return the groups of copies that include this rank, in the same order on every rank of a stage."""
+    named_params = dict(named_parameters(module))
+    groups = []
     for group, is_apart in ((grid.data_context, False), (grid.expert_data, True)):
-        own = [name for name, parameter in named.items() if is_reduced_apart(parameter) == is_apart]
-        whole = [name for name in own if kept(named[name]) is named[name]]
-        if group.size > 1 and whole:
-            found.append(ReplicaGroup(group.handle, whole))
-    whole = [name for name, parameter in named.items() if not shard_of(parameter).is_partitioned]
-    if grid.tensor.size > 1 and whole:
-        found.append(ReplicaGroup(grid.tensor.handle, whole))
-    return [*found, *_tied(module, named)]
+        names = [name for name, parameter in named_params.items() if is_reduced_apart(parameter) == is_apart]
+        replicated = [name for name in names if kept(named_params[name]) is named_params[name]]
+        if group.size > 1 and replicated:
+            groups.append(ReplicaGroup(group.handle, replicated))
+    replicated = [name for name, parameter in named_params.items() if not shard_of(parameter).is_partitioned]
+    if grid.tensor.size > 1 and replicated:
+        groups.append(ReplicaGroup(grid.tensor.handle, replicated))
+    return [*groups, *_tied(module, named_params)]
 
 
 @torch.no_grad()
 def check_replicas(
     module: torch.nn.Module, copies: Sequence[ReplicaGroup], kept: Kept = itself
 ) -> list[ReplicaMismatch]:
-    """Return what differs among the copies of this rank's parameters. Collective."""
+    """Return the mismatches among the copies of this rank's parameters. Collective."""
     if not copies:
         return []
     sums = {name: checksum(kept(parameter)) for name, parameter in named_parameters(module)}
-    return [drift for each in copies for drift in _differences(each, sums)]
+    return [drift for group in copies for drift in _differences(group, sums)]
 
 
 def error_of(found: Sequence[ReplicaMismatch], step: int, since: int) -> NumericsError:
-    """Return what every rank raises once any rank has found a difference.
+    """Return the error that every rank raises once any rank has found a mismatch.
 
     Args:
-        step, since: of this comparison and the last one that found nothing.
+        step: step of this comparison.
+        since: step of the last comparison without a mismatch.
     """
     mismatches = "; ".join(drift.text for drift in found if drift.is_reported_here)
     error = NumericsError(
@@ -144,23 +151,23 @@ def _tied(module: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> Iterato
 
 
 def _differences(copies: ReplicaGroup, sums: Mapping[str, torch.Tensor]) -> Iterator[ReplicaMismatch]:
-    """Yield each parameter of ``copies`` that differs, with the ranks; the same on all ranks of the group."""
-    own = torch.stack([sums[name] for name in copies.names])
-    extremes = torch.stack([own, ~own])  # the largest of the complements belongs to the smallest
+    """Yield the mismatches of ``copies``; the same on all ranks of the group."""
+    local_sums = torch.stack([sums[name] for name in copies.names])
+    extremes = torch.stack([local_sums, ~local_sums])  # the maximum of the complements is the complement of the minimum
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=copies.handle)
     differing = (extremes[0] != ~extremes[1]).nonzero().flatten().tolist()
     if not differing:
         return
     ranks = dist.get_process_group_ranks(copies.handle)
-    every = [torch.empty_like(own) for _ in ranks]
-    dist.all_gather(every, own, group=copies.handle)
+    gathered = [torch.empty_like(local_sums) for _ in ranks]
+    dist.all_gather(gathered, local_sums, group=copies.handle)
     for index in differing:
-        who = _who([int(each[index]) for each in every], ranks)
-        yield ReplicaMismatch(f"{copies.names[index]} {who}", dist.get_rank() == ranks[0])
+        ranks_text = _who([int(sums_of_rank[index]) for sums_of_rank in gathered], ranks)
+        yield ReplicaMismatch(f"{copies.names[index]} {ranks_text}", dist.get_rank() == ranks[0])
 
 
 def _who(values: Sequence[int], ranks: Sequence[int]) -> str:
-    """Say which ranks differ from most others, or among which all differ."""
+    """Return text that names the ranks that differ from the majority, or all ranks if there is no majority."""
     usual = max(values, key=values.count)
     if values.count(usual) * 2 <= len(values):
         return f"differs among ranks {_listed(ranks)}"

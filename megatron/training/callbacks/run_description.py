@@ -1,4 +1,4 @@
-"""RunDescription: what the run folder says of the run: config.json, starts.jsonl, machine.json, stages.json."""
+"""RunDescription: writes config.json, command.txt, versions.json, starts.jsonl and stages.json to the run folder."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron.training.trainer import Callback
 
 
 class RunDescription(Callback):
-    """Writes them at the start.
+    """Writes the description of the run at the start.
 
     Args:
-        counted: parameters of the whole model, then of one rank of each stage.
-        bytes_before: held by this rank before the model was made.
+        counted: number of parameters of the full model, then of one rank of each stage.
+        bytes_before: bytes allocated on this rank before the model was built.
     """
 
     def __init__(self, counted: Sequence[int], bytes_before: int) -> None:

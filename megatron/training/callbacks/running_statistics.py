@@ -6,14 +6,14 @@ import math
 from collections import deque
 from collections.abc import Iterable
 
-SMALLEST_SPREAD = 1.0e-3  # of the mean: values that hardly differ make no small step a jump
+SMALLEST_SPREAD = 1.0e-3  # relative to the mean: if values hardly differ, a small change is not an anomaly
 
 
 class RunningStatistics:
-    """The last ``size`` values; a new one is far above them where it is more than ``sigma`` deviations above the mean.
+    """The last ``size`` values. A new value is anomalous if it is more than ``sigma`` deviations above their mean.
 
-    The deviation counts as at least ``SMALLEST_SPREAD`` of the mean. Half of the values must be there to judge by.
-    Sums are exact, so that all ranks, and a run that goes on, judge alike by the same values.
+    The deviation is at least ``SMALLEST_SPREAD`` times the mean. At least half of the window must be filled. Sums are
+    exact, so that all ranks, and a resumed run, decide identically from the same values.
     """
 
     def __init__(self, size: int, sigma: float, values: Iterable[float] = ()) -> None:
@@ -21,22 +21,22 @@ class RunningStatistics:
         self.size, self.sigma = size, sigma
 
     def add(self, value: float) -> None:
-        """Let ``value`` take the place of the oldest; one that is not finite is left out."""
+        """Append ``value``, dropping the oldest one if the window is full; ignore it if it is not finite."""
         if math.isfinite(value):
             self.values.append(value)
 
     def mean(self) -> float:
-        """Return the mean; infinite while there are too few to judge by."""
+        """Return the mean, or infinity if less than half of the window is filled."""
         return math.fsum(self.values) / len(self.values) if 2 * len(self.values) >= self.size else math.inf
 
     def limit(self) -> float:
-        """Return from where on a value is far above; infinite while there are too few to judge by."""
+        """Return the largest value that is not anomalous; infinity if less than half of the window is filled."""
         mean = self.mean()
         spread = math.sqrt(math.fsum((value - mean) ** 2 for value in self.values) / max(len(self.values), 1))
         return mean + self.sigma * max(spread, SMALLEST_SPREAD * abs(mean))
 
     def problem(self, name: str, value: float) -> str | None:
-        """Return what is wrong with a new ``value``, in words, or None."""
+        """Return a description of the problem with a new ``value``, or None if it is normal."""
         if not math.isfinite(value):
             return f"the {name} is not finite"
         limit = self.limit()

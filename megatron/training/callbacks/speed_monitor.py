@@ -1,4 +1,4 @@
-"""SpeedMonitor: tokens/s, FLOP/s, MFU, bubble, waits for data, work and memory of each stage."""
+"""SpeedMonitor: tokens/s, FLOP/s, MFU, pipeline bubble, waits for data, and work and memory of each stage."""
 
 from __future__ import annotations
 
@@ -26,14 +26,18 @@ from megatron.training.world import World
 MATMUL_SIZE = 1024
 MATMUL_SECONDS = 0.3
 MAX_NEW_PEAKS = 3
-"""How often a run measures the CPUs' peak again, at most."""
+"""Maximum number of times that a run remeasures the peak of the CPUs."""
 MIB = 2**20
 
 
 class RankMetrics(NamedTuple):
-    """One number of each rank, in seconds or bytes.
+    """Measurements of all ranks, by rank.
 
-    ``waited_s`` for data since the last report, ``own_s`` of own work a step, ``waited_each_s`` for data a step.
+    Args:
+        waited_s: seconds waited for data since the last report.
+        own_s: seconds of compute per step.
+        waited_each_s: seconds waited for data per step.
+        memory_bytes: peak memory in bytes.
     """
 
     waited_s: list[float]
@@ -43,13 +47,13 @@ class RankMetrics(NamedTuple):
 
 
 class SpeedMonitor(Callback):
-    """Logs what a run does in a second, and what each of its stages takes.
+    """Logs the speed of a run, and the compute time and memory of each stage.
 
     Args:
-        counted: parameters of the whole model, then of one rank of each stage.
+        counted: number of parameters of the full model, then of one rank of each stage.
 
     Attributes:
-        ranks: what each rank has measured, as of the last log step; the same on all of them.
+        ranks: measurements of all ranks in the last log step; the same on all ranks.
     """
 
     ranks: RankMetrics
@@ -73,10 +77,10 @@ class SpeedMonitor(Callback):
         bubble, self.ranks = trainer.engine.bubble(), self._gather()
         steps, samples, pause_s = self._seen
         self._seen = (trainer.steps_taken, trainer.samples_taken.copy(), trainer.pause_s)
-        taken = self._seen[1] - samples
-        flops = sum(count * self.rates.flops_of_sample(length) for length, count in taken.items())
+        new_samples = self._seen[1] - samples
+        flops = sum(count * self.rates.flops_of_sample(length) for length, count in new_samples.items())
         metrics |= self.rates.drain(
-            self._seen[0] - steps, taken.total(), self._seen[2] - pause_s, max(self.ranks.waited_s), flops
+            self._seen[0] - steps, new_samples.total(), self._seen[2] - pause_s, max(self.ranks.waited_s), flops
         )
         metrics["mfu"] = self._plausible_mfu(metrics["mfu"], metrics["flops_per_s"])
         if bubble is not None:
@@ -88,16 +92,16 @@ class SpeedMonitor(Callback):
         }
 
     def _plausible_mfu(self, mfu: float | None, flops_per_s: float) -> float | None:
-        """Return the MFU, or None if it stays above 1 after the CPUs' peak has been measured again. Collective.
+        """Return the MFU, or None if it is still above 1 after remeasuring the peak of the CPUs. Collective.
 
-        The peak of a CPU is measured at the start and is too low if other programs were busy at that time.
+        The peak of a CPU is measured at the start, and the measurement is too low if other programs were busy then.
         """
         trainer = self.trainer
         if self._new_peaks_left and trainer.world.any([_is_above_one(mfu)])[0]:
             self._new_peaks_left -= 1
             began = time.perf_counter()
             peak = max(peak_of_all_ranks(trainer.world) or 0.0, self.peak_flops or 0.0)
-            trainer.pause_s += time.perf_counter() - began  # belongs to no step
+            trainer.pause_s += time.perf_counter() - began  # not part of any step
             log.info(
                 f"MFU above 100 %: the peak of the CPUs was measured again, {human_count(peak)}FLOP/s, "
                 f"{human_count(self.peak_flops or 0.0)}FLOP/s before"
@@ -107,36 +111,36 @@ class SpeedMonitor(Callback):
         return None if _is_above_one(mfu) else mfu
 
     def _gather(self) -> RankMetrics:
-        """Return what all ranks have measured since the last call. Collective.
+        """Return the measurements of all ranks since the last call. Collective.
 
         Shapes:
-            the message is [4, ranks]; memory goes in MiB, which fp32 holds in steps of 8 KiB at 80 GiB
+            the message is [4, ranks]; memory is sent in MiB, which fp32 resolves to 8 KiB at 80 GiB
         """
         world, batches = self.trainer.world, self.trainer.batches
         waited = 0.0 if batches is None else batches.drain_waited_s()
         own_s, steps = self.trainer.engine.busy()
-        held = device.peak_memory_bytes(world.kind) / MIB
+        memory_mib = device.peak_memory_bytes(world.kind) / MIB
         values = torch.zeros(4, world.grid.topology.world_size, dtype=torch.float32, device=world.device)
-        values[:, world.rank] = torch.tensor([waited, own_s / max(steps, 1), waited / max(steps, 1), held])
-        waited_s, own, waited_each_s, memory = all_reduce(values, world.grid.world).tolist()
-        return RankMetrics(waited_s, own, waited_each_s, [MIB * each for each in memory])
+        values[:, world.rank] = torch.tensor([waited, own_s / max(steps, 1), waited / max(steps, 1), memory_mib])
+        waited_s, compute_s, waited_each_s, memory = all_reduce(values, world.grid.world).tolist()
+        return RankMetrics(waited_s, compute_s, waited_each_s, [MIB * mib for mib in memory])
 
 
 class Rates:
-    """Speed since the last report: tokens/s, FLOP/s and the share of what the devices could do (MFU).
+    """Speed since the last report: tokens/s, FLOP/s and MFU.
 
-    MFU counts no recomputation, of GPT-2 the causal half of attention (``6 N + 6 L a d s`` FLOPs per token), of T5 all
-    of it; ``6 N`` for a model of the user's own, of which only the number of parameters is known.
+    The MFU does not count recomputation. It counts the causal half of attention for GPT-2 (``6 N + 6 L a d s`` FLOPs
+    per token), full attention for T5, and ``6 N`` for a user's model, of which only the number of parameters is known.
 
     Args:
-        counted: as ``count_parameters`` returns it.
+        counted: numbers of parameters, from ``count_parameters``.
     """
 
     def __init__(self, config: Config, peak_flops: float | None, counted: Sequence[int]) -> None:
         self.tokens_per_sample = config.tokens_per_sample
-        of_own_model = 6.0 * counted[0] * self.tokens_per_sample
+        flops_of_user_model = 6.0 * counted[0] * self.tokens_per_sample
         self._config, self._is_known = config, is_known(config, counted)
-        self.flops_per_sample = registry.costs_of(config).flops_per_sample if self._is_known else of_own_model
+        self.flops_per_sample = registry.costs_of(config).flops_per_sample if self._is_known else flops_of_user_model
         self._by_length = {config.batch.seq_length: self.flops_per_sample}
         self.peak_flops = peak_flops
         self._since = time.perf_counter()
@@ -159,10 +163,10 @@ class Rates:
         """Return the rates since the last call.
 
         Args:
-            steps, samples: that were taken since.
-            pause_s: time in between that was not training (evaluation, saving).
-            waited_s: time in which the training waited for data.
-            flops: of these samples; None: they were read whole.
+            steps, samples: number of steps and samples since then.
+            pause_s: seconds of that time that were not spent on training (evaluation, saving).
+            waited_s: seconds for which training waited for data.
+            flops: FLOPs of these samples; None: they were read at full length.
         """
         now = time.perf_counter()
         seconds = max(now - self._since - pause_s, 1e-9)
@@ -182,7 +186,7 @@ class Rates:
         }
 
     def mean_tokens_per_s(self) -> float | None:
-        """Return the speed behind the first record, which holds what is slow once; the first's where it is the last."""
+        """Return the mean speed without the first record, which includes warm-up; with one record, its speed."""
         return self.tokens_per_sample * self._later_samples / self._later_s if self._later_s else self._first
 
 
@@ -191,7 +195,7 @@ def _is_above_one(mfu: float | None) -> bool:
 
 
 def peak_of_all_ranks(world: World) -> float | None:
-    """Return what all devices together could do: by a table for GPUs, measured on CPU. Collective."""
+    """Return the peak FLOP/s of all devices together: from a table for GPUs, measured on CPUs. Collective."""
     if world.kind != "cpu":
         peak = peak_flops(device.name(world.kind))
         return peak * world.grid.topology.world_size if peak else None
@@ -202,21 +206,21 @@ def peak_of_all_ranks(world: World) -> float | None:
 def _measured_product_rate() -> float:
     a = torch.randn(MATMUL_SIZE, MATMUL_SIZE, generator=torch.Generator().manual_seed(0))
     a @ a
-    start, done = time.perf_counter(), 0
+    start, num_products = time.perf_counter(), 0
     while time.perf_counter() - start < MATMUL_SECONDS:
         a @ a
-        done += 1
-    return 2.0 * MATMUL_SIZE**3 * done / (time.perf_counter() - start)
+        num_products += 1
+    return 2.0 * MATMUL_SIZE**3 * num_products / (time.perf_counter() - start)
 
 
 def by_stage(values: Sequence[float], topology: Topology, join: Callable[[Sequence[float]], float]) -> dict[str, float]:
-    """Return "stage 0" and so on with what ``join`` makes of the numbers of its ranks."""
+    """Return a dict from "stage 0" and so on to ``join`` of the values of the stage's ranks."""
     ranks = topology.groups("data", "tensor")
-    return {f"stage {stage}": join([values[rank] for rank in each]) for stage, each in enumerate(ranks)}
+    return {f"stage {stage}": join([values[rank] for rank in stage_ranks]) for stage, stage_ranks in enumerate(ranks)}
 
 
 def most_of_each_stage(number: float, world: World) -> dict[str, float]:
-    """Return by stage the greatest of the bytes that each rank gives. Collective."""
+    """Return the largest ``number`` (in bytes) of the ranks of each stage. Collective."""
     values = torch.zeros(world.grid.topology.world_size, dtype=torch.float32, device=world.device)
     values[world.rank] = number / MIB
-    return by_stage([MIB * each for each in all_reduce(values, world.grid.world).tolist()], world.grid.topology, max)
+    return by_stage([MIB * mib for mib in all_reduce(values, world.grid.world).tolist()], world.grid.topology, max)

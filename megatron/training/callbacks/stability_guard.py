@@ -1,13 +1,13 @@
-"""StabilityGuard: judges each step before the update; skips it or rolls back.
+"""StabilityGuard: checks each step before the update; skips anomalous steps or rolls back.
 
-| --stability-guard | a bad step | after --stability-patience of them in a row |
+| --stability-guard | an anomalous step | after --stability-patience of them in a row |
 |---|---|---|
-| off | not finite: ends the run (the engine's and the optimizer's checks); far above: is told | |
-| skip | is left out on all ranks: weights, moments and loss scale as before | ends the run |
-| rollback | as skip | back to the last good checkpoint, behind the bad data |
+| off | not finite: ends the run (checks of engine and optimizer); far above recent values: reported | |
+| skip | skipped on all ranks; weights, moments and loss scale are unchanged | ends the run |
+| rollback | as skip | returns to the last good checkpoint and skips the data up to the last anomalous step |
 
-An overflow of fp16 that a smaller loss scale can cure is neither good nor bad. What decides is saved with the run, so
-that one that was stopped or killed goes on deciding alike.
+A gradient overflow in fp16 that a smaller loss scale can cure counts neither as good nor as anomalous. The state of the
+guard is saved in checkpoints, so that a resumed run makes the same decisions.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ from megatron.training.step_samples import range_text
 from megatron.training.trainer import Callback
 
 MOST_RETURNS = 3
-"""To one checkpoint, without a good one after it: what fails so often has another cause than its data."""
+"""Maximum number of rollbacks to one checkpoint without a newer good one; further failures are not due to the data."""
 
 
 @dataclass
 class History:
-    """What has happened that decides what happens next.
+    """History of a run that determines the guard's next decision.
 
     Attributes:
-        streak: bad steps in a row, up to now.
-        good_step: steps done when the last good one was.
-        events: records written to the journal.
-        returns: how often the run has gone back to ``returned_to`` without a new good checkpoint in between.
+        streak: number of consecutive anomalous steps up to now.
+        good_step: number of the last good step.
+        events: number of records written to the journal.
+        returns: number of consecutive rollbacks to the checkpoint of step ``returned_to``.
+        returned_to: step of the checkpoint of the last rollback; -1 if there was none.
     """
 
     streak: int = 0
@@ -55,15 +56,15 @@ class History:
 
 
 class StabilityGuard(Callback):
-    """Judges the steps of a run, and skips bad ones or goes back behind them if that is asked for.
+    """Checks the steps of a run, and depending on --stability-guard skips anomalous ones or rolls back.
 
-    Going back takes weights, optimizer, loss scale, random states and counters of the newest checkpoint that is not
-    younger than the last good step, and leaves out all data from there to the end of the bad steps. Steps and learning
-    rate go on from the checkpoint; the data go on behind.
+    A rollback restores weights, optimizer, loss scale, random states and counters from the newest checkpoint that is
+    not later than the last good step. Steps and learning rate continue from the checkpoint; the data continue after the
+    last anomalous step.
 
     Attributes:
-        seen: loss and gradient norm of the last step that was judged; infinite where any rank has no number. The norm
-            is NaN where the loss is no number.
+        seen: loss and gradient norm of the last checked step; infinite if the value of any rank is not finite. The norm
+            is NaN if the loss is not finite.
 
     Source:
         Chowdhery et al. 2022, "PaLM", section 5.1 (restart before a spike and skip the batches around it).
@@ -84,10 +85,10 @@ class StabilityGuard(Callback):
     def name(self) -> str:
         return GUARD
 
-    # What is thought of a step.
+    # Checks of a step.
 
     def on_train_start(self) -> None:
-        """Have a word before each update, if bad steps are to be skipped."""
+        """Register the check before each update, if anomalous steps are to be skipped."""
         trainer = self.trainer
         self._checkpointer = trainer.find(Checkpointer)
         if not self.history.streak:
@@ -100,33 +101,32 @@ class StabilityGuard(Callback):
     def on_before_update(self, loss: float) -> None:
         if not self.settings.is_guarded:
             return
-        self._loss = self._worst(
-            loss
-        )  # all ranks forget their gradients or none: the norm is then taken anew, together
-        if not math.isfinite(self._loss):  # its gradients are of no use, and no overflow for the scale to follow
+        # All ranks discard their gradients or none does, since the norm is collective.
+        self._loss = self._worst(loss)
+        if not math.isfinite(self._loss):  # discarded gradients do not count as an overflow for the loss scale
             self.trainer.engine.optimizer.zero_grad()
 
     def _allows(self, norm: float) -> bool:
-        """Return whether the update may be made, the same on every rank: asked by the optimizer ahead of it."""
+        """Return True if the optimizer may update the weights; the same on every rank. Called before the update."""
         loss, norm = self._loss, self._worst(norm)
-        has_gradients = math.isfinite(loss)  # else they were thrown away ahead of the norm
+        has_gradients = math.isfinite(loss)  # otherwise they were discarded before the norm was computed
         self.seen, self._problem = (loss, norm if has_gradients else math.nan), self.problem(loss, norm)
         return self._problem is None
 
     def _worst(self, value: float) -> float:
-        """Return the greatest value of all ranks, infinite where any has no number. Collective."""
-        group, place = self.trainer.world.decision_group
-        values = torch.tensor([value if math.isfinite(value) else math.inf], dtype=torch.float64, device=place)
+        """Return the maximum of ``value`` over all ranks; infinity if any is not finite. Collective."""
+        group, device = self.trainer.world.decision_group
+        values = torch.tensor([value if math.isfinite(value) else math.inf], dtype=torch.float64, device=device)
         return all_reduce(values, group, dist.ReduceOp.MAX).item()
 
     def problem(self, loss: float, norm: float) -> str | None:
-        """Return what is wrong with a step of this loss and gradient norm, or None."""
+        """Return a description of the problem with a step of this loss and gradient norm, or None if it is normal."""
         return self.losses.problem("loss", loss) or self.norms.problem("gradient norm", norm)
 
     def on_after_update(self, result: StepResult) -> None:
-        """Add to ``result`` the problem that it has, if any.
+        """Set ``result.problem``, and update the statistics.
 
-        A refused one gets the numbers that all ranks found: those of this rank may be sound.
+        A rejected step gets the loss and norm agreed on by all ranks, because the values of this rank may be finite.
         """
         if result.is_overflow:
             return
@@ -143,13 +143,13 @@ class StabilityGuard(Callback):
             self.norms.add(norm)
             self.history.streak, self.history.good_step = 0, self.trainer.samples.step
 
-    # What follows a bad step: a line and a record, the end of a run that has no patience left, or the way back.
+    # Reactions to an anomalous step: a log line and a record, the end of the run, or a rollback.
 
     def on_step_end(self, result: StepResult) -> None:
-        """Do what follows a step that was found bad. Collective.
+        """React to an anomalous step. Collective.
 
         Raises:
-            NumericsError: too many bad steps in a row, and no way back; the same on every rank.
+            NumericsError: too many consecutive anomalous steps, and no rollback is possible; the same on every rank.
         """
         if self._checkpointer is not None:
             self._checkpointer.is_held = self.settings.goes_back and self.history.streak > 0
@@ -158,13 +158,13 @@ class StabilityGuard(Callback):
 
     def _follow(self, result: StepResult, reason: str) -> None:
         samples = self.trainer.samples
-        kind = "skipped" if result.is_refused else "spike"
-        self.trainer.print_line(f"step {samples.step} | {kind}: {reason} | {samples.text}")
+        event = "skipped" if result.is_refused else "spike"
+        self.trainer.print_line(f"step {samples.step} | {event}: {reason} | {samples.text}")
         if not result.is_refused:
             return
-        place = {"step": samples.step, "first_sample": samples.first, "last_sample": samples.last}
-        numbers = dict(zip(("loss", "grad_norm"), self.seen, strict=True))  # orjson writes null for what is no number
-        self._record({"event": "skipped", **place, **numbers, "reason": reason})
+        position = {"step": samples.step, "first_sample": samples.first, "last_sample": samples.last}
+        values = dict(zip(("loss", "grad_norm"), self.seen, strict=True))  # orjson writes null if not finite
+        self._record({"event": "skipped", **position, **values, "reason": reason})
         if self.history.streak < self.settings.stability_patience:
             return
         if not self.settings.goes_back:
@@ -172,38 +172,38 @@ class StabilityGuard(Callback):
         self._go_back(reason)
 
     def _go_back(self, reason: str) -> None:
-        """Return to the last good checkpoint and go on behind this step's samples. Collective."""
-        trainer, samples, before = self.trainer, self.trainer.samples, self.history
+        """Roll back to the last good checkpoint and continue after this step's samples. Collective."""
+        trainer, samples, old_history = self.trainer, self.trainer.samples, self.history
         if self._checkpointer is None:
             raise self._gives_up(reason, " There is no checkpoint to go back to.")
-        self.load_state_dict({})  # what a checkpoint that is older than the guard means
+        self.load_state_dict({})  # the default for a checkpoint without a state of the guard
         try:
-            checkpoint = self._checkpointer.roll_back(up_to_step=before.good_step)
+            checkpoint = self._checkpointer.roll_back(up_to_step=old_history.good_step)
         except CheckpointError as error:
-            self.history = before
+            self.history = old_history
             raise self._gives_up(reason, f" There is no checkpoint to go back to: {error}") from error
         first, step = trainer.progress.samples_consumed, trainer.progress.step
         trainer.progress.samples_consumed = samples.last + 1
         trainer.progress.samples_skipped += samples.last + 1 - first  # the learning rate continues from the checkpoint
-        self._count_return(step, before)
+        self._count_return(step, old_history)
         if self.history.returns > MOST_RETURNS:
             note = f" It has gone back to {checkpoint} {MOST_RETURNS} times already, which has not helped."
             raise self._gives_up(reason, note)
-        left_out = {"first_sample": first, "last_sample": samples.last}
-        self._record({"event": "went back", "step": samples.step, "to_step": step, "bad_steps": before.streak,
-                      **left_out, "checkpoint": checkpoint.name, "reason": reason})  # fmt: skip
+        skipped = {"first_sample": first, "last_sample": samples.last}
+        self._record({"event": "went back", "step": samples.step, "to_step": step, "bad_steps": old_history.streak,
+                      **skipped, "checkpoint": checkpoint.name, "reason": reason})  # fmt: skip
         trainer.print_line(
-            f"step {samples.step} | {before.streak} bad steps in a row: back to {checkpoint}, step {step}; "
+            f"step {samples.step} | {old_history.streak} bad steps in a row: back to {checkpoint}, step {step}; "
             f"{range_text(first, samples.last)} left out"
         )
 
     def _count_return(self, step: int, before: History) -> None:
-        """Keep what the checkpoint cannot know: the records since, and how often it has been gone back to."""
-        now = self.history
-        now.events = before.events
-        now.returns = before.returns + 1 if before.returned_to == step else 1
-        now.returned_to = step
-        now.streak, now.good_step = 0, step
+        """Restore the counters that the checkpoint cannot contain: journal records and number of rollbacks."""
+        history = self.history
+        history.events = before.events
+        history.returns = before.returns + 1 if before.returned_to == step else 1
+        history.returned_to = step
+        history.streak, history.good_step = 0, step
 
     def _record(self, record: dict[str, Any]) -> None:
         self.history.events += 1
@@ -212,29 +212,31 @@ class StabilityGuard(Callback):
 
     def _gives_up(self, reason: str, more: str = "") -> NumericsError:
         samples, settings = self.trainer.samples, self.settings
-        other = "" if settings.goes_back else " --stability-guard rollback goes back to a checkpoint instead."
+        hint = "" if settings.goes_back else " --stability-guard rollback goes back to a checkpoint instead."
         error = NumericsError(
             f"less than --stability-patience {settings.stability_patience} steps in a row may be bad, got so many up "
             f"to step {samples.step} ({samples.text}): {reason}.{more} {self.trainer.folder / NAME} has them all; "
-            f"their updates were left out. Look at their samples, lower --lr, or load an older checkpoint.{other}"
+            f"their updates were left out. Look at their samples, lower --lr, or load an older checkpoint.{hint}"
         )
         error.is_of_this_rank = False
         return error
 
-    # Where a number is that ends the run.
+    # Location of a non-finite value that ends the run.
 
     def find_nonfinite(self, error: NumericsError) -> str | None:
-        """Say what this rank knows of it. Waits for the device."""
+        """Describe the non-finite losses or gradients of this rank. Synchronises with the device."""
         find = bad_losses if isinstance(error, LossError) else bad_gradients
         return find(self.trainer.engine, self.trainer.world.grid, self.trainer.samples)
 
-    # What a checkpoint keeps.
+    # Checkpoint state.
 
     def state_dict(self) -> dict[str, Any]:
         return {"losses": list(self.losses.values), "norms": list(self.norms.values), **vars(self.history)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        settings, kept = self.settings, dict(state)
-        self.losses = RunningStatistics(settings.stability_window, settings.stability_sigma, kept.pop("losses", ()))
-        self.norms = RunningStatistics(settings.stability_window, settings.stability_sigma, kept.pop("norms", ()))
-        self.history = History(**kept)
+        settings, remaining = self.settings, dict(state)
+        self.losses = RunningStatistics(
+            settings.stability_window, settings.stability_sigma, remaining.pop("losses", ())
+        )
+        self.norms = RunningStatistics(settings.stability_window, settings.stability_sigma, remaining.pop("norms", ()))
+        self.history = History(**remaining)

@@ -1,8 +1,8 @@
 """``stability.jsonl``: the journal of skipped data and rollbacks.
 
-Each line is a record with its number: a step that was skipped, or a return to a checkpoint. A record is on the disk
-before the next step begins; a disk that is full costs a warning, not the run. A run that goes on from a checkpoint
-drops the records beyond it, for they come again.
+Each line is a numbered record of a skipped step or a rollback. A record is written to disk before the next step
+begins; if the disk is full, a warning is logged and the run continues. A run that resumes from a checkpoint drops later
+records, because their steps are repeated.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ NAME = "stability.jsonl"
 
 
 class EventLog:
-    """The records of one run folder.
+    """The journal of one run folder.
 
     Args:
-        known: records that belong to what the run goes on from; later ones are dropped.
+        known: number of records up to the checkpoint that the run resumes from; later records are dropped.
     """
 
     def __init__(self, folder: Path, known: int = 0) -> None:
         self.path = folder / NAME
-        everything = read_journal(self.path)
-        self.records = [record for record in everything if record["number"] <= known]
-        if len(self.records) != len(everything):
+        all_records = read_journal(self.path)
+        self.records = [record for record in all_records if record["number"] <= known]
+        if len(self.records) != len(all_records):
             self._write()
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add one record; its number must be the next."""
+        """Append one record; its number must be the next one."""
         self.records.append(record)
         self._write()
 
@@ -44,5 +44,5 @@ class EventLog:
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a journal, none where there is no file."""
+    """Return the records of a journal; an empty list if there is no file."""
     return [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []

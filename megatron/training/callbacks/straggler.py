@@ -1,4 +1,4 @@
-"""Straggler: names the rank that is clearly slower than its peers."""
+"""StragglerWarning: names the rank that is clearly slower than its peers."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from megatron.mpu.topology import Coordinate, Topology
 from megatron.training.callbacks.speed_monitor import SpeedMonitor
 from megatron.training.trainer import Callback
 
-# By numbers that every rank has anyway: its own work, its wait for data.
+# The detection uses measurements that every rank takes anyway: its compute time and its wait for data.
 #
-# Own work is the time of forward and backward passes without waits for other stages. Where weights are cut, a rank
-# waits for its tensor group within that time: all ranks of the group then look alike, and are named together.
+# Compute time is the time of forward and backward passes without waits for other stages. With tensor parallelism it
+# includes waits for the tensor group: all ranks of the group then have similar times, and are reported together.
 #
-# Who is slow once may be anybody. ``StragglerDetector`` names those who are so in several reports in a row.
+# Any rank may be slow once. ``StragglerDetector`` reports the ranks that are slow in several reports in a row.
 
 AS_REPLICA, AS_STAGE = 1.5, 2.0
-"""Clearly slower is so many times its peers' work; stages differ by themselves."""
+"""Factors over the peers' compute time from which a rank is clearly slower; stages differ by design."""
 AT_LEAST_S = 0.02
-"""More than its peers, a step; less is the noise of small models."""
+"""Minimum difference to the peers in seconds per step; smaller ones are the noise of small models."""
 ALIKE = 0.9
 IN_A_ROW = 3
 
 
 class StragglerWarning(Callback):
-    """Says on rank 0 who holds the others up; behind ``SpeedMonitor`` in the list, whose numbers it reads."""
+    """Reports the slowest rank on rank 0; must come after ``SpeedMonitor``, whose measurements it reads."""
 
     on_all_ranks = False
 
@@ -44,69 +44,83 @@ class StragglerWarning(Callback):
 
 
 class Straggler(NamedTuple):
-    """Who holds the others up: one rank, or its tensor group; ``place`` is their (stage, replica)."""
+    """The slowest rank, or its tensor group.
+
+    Args:
+        place: (stage, data-parallel rank, context-parallel rank).
+        text: description for the log.
+    """
 
     place: tuple[int, int, int]
     text: str
 
 
 class StragglerDetector:
-    """Who was the slowest up to now, and in how many reports in a row."""
+    """The slowest rank so far, and in how many reports in a row."""
 
     def __init__(self) -> None:
         self._place: tuple[int, int, int] | None = None
         self._times = 0
 
     def judge(self, found: Straggler | None) -> str | None:
-        """Take note of the slowest of one more report; return what to say of it: once in ``IN_A_ROW`` in a row."""
-        place = None if found is None else found.place
-        self._times = self._times + 1 if place == self._place else 1
-        self._place = place
+        """Record the slowest rank of a report; return its description in every ``IN_A_ROW``-th report in a row."""
+        position = None if found is None else found.place
+        self._times = self._times + 1 if position == self._place else 1
+        self._place = position
         return None if found is None or self._times % IN_A_ROW else found.text
 
 
 def slowest(per_step: Sequence[float], waited_s: Sequence[float], topology: Topology) -> Straggler | None:
-    """Return which rank holds the others up, or None.
+    """Return the rank that is clearly slower than its peers, or None.
 
-    A rank's peers are the same stage of other replicas, or with other pieces of the sequences; else the other stages.
+    The peers of a rank are the ranks of the same stage in other replicas or context-parallel ranks. Without any, they
+    are the ranks of the other stages.
 
     Args:
-        per_step: seconds of own work of each rank in a step.
-        waited_s: how much of it was wait for data.
+        per_step: seconds of compute per step, by rank.
+        waited_s: seconds of it that were spent waiting for data, by rank.
     """
     rank = max(range(len(per_step)), key=per_step.__getitem__)
     peers = _peers(rank, topology)
     if not peers:
         return None
     usual = statistics.median(per_step[peer] for peer in peers)
-    clearly = AS_REPLICA if topology.data_context > 1 else AS_STAGE
-    if per_step[rank] < clearly * usual or per_step[rank] - usual < AT_LEAST_S:
+    factor = AS_REPLICA if topology.data_context > 1 else AS_STAGE
+    if per_step[rank] < factor * usual or per_step[rank] - usual < AT_LEAST_S:
         return None
-    place = topology.coordinate(rank)
+    coordinate = topology.coordinate(rank)
     alike = [r for r in _same_tensor_group(rank, topology) if per_step[r] > ALIKE * per_step[rank]]
     names = f"rank {rank}" if len(alike) == 1 else f"ranks {', '.join(map(str, alike))}"
-    context = f", context {place.context}" if topology.context > 1 else ""
-    of_data = f", {waited_s[rank]:.3f} s of it waiting for data" if waited_s[rank] > AT_LEAST_S else ""
+    context = f", context {coordinate.context}" if topology.context > 1 else ""
+    data_text = f", {waited_s[rank]:.3f} s of it waiting for data" if waited_s[rank] > AT_LEAST_S else ""
     text = (
-        f"slowest: {names} (stage {place.pipe}, data {place.data}{context}) with {per_step[rank]:.3f} s of own work a "
-        f"step{of_data}; its peers need {usual:.3f} s"
+        f"slowest: {names} (stage {coordinate.pipe}, data {coordinate.data}{context}) with {per_step[rank]:.3f} s of "
+        f"own work a step{data_text}; its peers need {usual:.3f} s"
     )
-    return Straggler((place.pipe, place.data, place.context), text)
+    return Straggler((coordinate.pipe, coordinate.data, coordinate.context), text)
 
 
 def _peers(rank: int, topology: Topology) -> list[int]:
-    own = topology.coordinate(rank)
-    places = {other: topology.coordinate(other) for other in range(topology.world_size)}
-    replicas = [r for r, place in places.items() if place.pipe == own.pipe and _replica(place) != _replica(own)]
-    return replicas or [r for r, place in places.items() if place.pipe != own.pipe]
+    coordinate = topology.coordinate(rank)
+    coordinates = {other: topology.coordinate(other) for other in range(topology.world_size)}
+    replicas = [
+        r
+        for r, other_coordinate in coordinates.items()
+        if other_coordinate.pipe == coordinate.pipe and _replica(other_coordinate) != _replica(coordinate)
+    ]
+    return replicas or [r for r, other_coordinate in coordinates.items() if other_coordinate.pipe != coordinate.pipe]
 
 
 def _same_tensor_group(rank: int, topology: Topology) -> list[int]:
-    own = topology.coordinate(rank)
-    places = {other: topology.coordinate(other) for other in range(topology.world_size)}
-    return [r for r, place in places.items() if (place.pipe, *_replica(place)) == (own.pipe, *_replica(own))]
+    coordinate = topology.coordinate(rank)
+    coordinates = {other: topology.coordinate(other) for other in range(topology.world_size)}
+    return [
+        r
+        for r, other_coordinate in coordinates.items()
+        if (other_coordinate.pipe, *_replica(other_coordinate)) == (coordinate.pipe, *_replica(coordinate))
+    ]
 
 
 def _replica(place: Coordinate) -> tuple[int, int]:
-    """Return which samples a rank works on, and which pieces of them."""
+    """Return the data-parallel and context-parallel rank of a coordinate."""
     return place.data, place.context

@@ -1,4 +1,4 @@
-"""Task evaluator: tasks of lm_eval on the model that is trained, in its layout (--eval-tasks)."""
+"""TaskEvaluator: evaluates tasks of lm_eval on the model in its training layout (--eval-tasks)."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from megatron.training.timeouts import EVALUATING
 from megatron.training.trainer import Callback
 
 KIND = "tasks"
-"""Of the records in metrics.jsonl."""
+"""Kind of the records in metrics.jsonl."""
 
 
 class TaskEvaluator(Callback):
-    """Evaluates the tasks of a file at every so many-th step, and at the end. Collective.
+    """Evaluates the tasks of a file every ``every`` steps and at the end. Collective.
 
-    Rank 0 reads the tasks, and the others hold their parts of the model for it. Training goes on as without: no random
-    number of it is drawn, and no batch is read.
+    Rank 0 reads the tasks; the other ranks run their shards of the model. Training is unaffected: the evaluation draws
+    no random numbers from its generators and reads no batches.
 
     Args:
-        file: as ``read_suite`` takes it.
-        every: steps; 0: at the end alone.
+        file: path of the task file for ``read_suite``.
+        every: number of steps between evaluations; 0: only at the end.
     """
 
     def __init__(self, file: str, every: int) -> None:
@@ -42,10 +42,10 @@ class TaskEvaluator(Callback):
         self._add_bos: bool | None = None
 
     def on_train_start(self) -> None:
-        """Open the tasks: what cannot be read is an error ahead of the training. Collective.
+        """Load the tasks, so that errors in them are raised before training. Collective.
 
         Raises:
-            ConfigError: naming file and line; the same on every rank.
+            ConfigError: there is no tokenizer, or a task cannot be loaded; the same on every rank.
         """
         config = self.trainer.config
         vocabulary = vocabulary_of(config, None)
@@ -84,9 +84,9 @@ class TaskEvaluator(Callback):
         )
 
     def _evaluate(self) -> bool:
-        """Evaluate the tasks and say what came out; return False where a signal has broken it off. Collective.
+        """Evaluate the tasks and report the results; return False if a signal interrupted it. Collective.
 
-        A task that fails is told and does not end the run.
+        A failure of the tasks is logged and does not end the run.
         """
         trainer, step = self.trainer, self.trainer.progress.step
         config, world = trainer.config, trainer.world
@@ -102,8 +102,8 @@ class TaskEvaluator(Callback):
             )
             metrics: dict[str, dict[str, float]] | None = None
             try:
-                found = model.lead(lambda: self._results(model))
-                metrics = world.grid.host.broadcast_object(None if found is None else found.metrics)
+                results = model.lead(lambda: self._results(model))
+                metrics = world.grid.host.broadcast_object(None if results is None else results.metrics)
             except StopRequest:
                 return False
             except DataError as error:
@@ -111,8 +111,8 @@ class TaskEvaluator(Callback):
                     log.error(f"step {step}: TASKS NOT EVALUATED: {error}. The run goes on")
         self._evaluated = step
         if metrics is not None:
-            each = " | ".join(f"{name} {headline(values)}" for name, values in metrics.items())
-            trainer.print_line(f"step {step} | tasks | {each}")
+            task_texts = " | ".join(f"{name} {headline(values)}" for name, values in metrics.items())
+            trainer.print_line(f"step {step} | tasks | {task_texts}")
             trainer.call("on_evaluate_end", KIND, metrics)
         return True
 
@@ -124,7 +124,7 @@ class TaskEvaluator(Callback):
 
 
 def headline(metrics: dict[str, float]) -> str:
-    """Return the metric of a task that its line shows: of several the one that is usually reported."""
+    """Return the metric of a task for the log line: accuracy or exact match if present, otherwise the first one."""
     names = [name for name in metrics if "_stderr" not in name]
     best = next((name for name in ("acc_norm", "acc", "exact_match") if name in names), names[0] if names else "")
     return f"{best} {metrics[best]:.4f}" if best else "no metric"

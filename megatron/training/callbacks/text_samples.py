@@ -1,4 +1,4 @@
-"""Text samples: what the model writes at the end of a training, so that a person can read what it has learned."""
+"""TextSamples: prints text that the model generates at the end of training."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from megatron.mpu.groups import SINGLE
 from megatron.training.trainer import Callback
 
 TEMPERATURE = 0.7
-"""Drawn with the run's seed: the same text in every layout."""
+"""Sampling temperature. Tokens are drawn with the run's seed, so the text is the same in every layout."""
 
 MOST_TOKENS = 128
-"""Of the text behind a prompt: a story."""
+"""Maximum number of tokens generated for a prompt."""
 
 
 class TextSamples(Callback):
-    """Shows how the model goes on from ``--sample-prompts``, or how an encoder-decoder fills their gaps. Collective."""
+    """Prints the model's continuations of ``--sample-prompts``; an encoder-decoder fills their gaps. Collective."""
 
     def __init__(self, config: Config) -> None:
         self.prompts = shlex.split(config.seeing.sample_prompts or "")
         self._sampling = Sampling(temperature=TEMPERATURE, seed=config.run.seed)
 
     def on_train_start(self) -> None:
-        """Check the prompts: what the model cannot take is an error ahead of the training, not behind it.
+        """Check the prompts, so that errors in them are raised before training and not after it.
 
-        Prompts of the defaults are left out instead.
+        Invalid default prompts are dropped instead.
         """
         try:
             self._writer = self._checked_writer()
@@ -55,7 +55,7 @@ class TextSamples(Callback):
         writer = TextGenerator(
             stage_of(trainer.engine),
             prompts,
-            SINGLE if grid.expert.size > 1 else grid.data,  # experts of other ranks are asked by all, step by step
+            SINGLE if grid.expert.size > 1 else grid.data,  # with expert parallelism all ranks generate in lockstep
             max_new_tokens=new_tokens(trainer.config.batch.seq_length, rows) if vocabulary.t5 is None else None,
             sampling=self._sampling,
         )
@@ -80,6 +80,6 @@ def _adds_bos(config: Config) -> bool | None:
 
 
 def new_tokens(seq_length: int, prompts: Iterable[Sequence[int]]) -> int | None:
-    """Return how many tokens each prompt gets: none beyond a training sample's length; None where one is longer."""
+    """Return the number of tokens to generate per prompt, within the training sequence length; None if none fit."""
     room = seq_length - max(map(len, prompts))
     return min(room, MOST_TOKENS) if room > 0 else None

@@ -1,4 +1,4 @@
-"""Wandb: the numbers of a run at Weights & Biases (--wandb-project)."""
+"""Wandb: sends the metrics of a run to Weights & Biases (--wandb-project)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from megatron.training.callbacks.metrics_writer import flat
 from megatron.training.rank_0 import run_on_rank_0
 from megatron.training.trainer import Callback
 
-# The run at Weights & Biases that --wandb-project asks for. Rank 0 sends.
-#
-# The id of it lies in ``wandb.json`` in the run folder, so that a run that goes on is one there, too. Steps that come
-# again after a restart or a way back are sent again: every curve is drawn over the step that it is of, not over the
-# order in which records came. What fails after the start is told once, and no run ends for it.
+# Rank 0 sends the records. The id of the run at Weights & Biases is stored in ``wandb.json`` in the run folder, so that
+# a resumed run continues the same curves. Steps that are repeated after a restart or rollback are sent again: curves
+# are plotted over the training step, not over the order of the records. Errors after the start are logged once and do
+# not end the run.
 
 NAME = "wandb.json"
 KINDS = ("train", "valid", "test", "tasks", "save")
 PATIENCE_S = 20.0
-"""For what is on its way when a run ends: less than --exit-grace, within which all ranks must have left."""
+"""Seconds to wait for pending uploads at the end; must be less than --exit-grace, after which ranks are killed."""
 
 
 class Wandb(Callback):
@@ -36,7 +35,7 @@ class Wandb(Callback):
         self._run: WandbRun | None = None
 
     def on_train_start(self) -> None:
-        """Open the run there. Collective: all ranks fail with it.
+        """Open the run at Weights & Biases. Collective.
 
         Raises:
             ConfigError: wandb cannot be imported or started; the same on every rank.
@@ -73,17 +72,17 @@ class Wandb(Callback):
 
 
 class WandbRun:
-    """Sends records; made by ``open_wandb``."""
+    """A run at Weights & Biases that records are sent to; created by ``open_wandb``."""
 
     def __init__(self, run: Any) -> None:
         self._run: Any = run
 
     def write(self, kind: str, step: int, numbers: Mapping[str, float]) -> None:
-        """Send the numbers of one record, by "kind/name"."""
+        """Send the values of one record, named "kind/name"."""
         self._try(lambda: self._run.log({**numbers, f"{kind}/step": step}))
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Let the run end there, as a failed one or not, which waits a while for what is on its way."""
+        """Finish the run as succeeded or failed, and wait up to ``PATIENCE_S`` for pending uploads."""
         finish = functools.partial(self._try, lambda: self._run.finish(exit_code=int(has_failed)))
         ending = threading.Thread(target=finish, name="wandb-finish", daemon=True)
         ending.start()
@@ -105,9 +104,9 @@ class WandbRun:
 
 
 def open_wandb(config: Config, folder: Path) -> WandbRun | None:
-    """Return the run at Weights & Biases, the one of before where this folder has had one; None without the flag.
+    """Open the run at Weights & Biases, continuing the one of this folder if there is one; None without the flag.
 
-    An evaluation is a run of its own there, and leaves the folder's as it is.
+    An evaluation becomes a separate run and does not modify the folder's run.
 
     Raises:
         ConfigError: wandb cannot be imported or started.
@@ -115,7 +114,7 @@ def open_wandb(config: Config, folder: Path) -> WandbRun | None:
     seeing, is_evaluation = config.seeing, config.checkpoint.eval_only
     if not seeing.wandb_project:
         return None
-    os.environ.setdefault("WANDB_FINISH_TIMEOUT", f"{0.75 * PATIENCE_S:g}")  # of the end of the process, too
+    os.environ.setdefault("WANDB_FINISH_TIMEOUT", f"{0.75 * PATIENCE_S:g}")  # also limits wandb's exit handler
     try:
         import wandb
 
@@ -128,9 +127,9 @@ def open_wandb(config: Config, folder: Path) -> WandbRun | None:
             resume="allow",
             config=config.to_dict(),
         )
-        for kind in KINDS:
-            run.define_metric(f"{kind}/step")
-            run.define_metric(f"{kind}/*", step_metric=f"{kind}/step")
+        for record_kind in KINDS:
+            run.define_metric(f"{record_kind}/step")
+            run.define_metric(f"{record_kind}/*", step_metric=f"{record_kind}/step")
     except Exception as error:
         raise ConfigError(
             f"--wandb-project {seeing.wandb_project} must be one that wandb can write to, got {type(error).__name__}: "
@@ -142,7 +141,7 @@ def open_wandb(config: Config, folder: Path) -> WandbRun | None:
 
 
 def _made(folder: Path) -> str:
-    folder.mkdir(parents=True, exist_ok=True)  # where there is none, wandb takes another without a word
+    folder.mkdir(parents=True, exist_ok=True)  # wandb silently uses another folder if this one is missing
     return str(folder)
 
 

@@ -39,7 +39,7 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) ->
 
 
 def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
-    """Return tokens, token types, padding and labels of a micro-batch on all ranks of the tensor group."""
+    """Return tokens, token types, padding and labels of a micro-batch, the same on all ranks of the tensor group."""
     from megatron.models.bert.model import bert_fields
 
     names = ["text", "labels", *(("is_random", "step_predictions") if get_args().binary_head else ())]
@@ -50,7 +50,7 @@ def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
 
 
 def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the inputs of the first stage, and the arguments of the losses on the last stage."""
+    """Return the inputs of the first stage and the arguments of the losses on the last stage."""
     fields = get_batch(batch)
     inputs = [fields.pop(name) for name in ("tokens", "token_types", "segments")]
     return tuple(inputs[: 3 if is_padded() else 2]), tuple(fields.values())
@@ -73,10 +73,10 @@ def model_provider() -> torch.nn.Module:
 
 
 def main(*, args_defaults: Mapping[str, Any] | None = None) -> None:
-    """Pretrain BERT, from the command line of this process to its exit code.
+    """Pretrain BERT with the command line of this process.
 
     Args:
-        args_defaults: as of ``pretrain``.
+        args_defaults: as in ``pretrain``.
     """
     pretrain(
         train_valid_test_datasets_provider,

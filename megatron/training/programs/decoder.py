@@ -1,4 +1,4 @@
-"""Pretraining of every decoder: data sets, batches, model and forward step, for ``pretrain_gpt2.py`` and its relatives.
+"""Pretraining of all decoders: data sets, batches, model and forward step, for ``pretrain_gpt2.py`` and others.
 
 ``--model`` selects the decoder. ``examples/own_model.py`` has the same functions for a model of your own.
 """
@@ -68,15 +68,15 @@ def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
     flags = {name: getattr(args, name) for name in EOD_FLAGS}
     fields = data.gpt2_fields(text, **packed, eod_id=get_tokenizer().eod_id, **flags)
     if not config.model.has_learned_positions and not args.reset_position_ids:
-        fields["position_ids"] = None  # 0 ... s-1, which each stage counts itself
+        fields["position_ids"] = None  # 0 ... s-1, computed on each stage
     return mpu.get_batch_on_this_cp_rank(fields) if args.context_parallel_size > 1 else fields
 
 
 def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the inputs of the first stage, and the arguments of the loss on the last stage."""
+    """Return the inputs of the first stage and the arguments of the loss on the last stage."""
     fields = get_batch(batch)
-    others = (fields[name] for name in get_config().model.entering if fields[name] is not None)
-    return (fields["tokens"], *others), (fields["labels"], fields["loss_mask"])
+    further_inputs = (fields[name] for name in get_config().model.entering if fields[name] is not None)
+    return (fields["tokens"], *further_inputs), (fields["labels"], fields["loss_mask"])
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[Any, dict[str, Any]]:
@@ -92,12 +92,12 @@ def model_provider() -> torch.nn.Module:
 
 
 def main(family: str = "gpt2", *, args_defaults: Mapping[str, Any] | None = None, name: str | None = None) -> None:
-    """Pretrain a decoder, from the command line of this process to its exit code.
+    """Pretrain a decoder with the command line of this process.
 
     Args:
-        family: the decoder without ``--model``.
-        args_defaults: as of ``pretrain``.
-        name: as of ``pretrain``.
+        family: model family if there is no ``--model``.
+        args_defaults: as in ``pretrain``.
+        name: as in ``pretrain``.
     """
     pretrain(
         train_valid_test_datasets_provider,

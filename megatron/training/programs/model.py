@@ -1,4 +1,4 @@
-"""The model of a built-in family, for the ``model_provider`` of its program."""
+"""Construction of the built-in models, for the ``model_provider`` of their programs."""
 
 from __future__ import annotations
 

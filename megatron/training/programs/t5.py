@@ -35,7 +35,7 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) ->
 
 
 def t5_tokens() -> T5Tokens:
-    """Return the ids of sentinels, end of sequence, start of the decoder and padding."""
+    """Return the token ids of sentinels, end of sequence, decoder start and padding."""
     from megatron.models.t5 import data
 
     settings = get_config().own
@@ -43,16 +43,16 @@ def t5_tokens() -> T5Tokens:
 
 
 def get_batch(batch: dict[str, torch.Tensor] | None) -> dict[str, Any]:
-    """Return inputs, decoder inputs, labels, loss mask and documents of a micro-batch on all ranks of the group."""
+    """Return inputs, decoder inputs, labels, loss mask and segments of a micro-batch on all ranks of the group."""
     from megatron.models.t5 import data
 
     fields = mpu.broadcast_data(["inputs", "targets"], batch, "int64")  # [b, s_e], [b, s_d]
-    fields |= mpu.broadcast_data(["enc_segments", "dec_segments"], batch, "int32")  # padding is in them
+    fields |= mpu.broadcast_data(["enc_segments", "dec_segments"], batch, "int32")  # -1 marks padding
     return data.t5_fields(**fields, tokens=t5_tokens(), has_segments=has_documents())
 
 
 def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the inputs of the first stage, and the arguments of the loss on the last stage."""
+    """Return the inputs of the first stage and the arguments of the loss on the last stage."""
     fields = get_batch(batch)
     names = ("enc_tokens", "dec_tokens", "enc_segments", "dec_segments")[: 4 if has_documents() else 2]
     return tuple(fields[name] for name in names), (fields["labels"], fields["loss_mask"])
@@ -77,7 +77,7 @@ def model_provider() -> torch.nn.Module:
 
 
 def main() -> None:
-    """Pretrain T5, from the command line of this process to its exit code."""
+    """Pretrain T5 with the command line of this process."""
     pretrain(
         train_valid_test_datasets_provider, model_provider, forward_step, args_defaults=DEFAULTS, family="t5", name="t5"
     )
