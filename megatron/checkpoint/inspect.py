@@ -163,8 +163,5 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
         is_same = (a == b) | (a.isnan() & b.isnan())  # includes equal infinities
         differences = (a - b).masked_fill(is_same, 0.0).abs()
         largest = torch.maximum(largest, differences.max())  # propagates NaN
-        squared_diff, squares = (
-            squared_diff + differences.square().sum(),
-            squares + a.square().sum(),
-        )
+        squared_diff, squares = squared_diff + differences.square().sum(), squares + a.square().sum()
     return float(largest), float((squared_diff / squares).sqrt()) if squared_diff > 0 or squared_diff.isnan() else 0.0
