@@ -1,14 +1,15 @@
-"""The speed of a rank at a moment: a fixed piece of work, timed beside everything else that is timed.
+"""Speed of a rank at a moment: the time of a fixed piece of work, measured next to every other measurement.
 
-A machine that other programs or other guests of its host use changes its speed by half within seconds, and what is
-timed in a slow second is no property of the work. So each time is taken as a multiple of the reference that was timed
-ahead of it and behind it, and a calibration gives all of them at one speed: that of its median reading
-(``Machine.reference_s``). What a training takes can then be compared at the speed of its machine's calibration.
+If other programs, or other guests of the host, use a machine, its speed changes by half within seconds. A time measured
+in a slow second is then not a property of the measured work. Each time is therefore divided by the time of the
+reference, measured before and after it. A calibration reports all times at the speed of its median reading
+(``Machine.reference_s``), so that a training's times can be compared at the speed of its machine's calibration.
 
-The reference is the MLP of a small layer, forward and backward, since that has a step's mixture of products and of
-passes over memory. A product alone, which stays in the caches, follows a step's speed less well (docs/experiments.md).
+The reference is the MLP of a small layer, forward and backward, since it has a step's mixture of products and passes
+over memory. A product that stays in the caches follows a step's speed less closely (docs/experiments.md).
 
-On GPUs nothing is scaled: their clocks are their own, and so short a piece of work would tell the time of its starts.
+On GPUs nothing is scaled: other programs do not change their clocks, and such a short piece of work would measure
+launch overhead.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from megatron.planner.spawn_ranks import Rank
 
 TOKENS, HIDDEN, FF = 512, 256, 512
 TURNS = 2
-"""Of one look, of which the shorter counts: the first finds the caches full of other work."""
+"""Repetitions per measurement; the minimum is used because the first one runs with cold caches."""
 
 
 class Reference:
-    """Reads the speed of all ranks at once; the slowest rank's reading counts on each. Its methods are collective.
+    """Measures the speed of all ranks at once; the slowest rank's reading counts on each. Its methods are collective.
 
     Args:
-        now: the clock that what is scaled is timed by.
-        looks: of a reading the median of so many counts: one takes some ms, in which a guest of the same host may be
-            at work or not, and what is timed beside it may take seconds.
+        now: clock with which the scaled times are measured.
+        looks: number of measurements per reading, of which the median is used. A single one takes some ms, during which
+            a guest of the same host may or may not be active, while the measured work may take seconds.
     """
 
     def __init__(self, rank: Rank, now: Callable[[], float], looks: int = 1) -> None:
@@ -45,52 +46,53 @@ class Reference:
         self._turn = _mlp(rank.place) if rank.kind == "cpu" else None
         self._began = time.perf_counter(), busy_s(), time.process_time()
         self.readings: list[float] = []
-        for _ in range(3):  # first touch of memory, choice of kernels
+        for _ in range(3):  # warm-up: first touch of memory, selection of kernels
             self.read()
         self.readings = [self.readings[-1]]
 
     @property
     def unit_s(self) -> float:
-        """The reading at whose speed ``scale`` gives all times: the first."""
+        """The first reading; ``scale`` converts times to the speed of this reading."""
         return self.readings[0]
 
     @property
     def usual_s(self) -> float:
-        """The median reading so far."""
+        """The median of the readings so far."""
         return statistics.median(self.readings)
 
     def read(self) -> float:
-        """Return the seconds of the reference now, on the slowest rank; 1 on a GPU."""
-        found = [self._look() for _ in range(self._looks)] if self._turn is not None else [1.0]
-        self.readings.append(statistics.median(found))
+        """Return the current seconds of the reference on the slowest rank; 1 on a GPU."""
+        looks = [self._look() for _ in range(self._looks)] if self._turn is not None else [1.0]
+        self.readings.append(statistics.median(looks))
         return self.readings[-1]
 
     def beside(self) -> float:
-        """Return the mean of the last reading, ahead of what was timed since, and of one behind it."""
-        ahead = self.readings[-1]
-        return (ahead + self.read()) / 2
+        """Return the mean of the last reading, before the measurements made since, and of a new one after them."""
+        before = self.readings[-1]
+        return (before + self.read()) / 2
 
     def scale(self) -> float:
-        """Return by what to multiply the seconds of what was timed since the last reading."""
+        """Return the factor by which to multiply the seconds of measurements made since the last reading."""
         return self.unit_s / self.beside()
 
     def others(self) -> float:
-        """Return how many cores other programs have had since this was made, on average."""
+        """Return the average number of cores used by other programs since this object was created."""
         wall, busy, cpu = self._began
         others_s = busy_s() - busy - self._rank.sum(time.process_time() - cpu)
         return max(0.0, others_s) / max(time.perf_counter() - wall, 1e-9)
 
     def lost_s(self, before: dict[int, float], seconds: float) -> float:
-        """Return how many of the last ``seconds``, in which ranks waited for one another, went to other programs.
+        """Return the part of the last ``seconds``, in which ranks waited for one another, that other programs took.
 
-        It is what a thread stood in the run queue, as far as other programs were at work: threads of one rank wait for
-        a core, too. Where ranks share cores, and wait for one another, it is what all lose together.
+        It is the time that a thread spent in the run queue, limited to the time in which other programs were active,
+        because threads of the same rank also wait for a core. If ranks share cores and wait for one another, it is the
+        loss of all of them together.
 
         Args:
-            before: what ``waits`` gave ahead of them.
+            before: result of ``waits`` before these seconds.
         """
         if self._rank.kind != "cpu":
-            return 0.0  # it goes on while this process waits
+            return 0.0  # a GPU continues while this process waits for a core
         others_s, cores = self.others() * seconds, len(os.sched_getaffinity(0))
         waited_s = self._rank.most(longest_wait(before))
         return others_s / cores if self._rank.size * self._rank.threads > cores else min(waited_s, others_s)
@@ -107,23 +109,23 @@ class Reference:
 
 
 def own_core_s() -> float:
-    """Return the wall clock, from any beginning, less what this thread has stood in the run queue.
+    """Return a wall clock, with an arbitrary origin, that stops while this thread is in the run queue.
 
-    So it is the time that the work of one thread takes on a core of its own, also where others share it.
+    It measures the time that a thread's work would take on its own core, even if the core is shared.
     """
     waited = waited_s()
     while True:
         now, before = time.perf_counter(), waited
         waited = waited_s()
-        if waited == before:  # else this thread stood there between the two clocks
+        if waited == before:  # otherwise this thread was in the run queue between the two clocks
             return now - waited
 
 
 def waited_s(thread: int | None = None) -> float:
-    """Return the seconds that a thread of this process has stood in the run queue, as Linux counts them; 0 if unknown.
+    """Return the seconds that a thread of this process has spent in the run queue, from Linux; 0 if unknown.
 
     Args:
-        thread: its number for the system; None: this thread.
+        thread: native id of the thread; None: this thread.
     """
     thread = thread or threading.get_native_id()
     try:
@@ -132,7 +134,7 @@ def waited_s(thread: int | None = None) -> float:
         return 0.0
     try:
         words = os.read(file, 256).split()
-    except OSError:  # the thread is gone
+    except OSError:  # the thread has ended
         return 0.0
     finally:
         os.close(file)
@@ -140,7 +142,7 @@ def waited_s(thread: int | None = None) -> float:
 
 
 def waits() -> dict[int, float]:
-    """Return what each thread of this process has stood in the run queue so far."""
+    """Return native thread id -> seconds in the run queue so far, for all threads of this process."""
     try:
         threads = [int(name) for name in os.listdir("/proc/self/task")]
     except OSError:
@@ -149,12 +151,12 @@ def waits() -> dict[int, float]:
 
 
 def longest_wait(before: dict[int, float]) -> float:
-    """Return the most that a thread of this process has stood in the run queue since ``waits`` gave ``before``."""
+    """Return the longest time that a thread has spent in the run queue since ``waits`` returned ``before``."""
     return max((now - before.get(thread, 0.0) for thread, now in waits().items()), default=0.0)
 
 
 def busy_s() -> float:
-    """Return the seconds that all cores have been at work so far, in ticks of the system, 10 ms; 0 if unknown."""
+    """Return the seconds that all cores have been busy so far, in system ticks of 10 ms; 0 if unknown."""
     try:
         user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
     except OSError:
