@@ -139,7 +139,7 @@ def model_name(place: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the loaded CUDA libraries, since system libraries may shadow those of torch."""
+    """Return name -> version of the loaded CUDA libraries (system libraries may shadow torch's); empty without CUDA."""
     if not torch.cuda.is_initialized():
         return {}
     nccl = ".".join(map(str, torch.cuda.nccl.version()))

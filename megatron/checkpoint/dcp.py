@@ -1,7 +1,7 @@
 """Save and load through torch.distributed.checkpoint (DCP). Importing it takes 0.6 s, so this module is imported late.
 
-DCP gathers plans and results from all ranks and raises an error of one rank on all ranks. The file format is this
-project's own: its planners and storage classes never pickle to a file or unpickle from one.
+DCP gathers plans and results from all ranks and raises an error of one rank on all ranks. The planners and the storage
+classes are this project's own and never pickle to a file or unpickle from one.
 """
 
 from __future__ import annotations

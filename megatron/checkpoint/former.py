@@ -6,7 +6,7 @@
 | ``t5.position_embedding_type``, "learned" | ``model.position_embedding_type``, "learned_absolute" |
 | a decoder field that did not exist yet | the family's default |
 | "progress" only in samples | also in tokens: "tokens_consumed" |
-| "progress" without "samples_skipped" | the samples that the run's learning-rate schedule did not count |
+| "progress" without "samples_skipped" | with it: the samples that the learning-rate schedule did not count |
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def progress(state: Mapping[str, Any]) -> dict[str, Any]:
 def _samples_skipped(state: Mapping[str, Any]) -> int:
     """Return the number of samples whose step was skipped, as far as an earlier version's checkpoint shows it.
 
-    If the batch size of the run did not change, the learning rate continues exactly.
+    If the run's batch size did not change, the number is exact, and the learning rate continues where it was.
     """
     progress, batch = state["progress"], state.get("config", {}).get("batch", {})
     consumed, step, skipped = progress["samples_consumed"], progress["step"], progress["step"] - progress["updates"]

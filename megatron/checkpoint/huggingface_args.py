@@ -166,7 +166,7 @@ def _expected(config: Config) -> set[str]:
 def _found(config: Config, tensors: Mapping[str, Header]) -> dict[str, Header]:
     """Return full name -> header without duplicates of the word table and without biases that our model does not have.
 
-    A missing head that the format ties is the word table.
+    If the head is missing and the format ties it, its header is that of the word table.
     """
     hf_format, expected = format_of(config), _expected(config)
     by_full_name = {full: tensors[name] for full, name in full_names(tensors, config).items()}
@@ -183,7 +183,7 @@ def _found(config: Config, tensors: Mapping[str, Header]) -> dict[str, Header]:
 def _misfit(path: Path, theirs: Mapping[str, Any], config: Config, tensors: Mapping[str, Header]) -> str:
     """Return the error message for a config.json that does not match its tensors.
 
-    It names the keys of which one would fix config.json, or the tensors that are missing or unexpected.
+    It lists the single keys that would fix config.json, or otherwise the missing and unexpected tensors.
     """
     fixes = dict(_mended(theirs, config, tensors))
     if fixes:

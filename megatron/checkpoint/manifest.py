@@ -1,4 +1,4 @@
-"""manifest.json at the level of bytes: its checksum, sequence number and metadata (key ``state``). No torch."""
+"""Read the checksum, sequence number and metadata (key ``state``) of a manifest.json. No torch."""
 
 from __future__ import annotations
 

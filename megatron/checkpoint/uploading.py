@@ -1,4 +1,4 @@
-"""Upload a run folder's checkpoints and exports to an object store, in the background, with all ranks.
+"""Upload a run folder's checkpoints and exports to an object store, in the background, by all ranks.
 
 Folders to upload are queued in the run folder as hard links to their files, so that neither the deletion of old
 checkpoints nor a kill loses them:

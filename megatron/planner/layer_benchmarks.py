@@ -192,7 +192,7 @@ def timed(rank: Rank, dtypes: Sequence[str], pace: TimingBudget, reference: Refe
 
 
 def _touch_memory() -> None:
-    """Touch memory before the first turn, so that page faults, which training has in its first step, are not measured."""
+    """Touch memory before the first turn, so that page faults are not measured. In training only the first step has them."""
     pieces = [torch.ones(2**22) for _ in range(TOUCHED // 2**24)]
     del pieces
 

@@ -154,7 +154,7 @@ class Wire:
     """One type of communication over one link: a message takes ``latency_s + bytes sent by a rank / bandwidth``.
 
     Args:
-        latency_s: latency of a message between two ranks; a collective of n ranks takes log2(n) times as long.
+        latency_s: latency of a message between two ranks; a collective of n ranks has log2(n) times this latency.
         bandwidth: bytes/s that one rank sends while all ranks of the link do.
     """
 
@@ -215,7 +215,7 @@ class Machine:
         inter: link between nodes; the bandwidth is the share of a device when all devices of the node send.
         tempos: factors of units that were timed; other units use the closed forms.
         ranks_per_core: if above 1, ranks take turns on a core, and all rates are those of a rank while all others run.
-        reference_s: seconds of ``megatron.planner.reference`` on the machine as measured; 0: not measured.
+        reference_s: seconds of ``megatron.planner.reference`` at the speed of all rates; 0: not measured.
     """
 
     name: str

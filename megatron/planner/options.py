@@ -264,9 +264,8 @@ def with_defaults(
     scanned, family_defaults = with_config_file(rest, family), FAMILIES[family]
     given = {**scanned.values, **brought}
     recipe = scan(family_defaults.recipe, (), family).spelling
-    fixed = (
-        given.keys() - scan(rest, (), family).values.keys()
-    )  # by a checkpoint or a file, which a flag would override
+    # settings of a checkpoint or a --config file, which a flag of the recipe would override
+    fixed = given.keys() - scan(rest, (), family).values.keys()
     words = [word for name, text in recipe.items() if name not in fixed for word in text.split()]
     words, assumed = [*words, *rest], []
     sizes = {"num_layers": "--num-layers", "hidden_size": "--hidden-size"}

@@ -1,4 +1,4 @@
-"""Export to and import from Hugging Face folders, verification of an export, first checkpoint of an imported run."""
+"""Export a checkpoint to a Hugging Face folder, verify the export, and import such a folder as a run."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def _carried(origin: Origin, vocabulary: Vocabulary) -> dict[str, str] | None:
 def _vocabulary(
     config: Config, tokenizer_path: Path | None, template: str | None
 ) -> tuple[Vocabulary | None, list[str]]:
-    """Return the tokenizer and notes. Without ``tokenizer_path``, a tokenizer that cannot be read is only noted."""
+    """Return the tokenizer and notes; a tokenizer that cannot be read is an error only if it is ``tokenizer_path``."""
     try:
         vocabulary = vocabulary_of(config, tokenizer_path, template, may_be_larger=tokenizer_path is None)
     except DataError as error:
@@ -230,9 +230,10 @@ def require_transformers() -> None:
 
 
 def verify(checkpoint: Checkpoint, folder: Path, *, dtype: str | None = None, seed: int = 0) -> float:
-    """Return the largest difference of a logit of ``checkpoint`` and ``folder``, relative to the largest logit.
+    """Return the largest difference between the logits of the two models, relative to the largest logit.
 
     Args:
+        checkpoint, folder: a checkpoint and its export.
         dtype: round our weights to this type first, as in the export; None does not round.
 
     Raises:

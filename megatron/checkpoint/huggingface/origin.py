@@ -39,7 +39,7 @@ GENERATION = "generation_config.json"
 SETTINGS, TEMPLATE, TEMPLATES = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"
 TOKENIZER_TEXTS = (SETTINGS, "special_tokens_map.json", "added_tokens.json", TEMPLATE, "chat_template.json")
 STATE = "hugging_face"
-"""Metadata entry of a checkpoint."""
+"""Key of the metadata entry with these files."""
 CARRIED = (STATE, "hugging_face_type", "hugging_face_ids")
 """Metadata entries that a run copies from the loaded checkpoint; the last two are those of earlier versions."""
 

@@ -211,7 +211,7 @@ def _window(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _activation(settings: Mapping[str, Any]) -> str:
-    """Return the activation. GELU is its tanh form, unless the settings show that the exact form was used."""
+    """Return the activation: for GELU the tanh form, unless the settings show that the exact form was used."""
     for switch, activation in _ACTIVATIONS.items():
         if settings.get(switch):
             return activation

@@ -18,10 +18,10 @@ from megatron.errors import CheckpointError
 #
 # | folder | file of a rank | program |
 # |---|---|---|
-# | iter_0000100, see latest_checkpointed_iteration.txt | mp_rank_TT/model_optim_rng.pt | Megatron-LM, CPM-Pretrain |
+# | iter_0000100, from latest_checkpointed_iteration.txt | mp_rank_TT/model_optim_rng.pt | Megatron-LM, CPM-Pretrain |
 # | the same | mp_rank_TT_PPP/model_optim_rng.pt | the same, with a pipeline |
-# | 80000, see the same file | mp_rank_TT_model_states.pt | CPM-1 |
-# | global_step100, see latest | mp_rank_TT_model_states.pt | DeepSpeed |
+# | 80000, from the same file | mp_rank_TT_model_states.pt | CPM-1 |
+# | global_step100, from latest | mp_rank_TT_model_states.pt | DeepSpeed |
 # | the same | layer_LL-model_TT-model_states.pt | DeepSpeed with a pipeline |
 #
 # TT is the tensor rank, PPP the stage, LL the layer. Distributed checkpoints of Megatron-Core (torch_dist) are detected

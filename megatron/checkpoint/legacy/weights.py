@@ -193,7 +193,7 @@ def order_of(version: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """Order of the rows of the products on a tensor rank.
+    """Order of the rows of query, key, value and MLP weights on a tensor rank.
 
     Args:
         order: key of ``ORDERS``.
