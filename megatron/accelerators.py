@@ -333,11 +333,11 @@ def load(env: Mapping[str, str] | None = None) -> None:
 
 def problem(requested: str) -> str | None:
     """Return the error message for an unknown value of ``--device``, or None."""
-    known = ("auto", *names())
-    if requested in known:
+    accepted = ("auto", *names())
+    if requested in accepted:
         return None
     return (
-        f"--device must be {', '.join(known[:-1])} or {known[-1]}, got {requested}. Another accelerator "
+        f"--device must be {', '.join(accepted[:-1])} or {accepted[-1]}, got {requested}. Another accelerator "
         f'comes by a plug-in: "import megatron_accelerator_{requested}" in the script, or '
         f"{VARIABLE}=megatron_accelerator_{requested} in the environment"
     )

@@ -53,7 +53,7 @@ def choose(requested: str = "auto") -> str:
     if requested == "auto":
         env_choice = os.environ.get("DS_ACCELERATOR", "")
         candidates = (env_choice,) if env_choice in accelerators.names() else tuple(reversed(accelerators.names()))
-        return next((kind for kind in candidates if is_available(kind)), "cpu")
+        return next((device_type for device_type in candidates if is_available(device_type)), "cpu")
     if not is_available(requested):
         advice = "install torch for your CUDA version" if requested == "cuda" else "look at what its plug-in needs"
         build_hint = " and a CUDA build of torch" if requested == "cuda" else ""
@@ -305,9 +305,9 @@ def rng_states(kind: str) -> dict[str, torch.Tensor]:
 
 def set_rng_states(states: dict[str, torch.Tensor]) -> None:
     """Restore the states returned by ``rng_states``, for the device types that are available."""
-    for kind, state in states.items():
-        if kind in accelerators.names() and is_available(kind):
-            default_generator(torch.device(kind)).set_state(state)
+    for device_type, state in states.items():
+        if device_type in accelerators.names() and is_available(device_type):
+            default_generator(torch.device(device_type)).set_state(state)
 
 
 @_by_plugin

@@ -79,9 +79,9 @@ class Stream:
 
     def flush(self) -> None:
         """Write the buffered data."""
-        held, self._held = self._held, bytearray()
-        if held:
-            self._write(held)
+        buffered, self._held = self._held, bytearray()
+        if buffered:
+            self._write(buffered)
 
     def _write(self, data: bytes | bytearray | memoryview) -> None:
         try:

@@ -129,9 +129,9 @@ def _take_schedule(found: Scan, source: Source) -> None:
 
 def _keep_settings(found: Scan, source: Source, flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that the run keeps although their default has changed; a note lists those that differ."""
-    given = {**found.values, **found.schedule}
+    user_settings = {**found.values, **found.schedule}
     implied = {name: source.optimizer[name] for name in found.implied if name in source.optimizer}
-    kept = {name: value for name, value in {**implied, **source.kept}.items() if name not in given}
+    kept = {name: value for name, value in {**implied, **source.kept}.items() if name not in user_settings}
     defaults = {**{option.name: option.default for _, option in all_options()}, **found.implied, **flags}
     if changed := list(describe_kept(kept, defaults, source.optimizer.get("optimizer"))):
         found.notes.append(f"settings of {source.place} that this run keeps: {', '.join(changed)}")
@@ -175,15 +175,15 @@ def read_source(path: Path | str, family: str, model: str = "") -> Source | None
     newest = newest_metadata(path) if isinstance(path, Path) else remote.newest_metadata(path)
     if newest is None:
         return None
-    place, state = newest
+    settings_file, state = newest
     try:
         config = saved_config(state)
     except CheckpointError:
         return None
-    require_family(config.family, family, f"{place}: family {config.family}", model)
+    require_family(config.family, family, f"{settings_file}: family {config.family}", model)
     settings = former.settings(state["config"])
     stated = {name for section in settings.values() if isinstance(section, dict) for name in section}
-    return Source(place, config, stated, kept_settings(state["config"]), settings.get("optimizer", {}))
+    return Source(settings_file, config, stated, kept_settings(state["config"]), settings.get("optimizer", {}))
 
 
 def is_huggingface(path: Path) -> bool:

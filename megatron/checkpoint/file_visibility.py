@@ -38,7 +38,10 @@ class FileVisibility:
         self._end: float | None = None
 
     def wait_for(self, path: Path, size: int = 0) -> None:
-        """Wait until ``path`` has at least ``size`` bytes, on a network file system for at most ``WAIT_S``. Never raises."""
+        """Wait until ``path`` has at least ``size`` bytes; never raises.
+
+        Returns after ``WAIT_S`` at the latest, and at once on a local disk.
+        """
         if _is_visible(path, size) or not is_on_network(path):
             return
         self._end = self._end or time.monotonic() + WAIT_S

@@ -115,9 +115,9 @@ def has_own_data(name: str, words: list[str], env: Mapping[str, str]) -> bool:
     program = name if name in FAMILIES else "gpt2"
     choice = choose(words, env, program)
     name = name if choice.family == program else choice.family
-    found = scan(words, (), choice.family)
-    config_file.take(found)
-    flags = {**script_defaults.of_environment(env, found, (), choice.recipe), **found.values}
+    scanned = scan(words, (), choice.family)
+    config_file.take(scanned)
+    flags = {**script_defaults.of_environment(env, scanned, (), choice.recipe), **scanned.values}
     path = None if flags.get("finetune") else source_of(flags, name)
     saved = None if path is None else settings_of(path)
     corpora = [saved[field] for field in CORPORA if saved.get(field)] if saved else []

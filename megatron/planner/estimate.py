@@ -231,9 +231,9 @@ class Planner:
             "update": update_s,
         }
         traffic = {DATA: data, TENSOR: tensor, PIPELINE: across}
-        for size, kind, sent in ((layout.context, CONTEXT, exchanged), (layout.expert, EXPERT, rows)):
+        for size, axis, sent in ((layout.context, CONTEXT, exchanged), (layout.expert, EXPERT, rows)):
             if size > 1:
-                traffic[kind] = max((total(sent, own) for own in stages), key=lambda each: each.seconds).times(m)
+                traffic[axis] = max((total(sent, own) for own in stages), key=lambda each: each.seconds).times(m)
         return parts, running_s * idle / sum(parts.values()), traffic
 
     def _splitting(self, layout: Layout, bounds: Sequence[int], units: Sequence[Seconds]) -> list[float]:

@@ -47,14 +47,14 @@ class Shape:
 
 def config_of(family: str, dtype: str, shape: Shape) -> Config:
     """Return the configuration of a model with one layer (T5: one per side)."""
-    known = FAMILIES[family]
+    family_entry = FAMILIES[family]
     words = (
         f"--num-layers 1 --hidden-size {shape.hidden} --num-attention-heads {shape.hidden // shape.head} --{dtype} "
         f"--vocab-size {VOCABULARY} --batch-size {shape.samples} --dry-run "
-        f"--{'enc-' * (known.kind == 'encoder-decoder')}seq-length {shape.length} "
+        f"--{'enc-' * (family_entry.kind == 'encoder-decoder')}seq-length {shape.length} "
     )
-    words += known.benchmark_flags.format(length=shape.length)
-    config = parse([*known.recipe, *words.split()], world_size=1, env={}, family=family)
+    words += family_entry.benchmark_flags.format(length=shape.length)
+    config = parse([*family_entry.recipe, *words.split()], world_size=1, env={}, family=family)
     return config.with_vocab(VOCABULARY)
 
 
@@ -192,7 +192,7 @@ def timed(rank: Rank, dtypes: Sequence[str], pace: TimingBudget, reference: Refe
 
 
 def _touch_memory() -> None:
-    """Touch memory before the first turn, so that page faults are not measured. In training only the first step has them."""
+    """Touch memory before the first turn, so that no page faults are measured; in training only the first step has any."""
     pieces = [torch.ones(2**22) for _ in range(TOUCHED // 2**24)]
     del pieces
 
@@ -212,8 +212,8 @@ def _timed(
     inputs = micro_batch(config, rank.place)
     marks = EventMarks(rank.kind, pace.now if group.size == 1 else time.perf_counter)  # split: includes waiting
     rows = rows_of(family)
-    for kind, where in rows.items():
-        marks.watch(attrgetter(where)(module), kind)
+    for unit_type, where in rows.items():
+        marks.watch(attrgetter(where)(module), unit_type)
     turns: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for turn in range(pace.turns + 1):
         rank.meet()
@@ -224,12 +224,12 @@ def _timed(
         loss.backward()
         optimizer.end_micro_batch()
         marks.set("ended")
-        spent = {kind: _spent(marks, kind) for kind in rows}
+        spent = {unit_type: _spent(marks, unit_type) for unit_type in rows}
         total = marks.between("began", "turned"), marks.between("turned", "ended")
         lost_s = reference.lost_s(waited, sum(total)) if group.size > 1 else 0.0
         spent[HEAD] = (
-            total[0] - sum(one for one, _ in spent.values()),
-            total[1] - sum(one for _, one in spent.values()),
+            total[0] - sum(seconds for seconds, _ in spent.values()),
+            total[1] - sum(seconds for _, seconds in spent.values()),
         )
         if turn in (0, pace.turns):  # the first update creates the optimizer's states
             marks.set("ended")
@@ -238,9 +238,9 @@ def _timed(
         scale = reference.scale()
         at_work = scale * max(0.0, 1 - lost_s / sum(total))
         if turn:
-            for kind, (forward, backward) in spent.items():
-                turns[kind].append((forward * at_work, backward * at_work))
-    medians = {kind: _median(each) for kind, each in turns.items()}
+            for unit_type, (forward, backward) in spent.items():
+                turns[unit_type].append((forward * at_work, backward * at_work))
+    medians = {unit_type: _median(unit_turns) for unit_type, unit_turns in turns.items()}
     return LayerTimings(family, dtype, shape, medians, marks.between("ended", "updated") * scale, group.size)
 
 
@@ -257,29 +257,31 @@ def slowest(ranks: Sequence[Sequence[LayerTimings]]) -> list[LayerTimings]:
     """Return the times of the slowest rank for each model."""
 
     def most(each: Sequence[LayerTimings]) -> LayerTimings:
-        kinds = each[0].seconds
-        worst = {kind: max((one.seconds[kind] for one in each), key=sum) for kind in kinds}
-        return replace(each[0], seconds=worst, update_s=max(one.update_s for one in each))
+        unit_types = each[0].seconds
+        worst = {unit_type: max((timing.seconds[unit_type] for timing in each), key=sum) for unit_type in unit_types}
+        return replace(each[0], seconds=worst, update_s=max(timing.update_s for timing in each))
 
     return [most(each) for each in zip(*ranks, strict=True)]
 
 
 def with_pieces(machine: Machine, found: Sequence[LayerTimings]) -> Machine:
     """Return ``machine`` with factors fitted to the measured layers, and with the measured speed of updates."""
-    unsplit, split = ([one for one in found if (one.tensor > 1) == is_cut] for is_cut in (False, True))
+    unsplit, split = ([timing for timing in found if (timing.tensor > 1) == is_cut] for is_cut in (False, True))
     samples = _by_kind(machine, unsplit)
     tempos: dict[str, dict[str, EfficiencyFactors]] = defaultdict(dict)
-    for (dtype, kind), pairs in samples.items():
-        tempos[dtype][kind] = EfficiencyFactors(
-            fitted([each for each, _ in pairs]), fitted([each for _, each in pairs])
+    for (dtype, unit_type), pairs in samples.items():
+        tempos[dtype][unit_type] = EfficiencyFactors(
+            fitted([sample for sample, _ in pairs]), fitted([sample for _, sample in pairs])
         )
     timed = replace(machine, tempos=tempos, update_bandwidth=_update_bandwidth(unsplit) or machine.update_bandwidth)
-    slowed: dict[str, dict[str, EfficiencyFactors]] = {dtype: dict(kinds) for dtype, kinds in tempos.items()}
-    for (dtype, kind), pairs in _by_kind(timed, split).items():
-        factors = tempos[dtype][kind]
-        slowed[dtype][kind + CUT] = EfficiencyFactors(
-            factors.forward.times(slowdown([each for each, _ in pairs], factors.forward)),
-            factors.backward.times(slowdown([each for _, each in pairs], factors.backward)),
+    slowed: dict[str, dict[str, EfficiencyFactors]] = {
+        dtype: dict(factors_by_type) for dtype, factors_by_type in tempos.items()
+    }
+    for (dtype, unit_type), pairs in _by_kind(timed, split).items():
+        factors = tempos[dtype][unit_type]
+        slowed[dtype][unit_type + CUT] = EfficiencyFactors(
+            factors.forward.times(slowdown([sample for sample, _ in pairs], factors.forward)),
+            factors.backward.times(slowdown([sample for _, sample in pairs], factors.backward)),
         )
     return replace(timed, tempos=slowed)
 
@@ -288,8 +290,8 @@ def _by_kind(machine: Machine, found: Sequence[LayerTimings]) -> dict[tuple[str,
     """Return (format, type of unit) -> pairs of samples, for forward and backward."""
     samples: dict[tuple[str, str], list[tuple[Sample, Sample]]] = defaultdict(list)
     for timing in found:
-        for kind, pair in _samples(machine, timing):
-            samples[timing.dtype, f"{timing.family} {kind}"].append(pair)
+        for unit_type, pair in _samples(machine, timing):
+            samples[timing.dtype, f"{timing.family} {unit_type}"].append(pair)
     return samples
 
 
@@ -301,21 +303,21 @@ def _samples(machine: Machine, one: LayerTimings) -> Iterable[tuple[str, tuple[S
     parts = dict(zip(costs.unit_names, clock.parts(layout), strict=True))
     units = clock.units(layout)
     sent = dict(zip(costs.unit_names, Messages(costs, machine).ways(layout, units), strict=True))
-    for kind in rows_of(one.family):
-        yield kind, _pair(parts.pop(f"{kind} 0"), one.seconds[kind], sent.pop(f"{kind} 0"))
+    for unit_type in rows_of(one.family):
+        yield unit_type, _pair(parts.pop(f"{unit_type} 0"), one.seconds[unit_type], sent.pop(f"{unit_type} 0"))
     head = parts.pop(HEAD)
     # The remaining units are outside of the layers; the closed forms apply to them.
     closed = dict(zip(costs.unit_names, units, strict=True))
     forward, backward = one.seconds[HEAD]
-    beside = [closed[name] for name in parts]
-    own = forward - sum(u.forward for u in beside), backward - sum(u.backward for u in beside)
-    yield HEAD, _pair(head, own, tuple(sum(ways, Traffic()) for ways in zip(*sent.values(), strict=True)))
+    other_units = [closed[name] for name in parts]
+    head_seconds = forward - sum(u.forward for u in other_units), backward - sum(u.backward for u in other_units)
+    yield HEAD, _pair(head, head_seconds, tuple(sum(ways, Traffic()) for ways in zip(*sent.values(), strict=True)))
 
 
 def _pair(parts: Parts, seconds: tuple[float, float], sent: Sequence[Traffic]) -> tuple[Sample, Sample]:
     """Return the samples of forward and backward; exposed messages are subtracted from the measured times."""
     rests = parts.forward_rest + sent[0].exposed_s, parts.backward_rest + sent[1].exposed_s
-    forward, backward = (max(own - rest, 0.0) for own, rest in zip(seconds, rests, strict=True))
+    forward, backward = (max(measured - rest, 0.0) for measured, rest in zip(seconds, rests, strict=True))
     scale = sum(seconds)
     return Sample(parts.forward_parts, forward, scale), Sample(parts.backward_parts, backward, scale)
 

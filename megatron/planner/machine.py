@@ -127,20 +127,23 @@ def read(value: Mapping[str, Any]) -> Table:
     """
     return {
         dtype: {
-            kind: EfficiencyFactors(EfficiencyFactor(**factors["forward"]), EfficiencyFactor(**factors["backward"]))
-            for kind, factors in kinds.items()
+            unit_type: EfficiencyFactors(
+                EfficiencyFactor(**factors["forward"]), EfficiencyFactor(**factors["backward"])
+            )
+            for unit_type, factors in by_type.items()
         }
-        for dtype, kinds in value.items()
+        for dtype, by_type in value.items()
     }
 
 
 def numbers(table: Table) -> Iterator[tuple[str, float]]:
     """Yield the name and value of every factor."""
-    for dtype, kinds in table.items():
-        for kind, factors in kinds.items():
+    for dtype, by_type in table.items():
+        for unit_type, factors in by_type.items():
             for direction, efficiency in asdict(factors).items():
                 yield from (
-                    (f"tempos of {dtype}, {kind}, {direction}: {name}", value) for name, value in efficiency.items()
+                    (f"tempos of {dtype}, {unit_type}, {direction}: {name}", value)
+                    for name, value in efficiency.items()
                 )
 
 

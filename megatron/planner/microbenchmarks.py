@@ -254,14 +254,14 @@ def link_of(rank: Rank, reference: Reference, sizes: Sequence[int] = SIZES, roun
     Collective over at least two ranks.
     """
     wires = {}
-    for name, kind in KINDS.items():
+    for name, message_type in KINDS.items():
         rank.report(f"messages: {name}")
-        turns = [(size, kind.make(rank, size)) for size in sizes]
+        turns = [(size, message_type.make(rank, size)) for size in sizes]
         samples = [
-            (kind.share(rank.size) * size, _message_seconds(rank, turn, round_s, reference) / kind.legs)
+            (message_type.share(rank.size) * size, _message_seconds(rank, turn, round_s, reference) / message_type.legs)
             for size, turn in turns
         ]
-        wires[name] = fitted(samples, kind.latencies(rank.size))
+        wires[name] = fitted(samples, message_type.latencies(rank.size))
     return Link(**wires)
 
 

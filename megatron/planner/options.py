@@ -106,11 +106,13 @@ def question(flags: argparse.Namespace, rest: Sequence[str]) -> Question:
     machine = machine_of(flags)
     world = flags.gpus or machine.devices_per_node
     check_nodes(world, machine)
-    brought, place = from_checkpoint(flags.model, rest)
+    brought, settings_file = from_checkpoint(flags.model, rest)
     words, assumed = with_defaults(flags.model, rest, machine, brought)
-    if place is not None:
-        assumed.append(f"the sizes of {place}")
-        words += ["--finetune"] * (place.name == "config.json" and "--finetune" not in words)  # only weights are loaded
+    if settings_file is not None:
+        assumed.append(f"the sizes of {settings_file}")
+        words += ["--finetune"] * (
+            settings_file.name == "config.json" and "--finetune" not in words
+        )  # only weights are loaded
     typed, scanned = scan(rest, (), flags.model).values, with_config_file(rest, flags.model)
     given = {**scanned.values, **brought}
     if flags.fits:

@@ -79,9 +79,9 @@ def details(found: Estimate, question: Question) -> Iterator[str]:
     yield "of it " + ", ".join(shares)
     yield ""
     rows = [("communication of a step", "bytes of a rank", "seconds", "hidden")]
-    for kind, sent in found.traffic.items():
+    for traffic_type, sent in found.traffic.items():
         hidden = f"{100 * sent.hidden_s / sent.seconds:.0f} %" if sent.seconds else "-"
-        rows.append((kind, _decimal_bytes(sent.bytes), _seconds(sent.seconds), hidden))
+        rows.append((traffic_type, _decimal_bytes(sent.bytes), _seconds(sent.seconds), hidden))
     yield from _table(rows)
     yield ""
     yield from _table([("memory of a rank", *PARTS, "in all", "of"), *_memory_rows(found, machine.usable_bytes)])
@@ -193,7 +193,7 @@ def as_data(found: Estimate, question: Question) -> dict[str, Any]:
         "mfu": found.mfu,
         "likely_mfu": likely_mfu(found, question),
         "days": found.days(question.tokens) if question.tokens else None,
-        "communication": {kind: asdict(sent) for kind, sent in found.traffic.items()},
+        "communication": {traffic_type: asdict(sent) for traffic_type, sent in found.traffic.items()},
         "bounds": list(found.bounds),
         "memory": [{**asdict(stage), "total": stage.total} for stage in found.memory],
         "lines": lines(question.config, found.layout, question.machine.devices_per_node),

@@ -285,9 +285,9 @@ def _recomputations(planner: Planner) -> list[str]:
 
 
 def _sequences(planner: Planner, tensor: int) -> list[bool]:
-    cuts = tensor > 1 and all(length % tensor == 0 for length in planner.config.sequence_lengths)
+    is_divisible = tensor > 1 and all(length % tensor == 0 for length in planner.config.sequence_lengths)
     is_needed = tensor > 1 and not planner.config.parallel.cuts_experts
-    return [False] * (not is_needed) + [True] * cuts
+    return [False] * (not is_needed) + [True] * is_divisible
 
 
 def _allowed(values: list[Any], fixed: Mapping[str, Any], name: str) -> list[Any]:

@@ -116,12 +116,12 @@ class Clock:
 
     def units(self, layout: Layout) -> list[Seconds]:
         """Return the seconds of each unit for a micro-batch."""
-        known: dict[int, Seconds] = {}  # equal layers share one object
+        cache: dict[int, Seconds] = {}  # equal layers share one object
         seconds = []
         for idx, parts in enumerate(self.parts(layout)):
-            if id(parts) not in known:
-                known[id(parts)] = self._unit(idx, parts, layout)
-            seconds.append(known[id(parts)])
+            if id(parts) not in cache:
+                cache[id(parts)] = self._unit(idx, parts, layout)
+            seconds.append(cache[id(parts)])
         return seconds
 
     def parts(self, layout: Layout) -> list[Parts]:
@@ -130,22 +130,22 @@ class Clock:
         works = self._costs.unit_work(b, t, width)
         kept = self._costs.unit_kept(b, t, width, layout.sequence)
         added = self._costs.unit_parameters(t)
-        known: dict[tuple[int, Kept, int], Parts] = {}
+        cache: dict[tuple[int, Kept, int], Parts] = {}
         parts = []
         for idx, (work, kept_bytes, parameters) in enumerate(zip(works, kept, added, strict=True)):
             key = id(work), kept_bytes, parameters
-            if key not in known:
+            if key not in cache:
                 is_head = idx == len(works) - 1
                 logits = self._costs.logit_bytes(b, t, width) if is_head else None
-                known[key] = self._parts(work, kept_bytes, parameters, logits, layout)
-            parts.append(known[key])
+                cache[key] = self._parts(work, kept_bytes, parameters, logits, layout)
+            parts.append(cache[key])
         return parts
 
     def factors(self, unit: int, layout: Layout) -> EfficiencyFactors:
         """Return the factors for the products and passes of a unit."""
-        kind, default = self._kinds[unit], HEAD if unit == len(self._kinds) - 1 else LAYER
-        unsplit = self._machine.efficiency(layout.dtype, kind, default)
-        return self._machine.efficiency(layout.dtype, kind + CUT, unsplit) if layout.tensor > 1 else unsplit
+        unit_type, default = self._kinds[unit], HEAD if unit == len(self._kinds) - 1 else LAYER
+        unsplit = self._machine.efficiency(layout.dtype, unit_type, default)
+        return self._machine.efficiency(layout.dtype, unit_type + CUT, unsplit) if layout.tensor > 1 else unsplit
 
     def _parts(self, work: Work, kept: Kept, parameters: int, logits: int | None, layout: Layout) -> Parts:
         machine = self._machine
@@ -334,16 +334,16 @@ class Messages:
         works = self.costs.unit_work(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype])
         again = 2 if layout.recompute == "full" else 1
         traffic = []
-        known: dict[int, tuple[Traffic, Traffic]] = {}
+        cache: dict[int, tuple[Traffic, Traffic]] = {}
         for work, unit in zip(works, units, strict=True):
-            if id(work) not in known:
+            if id(work) not in cache:
                 is_cut, times = layout.sequence_parallel and bool(work.core), again if work.core else 1
                 collectives = (group.gathered, group.scattered) if is_cut else (group.summed,)
                 forward = sum(
                     (collective(size).times(times) for size in work.sums for collective in collectives), Traffic()
                 )
-                known[id(work)] = forward, self._back(group, work, unit, layout, is_cut)
-            traffic.append(known[id(work)])
+                cache[id(work)] = forward, self._back(group, work, unit, layout, is_cut)
+            traffic.append(cache[id(work)])
         return traffic
 
     def across(self, layout: Layout, bounds: Sequence[int], piece_s: float) -> tuple[Traffic, float]:
@@ -403,8 +403,8 @@ class Messages:
         matrices_of_stages = self.costs.stage_matrices(bounds, layout.pipe, placement=layout.placement.kind)
         products = max(matrices_of_stages, key=lambda own: sum(one.weights for one in own))
         matrices = sum(one.weights for one in products) // layout.tensor
-        beside, seconds = self._orthogonalised(layout, products, own)
-        return sent + beside, seconds + self._update(layout, num_dense, num_expert, state, matrices)
+        muon_messages, seconds = self._orthogonalised(layout, products, own)
+        return sent + muon_messages, seconds + self._update(layout, num_dense, num_expert, state, matrices)
 
     def _orthogonalised(self, layout: Layout, products: Sequence[Product], data: Group) -> tuple[Traffic, float]:
         """Return the messages of Muon's update, and the seconds of its Newton-Schulz steps, shared by all owners.
@@ -453,15 +453,15 @@ class Messages:
         """
         is_plain = layout.schedule in SPLITTING or layout.is_compiled
         hides = layout.overlaps_tensor and not self.machine.is_cpu and not is_plain
-        beside = unit.columns if hides else 0.0
+        overlap_s = unit.columns if hides else 0.0
         if not is_cut:
-            return sum((group.summed(size) for size in work.back), Traffic()).behind(beside)
+            return sum((group.summed(size) for size in work.back), Traffic()).behind(overlap_s)
         split, unsplit = work.back[: len(work.sums)], work.back[len(work.sums) :]
         gathered = sum((group.gathered(size) for size in split), Traffic())
         sums = sum((group.scattered(size) for size in split), Traffic())
         sums += sum((group.summed(size) for size in unsplit), Traffic())
-        again = Traffic() if is_plain else gathered.behind(beside)
-        return gathered + again + sums.behind(beside)
+        again = Traffic() if is_plain else gathered.behind(overlap_s)
+        return gathered + again + sums.behind(overlap_s)
 
 
 def total(sent: Sequence[Traffic], pieces: Sequence[tuple[int, int]]) -> Traffic:

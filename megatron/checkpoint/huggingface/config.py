@@ -125,7 +125,7 @@ def format_of(config: Config, model_type: str | None = None) -> HFFormat:
         if not candidates:
             raise CheckpointError(
                 f"--model-type must be one that a model of this family can have, got {model_type!r}. Use one of "
-                f"{', '.join(kind for family in _relatives(config.family) for kind in types_of(family))}"
+                f"{', '.join(type_name for family in _relatives(config.family) for type_name in types_of(family))}"
             )
     problems_by_type: dict[str, list[str]] = {}
     for hf_format in candidates:
@@ -135,7 +135,9 @@ def format_of(config: Config, model_type: str | None = None) -> HFFormat:
         problems_by_type[hf_format.model_types[0]] = problems
     fewest = min(len(problems) for problems in problems_by_type.values())
     nearest = [
-        f"{kind}: {'; '.join(problems)}" for kind, problems in problems_by_type.items() if len(problems) == fewest
+        f"{type_name}: {'; '.join(problems)}"
+        for type_name, problems in problems_by_type.items()
+        if len(problems) == fewest
     ]
     raise CheckpointError(f"this model has no Hugging Face form; the nearest is {', or '.join(nearest)}")
 
@@ -187,8 +189,8 @@ def saved_config(state: Mapping[str, Any]) -> Config:
         sections = ("model", saved["family"], "data")
         values = {key: value for name in sections for key, value in saved.get(name, {}).items()}
         values = {**former_defaults(state["config"], sections), **values}
-        known = {option.name for _, option in all_options()}
-        values = {key: value for key, value in values.items() if key in known}
+        option_names = {option.name for _, option in all_options()}
+        values = {key: value for key, value in values.items() if key in option_names}
         config = config_from_values(values, family=saved["family"])
         return replace(config, model=replace(config.model, vocab_size=sizes["vocab_size"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -261,8 +263,8 @@ def _out_of_range(values: Mapping[str, Any]) -> Iterator[str]:
 def flags_of(config: Config) -> list[str]:
     """Return the flags with which a pretraining script builds the model of ``config`` and loads its tokenizer."""
     tokenizer_fields = {name: getattr(config.data, name) for name in _TOKENIZER}
-    others = {name: getattr(config.model, name) for name in ("max_position_embeddings", "layernorm_epsilon")}
-    return words_of({**config.identity(), **others, **tokenizer_fields}, config)
+    extra_fields = {name: getattr(config.model, name) for name in ("max_position_embeddings", "layernorm_epsilon")}
+    return words_of({**config.identity(), **extra_fields, **tokenizer_fields}, config)
 
 
 def words_of(given: Mapping[str, Any], config: Config) -> list[str]:

@@ -367,7 +367,10 @@ def _pieces_in(source: Path, ids: Iterable[int]) -> dict[int, str]:
         )
         wanted = set(ids)
         pieces = {token: piece for piece, token in pairs if token in wanted}
-        return {**pieces, **{one["id"]: one["content"] for one in content["added_tokens"] if one["id"] in wanted}}
+        return {
+            **pieces,
+            **{entry["id"]: entry["content"] for entry in content["added_tokens"] if entry["id"] in wanted},
+        }
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise DataError(f"{source / JSON} is not a file of the `tokenizers` library: {error!r}") from error
 

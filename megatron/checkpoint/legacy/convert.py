@@ -60,17 +60,17 @@ def import_checkpoint(source: Path, output: Path, wishes: Wishes) -> tuple[Path,
     require_free(output)
     files = find_legacy_files(source, wishes.iteration)
     is_gated = None if wishes.activation is None else wishes.activation.startswith("gated-")
-    found = read_legacy_weights(files, num_heads=wishes.num_heads, order=wishes.qkv_order, is_gated=is_gated)
-    config = _config(found, wishes)
-    _cut_vocabulary(found, config.model.vocab_size or 0)
-    require_own(str(files.folder), found.weights, config)
+    legacy = read_legacy_weights(files, num_heads=wishes.num_heads, order=wishes.qkv_order, is_gated=is_gated)
+    config = _config(legacy, wishes)
+    _cut_vocabulary(legacy, config.model.vocab_size or 0)
+    require_own(str(files.folder), legacy.weights, config)
     notes = [
-        f"rows of query, key and value: {found.order}; activation: {config.model.activation}; "
+        f"rows of query, key and value: {legacy.order}; activation: {config.model.activation}; "
         f"vocabulary: {config.model.vocab_size}",
-        *found.notes,
+        *legacy.notes,
     ]
     with new_folder(output) as folder:
-        saved = save_first(folder / CHECKPOINTS, found.weights, config, "none (weights of another program)", {})
+        saved = save_first(folder / CHECKPOINTS, legacy.weights, config, "none (weights of another program)", {})
     return output / CHECKPOINTS / saved.name, config, notes
 
 
@@ -139,7 +139,7 @@ def _refuse_unknown(found: LegacyWeights) -> None:
         CheckpointError: lists the settings; or the checkpoint has no learned positions although its settings need them.
     """
     settings, positions = found.settings, _positions(found.settings)
-    known = (_LEARNED,) if found.is_t5 else (_LEARNED, "rope", "none")
+    supported_positions = (_LEARNED,) if found.is_t5 else (_LEARNED, "rope", "none")
     unsupported = [
         name for key, name in {**_UNKNOWN_HERE, **(_UNKNOWN_IN_T5 if found.is_t5 else {})}.items() if settings.get(key)
     ]
@@ -148,7 +148,7 @@ def _refuse_unknown(found: LegacyWeights) -> None:
         unsupported.append(f"{norm} for LayerNorm")
     if settings.get("num_experts") not in (None, 0, 1, [1]):  # Megatron-DeepSpeed writes [1] if there are none
         unsupported.append("experts")
-    if positions not in known:
+    if positions not in supported_positions:
         unsupported.append(f"positions of type {positions}")
     if (settings.get("softmax_type") or "vanilla") != "vanilla":
         unsupported.append(f"a softmax of type {settings['softmax_type']}")

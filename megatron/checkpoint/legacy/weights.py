@@ -137,9 +137,9 @@ def of_core(held: Tensors) -> Tensors:
         raise CheckpointError("a T5 of Megatron-Core cannot be imported; its GPT can")
     renamed = {}
     for name, tensor in held.items():
-        for theirs, ours in _OF_CORE:
-            if theirs in name:
-                name = name.replace(theirs, ours)
+        for core_name, megatron_name in _OF_CORE:
+            if core_name in name:
+                name = name.replace(core_name, megatron_name)
                 break
         renamed[re.sub(r"(^|\.)decoder\.", r"\1encoder.", name)] = tensor
     return renamed
@@ -158,10 +158,10 @@ def of_one_side(name: str) -> str:
 
 def cut_dim(ours: str) -> int | None:
     """Return the dimension along which the weight is split over tensor ranks; None if it is replicated."""
-    stem, _, kind = ours.rpartition(".")
+    stem, _, suffix = ours.rpartition(".")
     if stem.endswith(_ROWS) or stem.endswith("mlp.up"):
         return 0
-    return 1 if kind == "weight" and stem.endswith((".dense", "mlp.down")) else None
+    return 1 if suffix == "weight" and stem.endswith((".dense", "mlp.down")) else None
 
 
 def heads_parts(ours: str) -> int:
@@ -307,11 +307,11 @@ def read_legacy_weights(
             missing on some rank.
     """
     settings, order_in_files = _facts(files)
-    found = LegacyWeights({}, settings, order or order_in_files)
+    legacy = LegacyWeights({}, settings, order or order_in_files)
     heads = num_heads or settings.get("num_attention_heads")
     if not heads:
         raise CheckpointError("the files do not say how many heads there are; give --num-attention-heads")
-    if found.order is None:
+    if legacy.order is None:
         raise CheckpointError(
             "the files carry no version, so the order of query, key and value is not known. Give --qkv-order: "
             "heads-3-d for CPM-Pretrain and Megatron-LM since 2.1, 3-heads-d for older ones (version 0), heads-d-3 for "
@@ -319,18 +319,18 @@ def read_legacy_weights(
         )
     is_gated = bool(settings.get("swiglu")) if is_gated is None else is_gated
     layout = RowLayout(
-        order=found.order,
+        order=legacy.order,
         num_heads=int(heads),
         num_groups=groups_of(settings, int(heads)),
         is_gated=is_gated,
         interleaved=interleaved_of(settings, int(heads)),
     )
     for stage in _layer_stages(files) if files.layers else _stages(files):
-        _add(found, [of_core(held) for held in stage], layout)
-    found.is_t5 = layers_of("decoder", found.weights) > 0
-    if not found.is_t5:
-        found.weights = {of_one_side(name): tensor for name, tensor in found.weights.items()}
-    return found
+        _add(legacy, [of_core(tensors) for tensors in stage], layout)
+    legacy.is_t5 = layers_of("decoder", legacy.weights) > 0
+    if not legacy.is_t5:
+        legacy.weights = {of_one_side(name): tensor for name, tensor in legacy.weights.items()}
+    return legacy
 
 
 def groups_of(settings: Mapping[str, Any], num_heads: int) -> int:
@@ -409,38 +409,38 @@ def _layer_stages(files: Files) -> Iterator[list[Tensors]]:
 
 
 def _renamed(ranks: list[Tensors], prefix: str) -> list[Tensors]:
-    return [{prefix + name: tensor for name, tensor in held.items()} for held in ranks]
+    return [{prefix + name: tensor for name, tensor in tensors.items()} for tensors in ranks]
 
 
 def _add(found: LegacyWeights, ranks: list[Tensors], layout: RowLayout) -> None:
     """Add the tensors of one stage to ``found``, which has the layers of the earlier stages."""
     first_layers = {side: layers_of(side, found.weights) for side in ("encoder", "decoder")}
     unknown = []
-    for theirs in ranks[0]:
-        if is_unread(theirs):
+    for their_name in ranks[0]:
+        if is_unread(their_name):
             continue
-        if theirs.endswith(_BIAS_OF_HEAD):
-            _require_zero(theirs, ranks)
+        if their_name.endswith(_BIAS_OF_HEAD):
+            _require_zero(their_name, ranks)
             continue
-        name = our_name(theirs, first_layers)
+        name = our_name(their_name, first_layers)
         if name is None:
-            unknown.append(theirs)
+            unknown.append(their_name)
         elif name not in found.weights:  # a later stage repeats tables shared by both sides
-            found.weights[name] = _whole(found, name, theirs, ranks, layout)
+            found.weights[name] = _whole(found, name, their_name, ranks, layout)
     if unknown:
         raise CheckpointError(f"these tensors are of no decoder or T5 of ours: {', '.join(unknown)}")
 
 
 def _whole(found: LegacyWeights, name: str, theirs: str, ranks: list[Tensors], layout: RowLayout) -> torch.Tensor:
-    missing_ranks = [str(rank) for rank, held in enumerate(ranks) if theirs not in held]
+    missing_ranks = [str(rank) for rank, tensors in enumerate(ranks) if theirs not in tensors]
     if missing_ranks:
         raise CheckpointError(f"{theirs} is on tensor rank 0 and not on {', '.join(missing_ranks)}")
-    whole, difference = merged(name, [held[theirs] for held in ranks], layout)
+    full, difference = merged(name, [tensors[theirs] for tensors in ranks], layout)
     if difference:
         found.notes.append(f"{name}: copies on the tensor ranks differ by up to {difference:.1e}; rank 0's is taken")
-    return whole
+    return full
 
 
 def _require_zero(name: str, ranks: list[Tensors]) -> None:
-    if any(bool(held[name].any()) for held in ranks if name in held):
+    if any(bool(tensors[name].any()) for tensors in ranks if name in tensors):
         raise CheckpointError(f"{name} is not zero, and the head of our models has no bias")
