@@ -192,7 +192,7 @@ def timed(rank: Rank, dtypes: Sequence[str], pace: TimingBudget, reference: Refe
 
 
 def _touch_memory() -> None:
-    """Touch memory before the first turn, so that no page faults are measured; in training only the first step has any."""
+    """Touch memory before the first turn, so that no page faults are measured; training has them in its first step only."""
     pieces = [torch.ones(2**22) for _ in range(TOUCHED // 2**24)]
     del pieces
 
