@@ -192,7 +192,7 @@ def timed(rank: Rank, dtypes: Sequence[str], pace: TimingBudget, reference: Refe
 
 
 def _touch_memory() -> None:
-    """Touch memory before the first turn, so that no page faults are measured; training has them in its first step only."""
+    """Touch memory before the first turn, so that page faults, as in a training's first step, are not measured."""
     pieces = [torch.ones(2**22) for _ in range(TOUCHED // 2**24)]
     del pieces
 
