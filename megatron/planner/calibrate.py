@@ -112,7 +112,7 @@ def calibrate(
 
 
 def dtypes_of(kind: str) -> tuple[str, ...]:
-    """Return the formats whose products are measured, the default format of runs first."""
+    """Return the number formats in which matmuls are measured, the default format of runs first."""
     first = device.default_precision(kind)
     return (first, *(dtype for dtype in ("fp32", "bf16", "fp16") if dtype != first and _can(kind, dtype)))
 

@@ -1,8 +1,8 @@
 """Estimate the memory, step time and rates of one layout.
 
 A step of m micro-batches on p stages takes ``m x mean(T) / (1 - bubble)``, where T is a stage's time for a micro-batch
-including its all-reduces over tensor ranks, and ``bubble`` comes from ``tds.schedule.simulate``. To this are added the
-messages between stages that do not overlap, gradient all-reduces that continue after the last backward, and the update.
+including its all-reduces over tensor ranks, and ``bubble`` comes from ``tds.schedule.simulate``. Communication between
+stages that does not overlap, gradient all-reduces that continue after the last backward pass, and the update are added.
 On a CPU, splitting backward passes has a cost.
 """
 
@@ -179,7 +179,7 @@ class Planner:
         )
 
     def units(self, layout: Layout) -> list[Seconds]:
-        """Return the seconds of each unit for a micro-batch, without messages."""
+        """Return the time of each unit for a micro-batch, without communication."""
         sizes = layout.micro_batch_size, layout.tensor, layout.expert
         key = *sizes, layout.dtype, layout.sequence_parallel, layout.recompute
         if key not in self._units:
@@ -187,7 +187,7 @@ class Planner:
         return self._units[key]
 
     def rows(self, layout: Layout) -> list[Traffic]:
-        """Return the messages of each unit to experts on other ranks for a micro-batch."""
+        """Return the expert-parallel communication of each unit for a micro-batch."""
         sizes = layout.micro_batch_size, layout.tensor, layout.expert
         key = *sizes, layout.dtype, layout.recompute, layout.world_size
         if key not in self._rows:

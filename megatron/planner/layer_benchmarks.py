@@ -103,9 +103,9 @@ def rows_of(family: str) -> Mapping[str, str]:
 # the sums of the operations give the ``EfficiencyFactors`` of each type of unit.
 #
 # If there are several ranks with a core each, models that are split over all of them are also timed, in the first
-# format: their products are smaller, and the faster rank waits at each all-reduce. Their factors are those of unsplit
-# layers times one slowdown: the measured time without messages over the predicted one. A single number is fitted, since
-# there are too few models, and too little time besides the messages, for more.
+# format: their matmuls are smaller, and the faster rank waits at each all-reduce. Their factors are those of unsplit
+# layers times one slowdown: the measured time without communication over the predicted one. A single number is fitted,
+# since there are too few models, and too little time without communication, for more.
 
 HEAD = "head"
 SHAPES = {
@@ -315,7 +315,7 @@ def _samples(machine: Machine, one: LayerTimings) -> Iterable[tuple[str, tuple[S
 
 
 def _pair(parts: Parts, seconds: tuple[float, float], sent: Sequence[Traffic]) -> tuple[Sample, Sample]:
-    """Return the samples of forward and backward; exposed messages are subtracted from the measured times."""
+    """Return the samples of forward and backward; exposed communication is subtracted from the measured times."""
     rests = parts.forward_rest + sent[0].exposed_s, parts.backward_rest + sent[1].exposed_s
     forward, backward = (max(measured - rest, 0.0) for measured, rest in zip(seconds, rests, strict=True))
     scale = sum(seconds)

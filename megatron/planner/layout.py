@@ -29,7 +29,7 @@ class Layout:
         context: ranks over which sequences are split; ``cuts_heads`` does so by exchanging heads (all-to-all).
         expert: ranks of the data and context axes over which the experts of a layer are distributed.
         recompute: "none", "selective" (the attention core), "full" (each layer from its input).
-        sequence_parallel: tokens are split over the tensor ranks between the products.
+        sequence_parallel: tokens are split over the tensor ranks between the matmuls.
         num_bf16_states: number of AdamW's two states that are stored in bf16.
         overlap_grad_reduce: gradients are all-reduced over the replicas during the last backward.
         overlaps_tensor: gradients of activations are all-reduced over the tensor ranks while gradients of weights are
@@ -101,7 +101,7 @@ class Layout:
 
     @property
     def sequence(self) -> int:
-        """Number of tensor ranks over which tokens are split between the products."""
+        """Number of tensor ranks over which tokens are split between the matmuls."""
         return self.tensor if self.sequence_parallel else 1
 
     def __str__(self) -> str:

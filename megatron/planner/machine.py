@@ -15,19 +15,19 @@ from typing import Any
 from megatron.costs.memory import PEAK_TFLOPS
 from megatron.errors import ConfigError
 
-# Factors for the products and memory passes of a unit: from closed forms, or fitted to timed layers.
+# Factors for the matmuls and memory passes of a unit (an embedding, a layer, a norm or the head): from closed forms, or
+# fitted to timed layers.
 #
-# A unit takes longer than the sum of its operations: between products, separate kernels pass over the values more often
-# than the size of the saved activations suggests, and products are not square. The seconds of a forward, and those of a
-# backward, are therefore modelled as ``products * (seconds of its products) + passes * (one pass over its saved
-# activations) + scores * (one pass over its attention scores)``. ``--calibrate`` fits the three factors to timed
-# layers. For layers that are split over tensor ranks, the factors are multiplied by the measured slowdown. A machine
+# A unit takes longer than the sum of its operations: between matmuls, separate kernels read and write the values more
+# often than the size of the saved activations suggests, and matmuls are not square. The time of a forward or backward
+# pass is therefore modelled as ``products * (time of its matmuls) + passes * (one pass over its saved activations) +
+# scores * (one pass over its attention scores)``. ``--calibrate`` fits the three factors to timed layers. For layers that are split over tensor ranks, the factors are multiplied by the measured slowdown. A machine
 # without measurements uses ``LAYER`` and ``HEAD``. A pass of the head is one pass over its logits.
 
 
 @dataclass(frozen=True)
 class EfficiencyFactor:
-    """Factors on the seconds of all products, of one pass over the saved activations, and of one over the scores."""
+    """Factors on the time of all matmuls, of one pass over the saved activations, and of one over the scores."""
 
     products: float
     passes: float
@@ -38,14 +38,14 @@ class EfficiencyFactor:
         return EfficiencyFactor(factor * self.products, factor * self.passes, factor * self.scores)
 
     def of(self, parts: tuple[float, float, float]) -> float:
-        """Return the seconds of a unit with the given seconds of products, of one pass and of one pass over scores."""
+        """Return the time of a unit from the times of its matmuls, of one pass and of one pass over the scores."""
         products, passed, scored = parts
         return self.products * products + self.passes * passed + self.scores * scored
 
 
 @dataclass(frozen=True)
 class EfficiencyFactors:
-    """Factors of a forward and of a backward."""
+    """Factors of the forward and of the backward pass."""
 
     forward: EfficiencyFactor
     backward: EfficiencyFactor
@@ -54,7 +54,7 @@ class EfficiencyFactors:
 Table = Mapping[str, Mapping[str, EfficiencyFactors]]
 """Number format -> type of unit ("gpt2 layer", "t5 head") -> its factors."""
 CUT = ", cut over tensor ranks"
-"""Suffix of the type of a unit that is split over tensor ranks. Its products are smaller, and ranks wait for others."""
+"""Suffix of the type of a unit that is split over tensor ranks. Its matmuls are smaller, and ranks wait for others."""
 LAYER = EfficiencyFactors(EfficiencyFactor(1.0, 2.0), EfficiencyFactor(1.0, 3.0))
 """Saved activations of a layer are written once in forward, and read about once by the next operation. Backward reads
 them and writes a gradient of about the same size. Norms, dropout and additions to the residual stream do the same."""
@@ -66,9 +66,9 @@ class Sample:
     """A measurement.
 
     Args:
-        parts: seconds of the products, of one pass and of one pass over the scores.
-        seconds: measured seconds of the unit, less those that no factor scales.
-        scale: seconds relative to which an error is measured.
+        parts: times of the matmuls, of one pass and of one pass over the scores, in seconds.
+        seconds: measured time of the unit, without the part that no factor scales.
+        scale: time to which an error is relative, in seconds.
     """
 
     parts: tuple[float, float, float]
@@ -95,7 +95,7 @@ def fitted(samples: Sequence[Sample]) -> EfficiencyFactor:
 
 
 def slowdown(samples: Sequence[Sample], efficiency: EfficiencyFactor) -> float:
-    """Return the median ratio of the measured seconds to those that ``efficiency`` predicts, at least 1."""
+    """Return the median ratio of the measured times to the times that ``efficiency`` predicts, at least 1."""
     measured_and_predicted = [(sample.seconds, efficiency.of(sample.parts)) for sample in samples]
     ratios = [measured / predicted for measured, predicted in measured_and_predicted if predicted > 0]
     return max(1.0, statistics.median(ratios)) if ratios else 1.0
@@ -154,7 +154,7 @@ FORMAT = "megatron-machine 1"
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """One type of communication over one link: a message takes ``latency_s + bytes sent by a rank / bandwidth``.
+    """One type of communication over one link; it takes ``latency_s + bytes sent by a rank / bandwidth``.
 
     Args:
         latency_s: latency of a message between two ranks; a collective of n ranks has log2(n) times this latency.
@@ -188,7 +188,7 @@ class Link:
         return cls(all_reduce=wire, gather=wire, send=wire, scatter=wire)
 
     def slowed(self, factor: float) -> Link:
-        """Return the link on which messages take ``factor`` times as long."""
+        """Return the link on which communication takes ``factor`` times as long."""
         return Link(
             **{
                 name: Wire(latency_s=factor * wire.latency_s, bandwidth=wire.bandwidth / factor)
@@ -206,8 +206,8 @@ class Machine:
         reserved_bytes: part of it that training cannot use: memory of the driver and the communication library, and
             fragmentation of the allocator.
         peak_flops: dtype -> dense FLOP/s of the data sheet, the denominator of MFU.
-        product_flops: dtype -> ((side, FLOP/s), ...) that matrix products reach, with ascending sides. The side of a
-            product of [n, k] and [k, m] is the cube root of n k m. Between sides, the rate is linear in the logarithm
+        product_flops: dtype -> ((side, FLOP/s), ...) that matmuls reach, with ascending sides. The side of a matmul
+            of [n, k] and [k, m] is the cube root of n k m. Between sides, the rate is linear in the logarithm
             of the side.
         memory_bandwidth: bytes/s that elementwise kernels read and write in total.
         update_bandwidth: the same for the optimizer's update.
@@ -218,7 +218,7 @@ class Machine:
         inter: link between nodes; the bandwidth is the share of a device when all devices of the node send.
         tempos: factors of units that were timed; other units use the closed forms.
         ranks_per_core: if above 1, ranks take turns on a core, and all rates are those of a rank while all others run.
-        reference_s: seconds of ``megatron.planner.reference`` at the speed of all rates; 0: not measured.
+        reference_s: time of ``megatron.planner.reference`` at the speed of all rates; 0: not measured.
     """
 
     name: str
@@ -252,7 +252,7 @@ class Machine:
         return next((name for name in order if name in self.product_flops), order[0])
 
     def product_rate(self, dtype: str, side: float) -> float:
-        """Return the FLOP/s of products with this side.
+        """Return the FLOP/s of matmuls with this side.
 
         Raises:
             ConfigError: the machine has no rate for ``dtype``.
@@ -277,7 +277,7 @@ class Machine:
         return max(0.0, 1 - self.ranks_per_core * (1 - bubble))
 
     def efficiency(self, dtype: str, kind: str, otherwise: EfficiencyFactors = LAYER) -> EfficiencyFactors:
-        """Return the factors for the products and passes of a type of unit."""
+        """Return the factors for the matmuls and passes of a type of unit."""
         return self.tempos.get(dtype, {}).get(kind, otherwise)
 
     def slowed(self, factor: float) -> Machine:
@@ -413,7 +413,7 @@ _READ = {"intra": _link, "inter": _link, "product_flops": _tables, "tempos": rea
 # cluster with ``--machine FILE``, preferably starting from ``--calibrate`` on one of its nodes.
 
 SIDES = ((64, 0.02), (128, 0.08), (256, 0.25), (512, 0.5), (1024, 0.75), (2048, 0.92), (4096, 1.0))
-"""Side of a product -> its rate as a share of the rate of the largest products."""
+"""Side of a matmul -> its rate as a share of the rate of the largest matmuls."""
 STREAM = 0.8
 """Share of the memory bandwidth that elementwise kernels reach."""
 WIRE = 0.75
@@ -428,7 +428,7 @@ SLOWER = (1.1, 1.14)
 
 @dataclass(frozen=True)
 class Sheet:
-    """Values of the data sheet: GB, TB/s, GB/s in one direction; ``reached``: share of the peak of large products."""
+    """Values of the data sheet: GB, TB/s, GB/s in one direction; ``reached``: share of the peak of large matmuls."""
 
     part: str  # name in PEAK_TFLOPS
     gigabytes: float

@@ -1,4 +1,4 @@
-"""Measure products, memory bandwidth and links of one device while the other ranks do the same."""
+"""Measure matmuls, memory bandwidth and links of one device while the other ranks do the same."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron.planner.reference import Reference, own_core_s, waits
 from megatron.planner.spawn_ranks import Rank
 from megatron.torch_compat import all_gather_single, reduce_scatter_single
 
-# Rates of one device, measured while the other ranks do the same: products, passes, updates, launches.
+# Rates of one device, measured while the other ranks do the same: matmuls, memory passes, updates, launches.
 #
 # | probe | one turn | counted |
 # |---|---|---|
-# | products | y = x Wᵀ, dx = dy W, dW = dyᵀ x of squares: the three products of a linear layer | 6 side³ FLOPs |
+# | products | y = x Wᵀ, dx = dy W, dW = dyᵀ x, all square: the three matmuls of a linear layer | 6 side³ FLOPs |
 # | stream | a sum, a norm and a GELU of activations, forward and backward | ``STREAM_PASSES`` times their bytes |
 # | update | the norm of the gradients and torch's fused AdamW, in fp32 | 32 bytes per parameter: 5 read, 3 written |
 # | overhead | a chain of small sums, forward and backward | two launches of a sum |
@@ -35,7 +35,7 @@ from megatron.torch_compat import all_gather_single, reduce_scatter_single
 
 SIDES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 LONGEST_TURN_S = 0.25
-"""Upper bound for a turn of products: larger sides are skipped if they would take longer, except ``LEAST_SIDE``."""
+"""Upper bound for a turn of matmuls: larger sides are skipped if they would take longer, except ``LEAST_SIDE``."""
 LEAST_SIDE = 512
 STREAM_PASSES = (3 + 2 + 2) + (3 + 3 + 3)
 """Tensors read and written: by sum, norm, GELU; by the backward of GELU and norm, and the sum of two gradients."""
@@ -94,7 +94,7 @@ def rates_of(rank: Rank, dtypes: tuple[str, ...], pace: TimingBudget, reference:
     """Return the rates of this rank while the others measure the same, at the speed of ``reference``. Collective.
 
     Args:
-        dtypes: number formats of the products; the first one is also used for the stream.
+        dtypes: number formats of the matmuls; the first one is also used for the stream.
     """
     products = {}
     for dtype in dtypes:
@@ -225,7 +225,7 @@ def _seconds(rank: Rank, turn: Callable[[], object], times: int, pace: TimingBud
     return max(pace.now() - start, 1e-9)
 
 
-# Latency and bandwidth of messages between ranks of this machine, by type of communication.
+# Latency and bandwidth between ranks of this machine, by type of communication.
 #
 # Each size is timed while all ranks take part, on CPUs between pieces of work. The two parameters of a ``Wire`` are
 # fitted to all sizes with the smallest relative errors. A rank of n sends 2 (n - 1) / n of the bytes of an all-reduce,
@@ -323,7 +323,7 @@ def _send(rank: Rank, size: int) -> Callable[[], object]:
 
 
 def _message_seconds(rank: Rank, turn: Callable[[], object], round_s: float, reference: Reference) -> float:
-    """Return the median seconds of a message over the rounds, on the slowest rank. Collective."""
+    """Return the median time of a message over the rounds, in seconds, on the slowest rank. Collective."""
     work = _work(rank)
 
     def both() -> None:
@@ -340,7 +340,7 @@ def _message_seconds(rank: Rank, turn: Callable[[], object], round_s: float, ref
 
 
 def _work(rank: Rank) -> Callable[[], object]:
-    """Return the work before a message: on a CPU a product of about a millisecond, as between messages of a training.
+    """Return the work before a message: on a CPU a matmul of about a millisecond, as between messages in training.
 
     Ranks that communicate all the time find each other awake and their data in the caches, which halves the time of a
     message. Other devices need no work, since they only queue their messages.
@@ -352,7 +352,7 @@ def _work(rank: Rank) -> Callable[[], object]:
 
 
 def _spent(rank: Rank, turn: Callable[[], object], times: int, reference: Reference) -> float:
-    """Return the wall-clock seconds of ``times`` turns, less those that other programs took. Collective."""
+    """Return the wall-clock time of ``times`` turns in seconds, without the time of other programs. Collective."""
     rank.meet()
     waited, start = waits(), time.perf_counter()
     for _ in range(times):

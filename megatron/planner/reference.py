@@ -5,8 +5,8 @@ in a slow second is then not a property of the measured work. Each time is there
 reference, measured before and after it. A calibration reports all times at the speed of its median reading
 (``Machine.reference_s``), so that a training's times can be compared at the speed of its machine's calibration.
 
-The reference is the MLP of a small layer, forward and backward, since it has a step's mixture of products and passes
-over memory. A product that stays in the caches follows a step's speed less closely (docs/experiments.md).
+The reference is the MLP of a small layer, forward and backward, since it has a step's mixture of matmuls and passes
+over memory. A matmul that stays in the caches follows a step's speed less closely (docs/experiments.md).
 
 On GPUs nothing is scaled: other programs do not change their clocks, and such a short piece of work would measure
 launch overhead.
@@ -61,7 +61,7 @@ class Reference:
         return statistics.median(self.readings)
 
     def read(self) -> float:
-        """Return the current seconds of the reference on the slowest rank; 1 on a GPU."""
+        """Return the current time of the reference on the slowest rank, in seconds; 1 on a GPU."""
         looks = [self._look() for _ in range(self._looks)] if self._turn is not None else [1.0]
         self.readings.append(statistics.median(looks))
         return self.readings[-1]
@@ -72,7 +72,7 @@ class Reference:
         return (before + self.read()) / 2
 
     def scale(self) -> float:
-        """Return the factor by which to multiply the seconds of measurements made since the last reading."""
+        """Return the factor for the times measured since the last reading."""
         return self.unit_s / self.beside()
 
     def others(self) -> float:

@@ -58,7 +58,7 @@ def _columns(has_experts: bool) -> tuple[str, ...]:
 
 
 def details(found: Estimate, question: Question) -> Iterator[str]:
-    """Yield the report of one layout: time by activity, messages by type, memory by stage."""
+    """Yield the report of one layout: time by activity, communication by type, memory by stage."""
     layout, machine = found.layout, question.machine
     yield f"{layout}: {layout.world_size} x {machine.name}, {layout.global_batch_size:,} samples of a step"
     yield ""

@@ -17,7 +17,7 @@ from tds.schedule.simulate import IN_A_V, MANY_CHUNKS, ONE_CHUNK, SPLITTING, bub
 # The best layouts of a model on a number of devices.
 #
 # Candidates are products of divisors, so any number of devices has hundreds or thousands of them. Each candidate has a
-# lower bound of its step time: equal stages, and no messages except the rows of experts. Candidates are evaluated in
+# lower bound of its step time: equal stages, and no communication except that of experts. Candidates are evaluated in
 # the order of their bounds, until the bounds of all remaining ones are above the time of the last requested layout.
 # Those whose average stage does not fit are dropped first. Layouts that the training's own checks reject are never
 # returned.

@@ -1,4 +1,4 @@
-"""Seconds of the units of a model on one rank, and of the messages of a step."""
+"""Time of the units of a model on one rank, and of the communication of a step."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from megatron.planner.machine import CUT, HEAD, LAYER, EfficiencyFactor, Efficie
 from tds.schedule import V
 from tds.schedule.simulate import SPLITTING
 
-# Seconds that one rank spends in the units of a model on one micro-batch, without messages.
+# Time that one rank spends in the units of a model for one micro-batch, without communication.
 #
 # | part | forward | backward |
 # |---|---|---|
-# | products | flops / rate(side) | twice as many; the core of fused attention 2.5 times |
+# | products (matmuls) | flops / rate(side) | twice as many; the core of fused attention 2.5 times |
 # | a pass | bytes saved / memory bandwidth; for the head, bytes of the logits | the same |
 # | operations | overhead per operation | twice as many |
 # | gradients of weights | | read, and added to the sum over micro-batches: 10 bytes in 16 bits, 12 in 32 |
 #
-# The machine's ``EfficiencyFactors`` multiply products and passes, with separate factors for layers that are split over
-# tensor ranks. Recomputation adds a forward to the backward: of the layers, or of the attention cores.
+# The machine's ``EfficiencyFactors`` multiply matmuls and passes, with separate factors for layers that are split over
+# tensor ranks. Recomputation adds a forward pass to the backward pass: of the layers, or of the attention cores.
 
 CORE_BACKWARD = 2.5
-"""Ratio of backward to forward of a fused attention core. Backward recomputes the scores: five products for two."""
+"""Ratio of backward to forward time of a fused attention core: backward recomputes the scores (5 matmuls for 2)."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds of one or several units.
+    """Times of one or several units, in seconds.
 
     Args:
         backward: includes ``again``.
         again: recomputation.
-        weights: part of ``backward``: products for the gradients of weights.
+        weights: part of ``backward``: matmuls for the gradients of weights.
         columns: part of ``weights`` in layers that all-reduce the gradient of their input over the tensor ranks.
     """
 
@@ -54,16 +54,16 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of the operations of a unit, before efficiency factors.
+    """Times of the operations of a unit in seconds, before efficiency factors.
 
     Args:
-        products: products with weights in forward; ``columns``: those of column-parallel layers.
+        products: matmuls with weights in forward; ``columns``: the part of column-parallel layers.
         core, core_back: attention core in forward and in backward.
         passed: one pass over the saved activations; ``scored``: one pass over the attention scores.
-        started: overhead of the operations of a forward.
+        started: overhead of the operations of a forward pass.
         adding: accumulation of the gradients of weights.
         beside, beside_back: passes to which no factor applies.
-        cores: one pass over the activations that attention saves between its products.
+        cores: one pass over the activations that attention saves between its matmuls.
         is_again: full recomputation runs the unit again.
     """
 
@@ -81,16 +81,16 @@ class Parts:
     is_again: bool = False
 
     def forward(self, efficiency: EfficiencyFactor) -> float:
-        """Return the seconds of a forward."""
+        """Return the time of a forward pass in seconds."""
         return efficiency.of(self.forward_parts) + self.forward_rest
 
     def backward(self, efficiency: EfficiencyFactor) -> float:
-        """Return the seconds of a backward, without recomputation."""
+        """Return the time of a backward pass in seconds, without recomputation."""
         return efficiency.of(self.backward_parts) + self.backward_rest
 
     @property
     def forward_parts(self) -> tuple[float, float, float]:
-        """Seconds of products, of one pass and of one pass over the scores, to which the factors apply."""
+        """Times of the matmuls, of one pass and of one pass over the scores, to which the factors apply."""
         return self.products + self.core, self.passed, self.scored
 
     @property
@@ -99,7 +99,7 @@ class Parts:
 
     @property
     def forward_rest(self) -> float:
-        """Seconds to which no factor applies."""
+        """Time to which no factor applies."""
         return self.started + self.beside
 
     @property
@@ -108,14 +108,14 @@ class Parts:
 
 
 class Clock:
-    """Computes the seconds of units on ``machine`` in layouts of one model of ``family``."""
+    """Computes the time of units on ``machine`` in layouts of one model of ``family``."""
 
     def __init__(self, costs: Costs, machine: Machine, family: str) -> None:
         self._costs, self._machine, self._family = costs, machine, family
         self._kinds = [f"{family} {_kind(name)}" for name in costs.unit_names]
 
     def units(self, layout: Layout) -> list[Seconds]:
-        """Return the seconds of each unit for a micro-batch."""
+        """Return the time of each unit for a micro-batch."""
         cache: dict[int, Seconds] = {}  # equal layers share one object
         seconds = []
         for idx, parts in enumerate(self.parts(layout)):
@@ -142,7 +142,7 @@ class Clock:
         return parts
 
     def factors(self, unit: int, layout: Layout) -> EfficiencyFactors:
-        """Return the factors for the products and passes of a unit."""
+        """Return the factors for the matmuls and passes of a unit."""
         unit_type, default = self._kinds[unit], HEAD if unit == len(self._kinds) - 1 else LAYER
         unsplit = self._machine.efficiency(layout.dtype, unit_type, default)
         return self._machine.efficiency(layout.dtype, unit_type + CUT, unsplit) if layout.tensor > 1 else unsplit
@@ -188,11 +188,11 @@ def _kind(unit: str) -> str:
 
 
 def _scores(work: Work) -> float:
-    """Return the number of attention scores of a unit; one of each pair of core products computes them."""
+    """Return the number of attention scores of a unit; the first of each pair of core matmuls computes them."""
     return sum(product.rows * product.columns * product.number for product in work.core[::2])
 
 
-# Messages of a step: their bytes on a rank, their seconds, and how much of them overlaps with other work.
+# Communication of a step: bytes sent by a rank, time, and the part that overlaps with other work.
 #
 # | type | per | a rank of n sends |
 # |---|---|---|
@@ -209,8 +209,8 @@ def _scores(work: Work) -> float:
 # | ... ZeRO 2 | micro-batch, instead of the all-reduce | (d - 1) / d x 4 |
 # | ... ZeRO 3 | micro-batch: as ZeRO 2, and weights gathered twice, a layer ahead | (d - 1) / d x (4 + 2 x a weight) |
 #
-# Backward starts the all-reduce of a column-parallel layer's gradient before that layer's product for weights, and
-# gathers its input during the product for the input. All other messages of tensor ranks are waited for, including those
+# Backward starts the all-reduce of a column-parallel layer's gradient before that layer's matmul for weights, and
+# gathers its input during the matmul for the input. All other tensor-parallel communication is exposed, including that
 # around the head.
 #
 # A group whose ranks are in one node uses the node's links. A group over several nodes has the bandwidth of the network
@@ -235,7 +235,7 @@ class Traffic:
         return Traffic(self.bytes + other.bytes, self.seconds + other.seconds, self.hidden_s + other.hidden_s)
 
     def times(self, number: float) -> Traffic:
-        """Return the traffic of ``number`` such messages."""
+        """Return the traffic of ``number`` times this communication."""
         return Traffic(number * self.bytes, number * self.seconds, number * self.hidden_s)
 
     def behind(self, seconds: float) -> Traffic:
@@ -289,13 +289,13 @@ class Group:
         return float(min(wire.bandwidth * self.speed, limit))
 
 
-# Messages between the ranks of a layout in a step: sums within units, boundaries, gradients; and the update.
+# Communication of a layout in a step (within units, over stage boundaries, of gradients), and the update.
 #
-# The table above lists the messages. On a CPU, communication uses the cores that compute, so nothing overlaps.
+# The table above lists the types. On a CPU, communication uses the cores that compute, so nothing overlaps.
 
 
 class Messages:
-    """Computes the messages of layouts of one model on ``machine``."""
+    """Computes the communication of layouts of one model on ``machine``."""
 
     def __init__(self, costs: Costs, machine: Machine) -> None:
         self.costs, self.machine = costs, machine
@@ -305,11 +305,11 @@ class Messages:
         return Group.of(self.machine, getattr(layout, axis), layout.stride(axis), layout.world_size)
 
     def sums(self, layout: Layout, units: Sequence[Seconds]) -> list[Traffic]:
-        """Return the messages between tensor ranks of each unit for a micro-batch."""
+        """Return the tensor-parallel communication of each unit for a micro-batch."""
         return [forward + backward for forward, backward in self.ways(layout, units)]
 
     def context(self, layout: Layout) -> Traffic:
-        """Return the messages over the context ranks of one layer for a micro-batch. None of them overlap."""
+        """Return the context-parallel communication of one layer for a micro-batch. It never overlaps."""
         group = self._along("context", layout)
         sizes = self.costs.context_messages(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype])
         if layout.cuts_heads:
@@ -319,7 +319,7 @@ class Messages:
         return twice + sum((group.scattered(size) for size in sizes), Traffic())
 
     def experts(self, layout: Layout) -> list[Traffic]:
-        """Return the messages of each unit between expert-parallel ranks for a micro-batch. None of them overlap.
+        """Return the expert-parallel communication of each unit for a micro-batch. It never overlaps.
 
         The experts are assumed to be evenly loaded. The few bytes of row counts are left out.
         """
@@ -329,7 +329,7 @@ class Messages:
         return [sum((group.gathered(size) for size in unit_sizes), Traffic()).times(times) for unit_sizes in sizes]
 
     def ways(self, layout: Layout, units: Sequence[Seconds]) -> list[tuple[Traffic, Traffic]]:
-        """Return the messages between tensor ranks of each unit's forward and of its backward."""
+        """Return the tensor-parallel communication of each unit as (forward, backward)."""
         group = self._along("tensor", layout)
         works = self.costs.unit_work(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype])
         again = 2 if layout.recompute == "full" else 1
@@ -347,7 +347,7 @@ class Messages:
         return traffic
 
     def across(self, layout: Layout, bounds: Sequence[int], piece_s: float) -> tuple[Traffic, float]:
-        """Return the messages of the busiest stage boundary in a step, and the seconds that stages wait for them.
+        """Return the communication over the busiest stage boundary in a step, and the time that stages wait for it.
 
         The first micro-batch waits at each boundary, in both directions, and with placement V in both chunks. The
         others wait if their message takes longer than half a piece.
@@ -370,7 +370,7 @@ class Messages:
         return all_messages.behind(all_messages.seconds - waits), waits
 
     def summed(self, layout: Layout, bounds: Sequence[int], backward_s: float) -> tuple[Traffic, float]:
-        """Return the messages between replicas in a step, and the seconds of the update."""
+        """Return the communication between replicas in a step, and the time of the update."""
         machine, state = self.machine, State.of(layout.dtype, layout.optimizer, layout.num_bf16_states)
         placement_args = layout.pipe, layout.placement.kind
         of_stages = self.costs.stage_parameters(bounds, layout.tensor, *placement_args)
@@ -407,7 +407,7 @@ class Messages:
         return sent + muon_messages, seconds + self._update(layout, num_dense, num_expert, state, matrices)
 
     def _orthogonalised(self, layout: Layout, products: Sequence[Product], data: Group) -> tuple[Traffic, float]:
-        """Return the messages of Muon's update, and the seconds of its Newton-Schulz steps, shared by all owners.
+        """Return the communication of Muon's update, and the time of its Newton-Schulz steps, divided among all owners.
 
         The owners are the ranks of ``data``, which have the same experts, times those of the tensor axis. The steps run
         in bf16. Query, key and value count as one matrix, and so do gate and up. Values travel to an owner and back in
@@ -428,7 +428,7 @@ class Messages:
         return to_owner + data.gathered(gathered_bytes) + tensor.gathered(num_bytes).times(2), seconds
 
     def _update(self, layout: Layout, held: int, apart: int, state: State, matrices: int = 0) -> float:
-        """Return the seconds of an update: all states are read and written, and gradients read again for the norm."""
+        """Return the time of an update: all states are read and written, and gradients read again for the norm."""
         machine, share = self.machine, layout.zero.share(1)
         num_parameters = held / share + apart * layout.expert / max(share, layout.expert)
         moved_bytes = (
@@ -442,14 +442,14 @@ class Messages:
         return moved_bytes / machine.host_update_bandwidth + copies
 
     def _back(self, group: Group, work: Work, unit: Seconds, layout: Layout, is_cut: bool) -> Traffic:
-        """Return the messages of a unit's backward.
+        """Return the tensor-parallel communication of a unit's backward pass.
 
-        All-reduces overlap with the column-parallel layers' products for weights; the repeated all-gather overlaps with
-        their products for the input. If a schedule defers the products for weights, or layers are compiled, nothing
+        All-reduces overlap with the column-parallel layers' matmuls for weights; the repeated all-gather overlaps with
+        their matmuls for the input. If a schedule defers the matmuls for weights, or layers are compiled, nothing
         overlaps, and the input gathered in forward is saved.
 
         Args:
-            is_cut: activations between the unit's products are split over the tensor ranks.
+            is_cut: activations between the unit's matmuls are split over the tensor ranks.
         """
         is_plain = layout.schedule in SPLITTING or layout.is_compiled
         hides = layout.overlaps_tensor and not self.machine.is_cpu and not is_plain
