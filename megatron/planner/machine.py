@@ -21,8 +21,9 @@ from megatron.errors import ConfigError
 # A unit takes longer than the sum of its operations: between matmuls, separate kernels read and write the values more
 # often than the size of the saved activations suggests, and matmuls are not square. The time of a forward or backward
 # pass is therefore modelled as ``products * (time of its matmuls) + passes * (one pass over its saved activations) +
-# scores * (one pass over its attention scores)``. ``--calibrate`` fits the three factors to timed layers. For layers that are split over tensor ranks, the factors are multiplied by the measured slowdown. A machine
-# without measurements uses ``LAYER`` and ``HEAD``. A pass of the head is one pass over its logits.
+# scores * (one pass over its attention scores)``. ``--calibrate`` fits the three factors to timed layers. For layers
+# that are split over tensor ranks, the factors are multiplied by the measured slowdown. A machine without
+# measurements uses ``LAYER`` and ``HEAD``. A pass of the head is one pass over its logits.
 
 
 @dataclass(frozen=True)

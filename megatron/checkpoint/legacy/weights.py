@@ -34,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 # A T5 has ``encoder.`` and ``decoder.`` before the layers, in our names as well.
 #
 # Megatron-Core's GPT (``--ckpt-format torch``) calls its only side ``decoder``. It is detected by its own names of
-# layers. Transformer Engine's layers store a norm together with the product that follows it:
+# layers. Transformer Engine's layers store a norm together with the linear layer that follows it:
 #
 # | Megatron-Core | as above |
 # |---|---|
