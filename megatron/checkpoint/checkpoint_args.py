@@ -3,7 +3,7 @@
 | setting | not given by the user | given, with another value |
 |---|---|---|
 | settings that weights must share (``Config.identity``) | the source's, overriding the recipe's | error, exit code 3 |
-| of these, settings that no weight's shape depends on (``REFITTED``) | the source's | with --finetune: the given value |
+| of these, settings without effect on shapes (``REFITTED``) | the source's | with --finetune: the given value |
 | the vocabulary size | the source's, except with --resize-vocab | with --resize-vocab: the given value |
 | ``OF_WEIGHTS`` | the source's | the given value |
 
