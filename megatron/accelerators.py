@@ -16,9 +16,9 @@ from typing import Any
 # | variable | turns off |
 # |---|---|
 # | `DISABLE_ADAPTOR=1` | all adaptors |
-# | `ENABLE_TORCH_ADAPTOR=0` | those of torch |
-# | `ENABLE_DEEPSPEED_ADAPTOR=0` | those of DeepSpeed |
-# | `ENABLE_MEGATRON_ADAPTOR=0` | those of this project |
+# | `ENABLE_TORCH_ADAPTOR=0` | adaptors of torch |
+# | `ENABLE_DEEPSPEED_ADAPTOR=0` | adaptors of DeepSpeed |
+# | `ENABLE_MEGATRON_ADAPTOR=0` | adaptors of this project |
 
 PARTS = ("torch", "deepspeed", "megatron")
 ALL_OFF = "DISABLE_ADAPTOR"
@@ -99,7 +99,7 @@ class Applied:
 
 
 def enable(adaptors: Iterable[Adaptor], env: Mapping[str, str] | None = None) -> Applied:
-    """Apply the adaptors that are switched on (all or none); return an object that can revert them.
+    """Apply all adaptors that are switched on; return an object that can revert them. On an error, none is applied.
 
     Raises:
         ValueError: a switch is neither 0 nor 1, a target does not exist, or two patches have the same target.
@@ -150,7 +150,7 @@ def _switch(env: Mapping[str, str], name: str, default: str) -> str:
 
 
 def _find(adaptor: Adaptor, patch: Patch) -> tuple[Any, str]:
-    """Return the module or class that has the target, and the attribute's name."""
+    """Call ``target_of`` and convert its errors to a ValueError that names the adaptor and the fix."""
     try:
         return target_of(patch)
     except (ImportError, AttributeError) as error:
@@ -227,7 +227,7 @@ class Accelerator:
     Args:
         name: name in ``--device`` and ``torch.device``.
         is_available: returns True if this machine has a usable device.
-        backend: torch.distributed's backend for its tensors; "" asks DeepSpeed's accelerator.
+        backend: torch.distributed's backend for tensors of this type; if "", DeepSpeed's accelerator determines it.
         dtypes: supported number formats out of bf16, fp16, fp32 and fp64; the first one is the default.
         prepare: called once when the device is chosen, before it is used.
         deepspeed: returns the accelerator object for DeepSpeed; None if DeepSpeed knows the device by its name.

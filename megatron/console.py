@@ -1,4 +1,4 @@
-"""Print tables: as wide as the terminal, or, if the output is not a terminal, wide enough for the longest word."""
+"""Print tables with the width of the terminal; in files, columns are at least as wide as their longest word."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ def _by_plugin(function: _Call) -> _Call:
 def choose(requested: str = "auto") -> str:
     """Return the device type to use: ``requested``, or for "auto" the best one that is available.
 
-    The order of "auto" is: plug-ins, the last one imported first, then CUDA, then the CPU. If DS_ACCELERATOR, which
-    DeepSpeed also reads, names one of these, "auto" only tries that one before the CPU.
+    "auto" tries the plug-ins (last imported first), then CUDA, then the CPU. If the environment's DS_ACCELERATOR, which
+    DeepSpeed also reads, names a device type, "auto" only tries this type and then the CPU.
 
     Raises:
         ValueError: ``requested`` is unknown, or cannot be used on this machine.
@@ -100,7 +100,7 @@ def bind(kind: str, local_rank: int) -> torch.device:
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc retain the memory that this process frees, as tds stages do; return True if it will."""
+    """Configure glibc to retain freed memory, as in the stages of tds; return True on success."""
     from tds.device import keep_freed
 
     return keep_freed()
@@ -118,7 +118,7 @@ def name(kind: str) -> str:
 
 @_by_plugin
 def identity(place: torch.device) -> str:
-    """Return a text that distinguishes the device from all others of its host; "" if unknown, and for the CPU."""
+    """Return an identifier of the device that is unique on its host; "" if it is unknown, and for the CPU."""
     if place.type == "cpu":
         return ""
     properties = getattr(torch.get_device_module(place), "get_device_properties", lambda _: None)(place)
@@ -204,7 +204,7 @@ def host_memory(shape: tuple[int, ...], dtype: torch.dtype, place: torch.device)
 
 
 def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy ``source`` to ``host_memory``, overlapped with computation; ``copy_from_host`` waits for the copy."""
+    """Copy ``source`` to ``target`` (from ``host_memory``) asynchronously; ``copy_from_host`` waits for the copy."""
     if not can_pin(source.device.type):
         target.copy_(source)
         return
@@ -212,7 +212,7 @@ def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> None:
     copy_stream.wait_stream(torch.accelerator.current_stream(source.device))
     with copy_stream:
         target.copy_(source, non_blocking=True)
-    source.record_stream(copy_stream)  # its memory is not reused before the copy has read it
+    source.record_stream(copy_stream)  # the allocator must not reuse its memory before the copy has read it
 
 
 def copy_from_host(source: torch.Tensor, place: torch.device) -> torch.Tensor:
@@ -243,7 +243,7 @@ def start_upload(tensors: Mapping[str, torch.Tensor], place: torch.device) -> tu
 
 
 def await_upload(copies: Iterable[torch.Tensor], place: torch.device, uploaded: Any) -> None:
-    """Make the current stream of ``place`` wait for ``copies``, so that later work can use them. The host continues.
+    """Make the current stream of ``place`` wait for ``copies`` before later work. Does not block the host.
 
     Args:
         uploaded: the token of ``start_upload``.
@@ -253,11 +253,11 @@ def await_upload(copies: Iterable[torch.Tensor], place: torch.device, uploaded: 
     current = torch.accelerator.current_stream(place)
     current.wait_event(uploaded)
     for copy in copies:
-        copy.record_stream(current)  # its memory is not reused by the next upload before the computation has read it
+        copy.record_stream(current)  # the next upload must not reuse its memory before the computation has read it
 
 
 def give(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
-    """Replace the data of ``parameter`` by ``tensor``, possibly on another device; the object stays the same."""
+    """Replace the data of ``parameter`` in place by ``tensor``, which may be on another device."""
     with torch.no_grad():
         if torch._has_compatible_shallow_copy_type(parameter, tensor):
             parameter.data = tensor
@@ -272,7 +272,7 @@ def _copy_stream(place: torch.device, use: str = "activations") -> torch.Stream:
 
 @_by_plugin
 def is_busy(place: torch.device) -> bool:
-    """Return True if ``place`` has unfinished work, so that the host is waiting for it or will soon have to."""
+    """Return True if the default stream of ``place`` has unfinished work."""
     if place.type == "cpu":
         return False
     try:

@@ -54,7 +54,7 @@ def exit_if_outside(error: BaseException) -> None:
 def problem(error: BaseException) -> str | None:
     """Return a message if ``error`` is caused by running outside of the project's environment, otherwise None.
 
-    If the project is installed, a missing package is a defect, and its traceback is needed.
+    Returns None if the project is installed: a missing package is then a defect, and the traceback is needed.
     """
     if sys.version_info < OLDEST:
         needed, actual = ".".join(map(str, OLDEST)), ".".join(map(str, sys.version_info[:3]))

@@ -22,8 +22,8 @@ from contextlib import contextmanager
 class JobError(Exception):
     """Base class of the errors in the table above, except the last row.
 
-    ``is_of_this_rank``: True if other ranks do not raise the same error, so the rank that raises it must print it. The
-    classes set the default; a single error may differ.
+    ``is_of_this_rank``: True if other ranks do not raise the same error, so the rank that raises it must print it. Each
+    class sets a default, which an instance may override.
     """
 
     is_of_this_rank = True
@@ -86,7 +86,7 @@ EXIT_CODES: dict[type[BaseException], int] = {
 def exit_code(error: BaseException) -> int:
     """Return the job's exit code for ``error``: the one in the table at the top of this file, otherwise 1.
 
-    A SystemExit keeps its own code, except for 0, which is reserved for a run that has finished.
+    A SystemExit keeps its own code, but code 0 becomes 1, because 0 is reserved for a run that has finished.
     """
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code & 0xFF or 1

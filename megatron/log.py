@@ -65,13 +65,13 @@ def warning(message: str) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def warn_once(message: str) -> None:
-    """Log a warning the first time that this process is given the text."""
+    """Log a warning; repeated calls with the same text in this process have no effect."""
     warning(message)
 
 
 @functools.lru_cache(maxsize=1024)
 def warn_once_per_job(message: str) -> None:
-    """Log a warning on rank 0 only, the first time that it is given the text."""
+    """Log a warning on rank 0 only; repeated calls with the same text have no effect."""
     info("warning: " + message)
 
 
@@ -81,9 +81,9 @@ def error(message: str) -> None:
 
 
 def human_bytes(value: float, units: Sequence[str] = ("B", "KiB", "MiB", "GiB"), digits: int = 2) -> str:
-    """Format a number of bytes, such as 1.50 GiB for 1610612736, in the largest of ``units`` that is not above it.
+    """Format a number of bytes with the largest unit that does not exceed it, such as 1.50 GiB for 1610612736.
 
-    Memory is given in powers of 1024, file sizes and data sheet values in powers of 1000.
+    Callers use powers of 1024 for memory, and powers of 1000 for file sizes and data sheet values.
     """
     unit = next((candidate for candidate in reversed(units) if value >= _BYTES[candidate]), units[0])
     return f"{value / _BYTES[unit]:.{0 if unit == 'B' else digits}f} {unit}"

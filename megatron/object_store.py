@@ -22,7 +22,7 @@ from megatron import log
 from megatron.errors import DataError
 
 BLOCK_BYTES = 8 << 20
-"""Bytes per range. The next range is fetched while one is read. Reading a file takes three of them in memory."""
+"""Bytes per ranged read. Ranges are prefetched; up to three ranges of a file are in memory."""
 
 PAUSES_S = (0.5, 2.0, 8.0)
 """Pauses in seconds before the second and further attempts."""
@@ -258,7 +258,7 @@ def check_writable(path: str) -> None:
     """Check that a store is writable: write a small file next to ``path`` and delete it.
 
     Raises:
-        DataError: the store rejects it.
+        DataError: the store rejects the write or the deletion.
     """
     write_bytes(f"{path.rstrip('/')}.probe", b"probe")
     remove(f"{path.rstrip('/')}.probe")
@@ -354,7 +354,7 @@ def _tried(path: str, what: str, ask: Callable[[], _T]) -> _T:
     """Call ``ask`` and return its result, retrying after PAUSES_S if it fails.
 
     Raises:
-        DataError: all attempts failed, or a retry is of no use.
+        DataError: all attempts failed, or the error is permanent (missing file, rejected credentials).
     """
     pauses: Iterator[float] = iter(PAUSES_S)
     while True:

@@ -1,4 +1,4 @@
-"""Compatibility with torch 2.11: features of torch 2.13 that it lacks or has under another name.
+"""Compatibility with torch 2.11, which lacks some features of torch 2.13 or has them under another name.
 
 | torch 2.13 | torch 2.11 |
 |---|---|
@@ -25,12 +25,12 @@ OLDER = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single":
 
 
 def all_gather_single(whole: torch.Tensor, part: torch.Tensor, **options: Any) -> Any:
-    """All-gather ``part`` of each rank into ``whole``; ``options`` and the result are torch's. Collective."""
+    """All-gather ``part`` of each rank into ``whole``. Options and return value are as in torch. Collective."""
     return getattr(dist, name_of("all_gather_single"))(whole, part, **options)
 
 
 def reduce_scatter_single(part: torch.Tensor, whole: torch.Tensor, **options: Any) -> Any:
-    """Reduce-scatter ``whole`` of each rank into ``part``; ``options`` and the result are torch's. Collective."""
+    """Reduce-scatter ``whole`` of each rank into ``part``. Options and return value are as in torch. Collective."""
     return getattr(dist, name_of("reduce_scatter_single"))(part, whole, **options)
 
 
