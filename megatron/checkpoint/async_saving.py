@@ -1,4 +1,4 @@
-"""AsyncSaver: copy the tensors to the host, then write and commit them in a background thread.
+"""Asynchronous saves: copy the tensors to the host, then write and commit them in a background thread.
 
 The background thread runs ``saving.write_checkpoint``, with the same bytes and the same commit as a synchronous save,
 so a kill at any time leaves the older checkpoints unchanged. One save runs at a time: the next one waits for it.
@@ -25,12 +25,12 @@ from megatron.checkpoint.tensor_record import TensorRecord
 from megatron.mpu.groups import Group
 
 PATIENCE = timedelta(hours=2)
-"""Timeout of a background save's collectives while another rank's disk is slow. A dead rank is noticed at once."""
+"""Timeout of a background save's collectives, long enough for a rank with a slow disk. A dead rank raises at once."""
 
 
 @dataclass(frozen=True)
 class Staged:
-    """The tensors have been copied, so training may continue and change them.
+    """Result of ``AsyncSaver.save``: the tensors are copied to the host, so training may modify the originals.
 
     Args:
         seconds: duration of the copy.
@@ -44,7 +44,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class Committed:
-    """A checkpoint is committed to disk.
+    """A checkpoint that a background save has committed to disk.
 
     Args:
         seconds: time from the end of the copy to the commit.
@@ -58,7 +58,7 @@ class Committed:
 
 
 class AsyncSaver:
-    """Saves in the background, one checkpoint at a time. Collective to construct.
+    """Saves checkpoints in the background, one at a time. The constructor is collective.
 
     It uses its own gloo group, because its collectives run concurrently with those of training. It allocates host
     memory for a copy of the tensors that this rank writes and frees it in ``close``.
@@ -89,7 +89,7 @@ class AsyncSaver:
             target=self._write,
             args=(write, captured.step, num_bytes),
             name=f"save-{captured.step}",
-            daemon=True,  # a failing job does not wait for a disk
+            daemon=True,  # a failing job must not wait for the disk
         )
         self._thread.start()
         return staged
@@ -136,10 +136,10 @@ class AsyncSaver:
             self._thread = None
 
     def _copy(self, records: list[TensorRecord]) -> tuple[Callable[[], list[TensorRecord]], int]:
-        """Return a function that returns the copied records, and the number of bytes copied.
+        """Copy the tensors; return (function that returns the copied records, number of bytes copied).
 
-        If the copy fails, that function raises the error during the save, which reports it to all ranks. Raising it
-        here would leave the other ranks waiting.
+        If the copy fails, the error is raised by the returned function: the background save calls it and propagates the
+        error to all ranks. Raising it here would leave the other ranks waiting.
         """
         try:
             copied, num_bytes = self._staging.copy(records)

@@ -31,7 +31,7 @@ from megatron.mpu.shard import Shard
 # generalization"; over several runs: Wortsman et al. 2022, "Model soups".
 
 _DROPPED = ("callbacks", "guard", "scaler", "unasked")
-"""Metadata entries about training that are left out of an average."""
+"""Metadata entries about the state of training, which an average does not have."""
 
 
 def newest_of(run: Path, count: int) -> list[Checkpoint]:

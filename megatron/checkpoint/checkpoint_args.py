@@ -1,16 +1,17 @@
 """Settings that --load or --resume takes from a checkpoint or Hugging Face folder (the source). No torch.
 
-| setting | not given by the user | given, with another value |
+| setting | if the user does not set it | if the user sets another value |
 |---|---|---|
 | settings that weights must share (``Config.identity``) | the source's, overriding the recipe's | error, exit code 3 |
-| of these, settings without effect on shapes (``REFITTED``) | the source's | with --finetune: the given value |
-| the vocabulary size | the source's, except with --resize-vocab | with --resize-vocab: the given value |
-| ``OF_WEIGHTS`` | the source's | the given value |
+| subset of these without effect on shapes (``REFITTED``) | the source's | error; with --finetune the user's |
+| the vocabulary size | the source's, except with --resize-vocab | error; with --resize-vocab the user's |
+| ``OF_WEIGHTS`` | the source's | the user's |
 
-A value of ``--model`` must agree with the source: a family with the source's family, a model type with the model type
-of a Hugging Face folder or with the settings of a run. Without ``--model``, any decoder takes the source's settings.
+``--model`` must agree with the source. If its value is a family, it must be the source's family. If it is a model type,
+it must be the model type of the Hugging Face folder, or match the settings of the run. Without ``--model``, a source of
+any common decoder family is accepted.
 
-A resumed run also keeps the settings of ``config.changed_defaults`` with which it was started.
+A resumed run also keeps the values that the settings in ``config.changed_defaults`` had when it was started.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ RUNS = Path("runs")
 
 @marked(is_of_this_rank=False)
 def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str, Any]:
-    """Return field -> value of the model settings taken from the source that the flags name; empty without a source.
+    """Return field -> value of the model settings to take from the source; empty without a source.
 
-    Only fields that the user did not set are returned. A line in ``found.notes`` lists them.
+    Only fields that the user did not set are returned. A line is added to ``found.notes`` that lists them.
 
     Args:
         found: the values of the command line and --config.
@@ -128,7 +129,10 @@ def _take_schedule(found: Scan, source: Source) -> None:
 
 
 def _keep_settings(found: Scan, source: Source, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that the run keeps although their default has changed; a note lists those that differ."""
+    """Return field -> value of the settings that a resumed run keeps although their defaults have changed.
+
+    A note lists the values that differ from the current defaults.
+    """
     user_settings = {**found.values, **found.schedule}
     implied = {name: source.optimizer[name] for name in found.implied if name in source.optimizer}
     kept = {name: value for name, value in {**implied, **source.kept}.items() if name not in user_settings}
@@ -243,7 +247,7 @@ def _require_agreement(found: Scan, source: Source, sizes: Mapping[str, Any], *,
         for name, value in sizes.items()
         if name in found.values and name not in free and not _is_same(source.config, name, found.values[name], value)
     }
-    num_layers = found.values.get("num_layers")  # applies to each side whose number of layers is not given
+    num_layers = found.values.get("num_layers")  # default for the layers of a T5's encoder and decoder
     other_sides = [
         f"{sizes.get(side)} of {side}" for side in sides if side not in found.values and sizes.get(side) != num_layers
     ]
@@ -267,6 +271,6 @@ def _require_agreement(found: Scan, source: Source, sizes: Mapping[str, Any], *,
 
 
 def _is_same(config: Config, name: str, given: Any, value: Any) -> bool:
-    """Return True if ``given`` is equivalent to ``value``: a setting may accept two spellings of a value."""
+    """Return True if ``given`` is equivalent to ``value``; some settings accept two spellings of a value."""
     section = config.model if hasattr(config.model, name) else config.own
     return bool(getattr(replace(section, **{name: given}), name) == value)

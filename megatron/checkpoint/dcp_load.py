@@ -1,6 +1,6 @@
 """Storage reader and planner for ``torch.distributed.checkpoint.load``.
 
-The planner requests this rank's shards. DCP computes their overlaps with the saved pieces.
+The planner requests this rank's shards. DCP computes which saved pieces overlap with them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron.mpu.shard import Shard
 
 
 class ShardReader(StorageReader):
-    """Reads slices of the safetensors files in ``path``; holds one slice at a time in addition to its target."""
+    """Reads slices of the safetensors files in ``path``, one slice at a time to limit memory."""
 
     def __init__(self, path: Path, content: Manifest) -> None:
         self._path = path
@@ -127,7 +127,7 @@ class RecordLoadPlanner(LoadPlanner):
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """Compute the read items of each record. Other ranks do not need them, so rank 0 receives an empty plan."""
+        """Compute this rank's read items; return an empty plan, since rank 0 does not need the items."""
         with in_words():
             self._check((record.name, record.shard) for record in self._records)
             self._reads = [item for idx in range(len(self._records)) for item in self._items(idx)]

@@ -8,8 +8,8 @@
 | abandon | rank 0 | removes the temporary folder after an error on any rank |
 
 DCP's own validation of a plan only logs which tensor is wrong; ``RecordSavePlanner`` names it in the error. Write items
-stay on their rank. Rank 0 receives the claims of each rank as plain values, because unpickling DCP's items of thousands
-of ranks takes minutes.
+are not sent to rank 0, because unpickling the items of thousands of ranks takes minutes. Instead, rank 0 receives a
+``Claim`` for each record, as a tuple of plain values.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class ShardWriter(StorageWriter):
             return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest and commit; DCP sends ``metadata``, with the path as ``checkpoint_id``, to all ranks."""
+        """Write the manifest, commit, and store the path in ``metadata``, which DCP then sends to all ranks."""
         with in_words(is_of_this_rank=False):
             assert self._temporary is not None  # set by prepare_global_plan on this rank
             facts = {result.index.fqn: result.storage_data for rank_results in results for result in rank_results}
@@ -189,10 +189,10 @@ class RecordSavePlanner(SavePlanner):
             return SavePlan([], planner_data=([local_claim.packed() for local_claim in claims], num_bytes))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check the claims of all ranks and return the plans and the manifest's index.
+        """Check the claims of all ranks; return the plans, and metadata with the manifest's index as planner data.
 
-        The index is the planner data of the returned metadata. The planner data of each plan is its number of bytes,
-        for the writer's check of the free space.
+        In the returned plans, the planner data is the number of bytes to write, which ``ShardWriter`` compares with the
+        free space.
         """
         with in_words(is_of_this_rank=False):
             index = global_index(

@@ -32,7 +32,7 @@ _LOCAL_FUSE = ("fuseblk", "fuse.overlayfs", "fuse-overlayfs")
 
 
 class FileVisibility:
-    """Waits for the files of one checkpoint, for at most ``WAIT_S`` in total from the first missing file on."""
+    """Waits for the files of one checkpoint, for at most ``WAIT_S`` in total after the first missing file."""
 
     def __init__(self) -> None:
         self._end: float | None = None

@@ -6,7 +6,7 @@
 | ``t5.position_embedding_type``, "learned" | ``model.position_embedding_type``, "learned_absolute" |
 | a decoder field that did not exist yet | the family's default |
 | "progress" only in samples | also in tokens: "tokens_consumed" |
-| "progress" without "samples_skipped" | with it: the samples that the learning-rate schedule did not count |
+| "progress" without "samples_skipped" | with "samples_skipped": samples that the learning-rate schedule did not count |
 """
 
 from __future__ import annotations
@@ -58,13 +58,14 @@ def progress(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _samples_skipped(state: Mapping[str, Any]) -> int:
-    """Return the number of samples whose step was skipped, as far as an earlier version's checkpoint shows it.
+    """Return the number of samples in skipped steps, reconstructed from an earlier version's checkpoint.
 
-    If the run's batch size did not change, the number is exact, and the learning rate continues where it was.
+    The number is exact if the run's batch size did not change; the learning rate then continues without a jump.
+    Otherwise it is an estimate.
     """
     progress, batch = state["progress"], state.get("config", {}).get("batch", {})
     consumed, step, skipped = progress["samples_consumed"], progress["step"], progress["step"] - progress["updates"]
-    # a rollback skips samples without counting steps
+    # a rollback skips samples without incrementing the step
     has_left_out_samples = state.get("guard", {}).get("returns", 0) > 0
     names = {field.name for field in fields(BatchConfig)}
     try:

@@ -127,7 +127,7 @@ def _header_of(folder: Path, name: str) -> dict[str, Header]:
 
 
 def _with_biases(config: Config, tensors: Mapping[str, Header]) -> Config:
-    """Return ``config``, with biases enabled if config.json has none but the tensors have nonzero ones."""
+    """Return ``config``, with biases enabled if config.json disables them but the tensors include nonzero biases."""
     biases = format_of(config).biases
     if config.model.hidden_bias or biases is NOTHING:
         return config
@@ -164,9 +164,10 @@ def _expected(config: Config) -> set[str]:
 
 
 def _found(config: Config, tensors: Mapping[str, Header]) -> dict[str, Header]:
-    """Return full name -> header without duplicates of the word table and without biases that our model does not have.
+    """Return full name -> header of the tensors that our model uses.
 
-    If the head is missing and the format ties it, its header is that of the word table.
+    Copies of the word table, and biases that our model does not have, are left out. If the folder has no head and the
+    format ties a missing head to the word table, the head gets the header of the word table.
     """
     hf_format, expected = format_of(config), _expected(config)
     by_full_name = {full: tensors[name] for full, name in full_names(tensors, config).items()}
@@ -183,7 +184,8 @@ def _found(config: Config, tensors: Mapping[str, Header]) -> dict[str, Header]:
 def _misfit(path: Path, theirs: Mapping[str, Any], config: Config, tensors: Mapping[str, Header]) -> str:
     """Return the error message for a config.json that does not match its tensors.
 
-    It lists the single keys that would fix config.json, or otherwise the missing and unexpected tensors.
+    The message lists the keys of which a single change would fix config.json. If there are none, it lists the missing
+    and unexpected tensors.
     """
     fixes = dict(_mended(theirs, config, tensors))
     if fixes:
@@ -204,7 +206,7 @@ def _misfit(path: Path, theirs: Mapping[str, Any], config: Config, tensors: Mapp
 
 
 def _mended(theirs: Mapping[str, Any], config: Config, tensors: Mapping[str, Header]) -> Iterator[tuple[str, int]]:
-    """Yield (key, value) for every key of config.json that makes it match the tensors if only this key is changed."""
+    """Yield each (key, value) such that changing only this key of config.json makes it match the tensors."""
     for key, value in theirs.items():
         if type(value) is not int or key.endswith("_id"):
             continue

@@ -20,7 +20,7 @@ _CHUNK = 1 << 22  # elements converted to fp64 at a time
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """Statistics of one tensor; those defined only for floating-point tensors are None for others."""
+    """Statistics of one tensor; the norm and the largest value are None unless it is a floating-point tensor."""
 
     name: str
     dtype: str
@@ -127,7 +127,7 @@ def tensor_differences(first: Checkpoint, second: Checkpoint, *, weights_only: b
 
 
 def metadata_differences(first: Checkpoint, second: Checkpoint) -> dict[str, tuple[Any, Any]]:
-    """Return key -> (first, second) for the metadata entries that differ. They have no effect on tensor equality."""
+    """Return key -> (value in ``first``, value in ``second``) for the metadata entries that differ."""
     keys = [*first.metadata, *(key for key in second.metadata if key not in first.metadata)]
     values = {key: (first.metadata.get(key), second.metadata.get(key)) for key in keys}
     return {key: pair for key, pair in values.items() if pair[0] != pair[1]}

@@ -48,7 +48,7 @@ def open_latest(
 
 
 def open_first(candidates: list[Path], world: Group, root: Path, *, strict: bool = False) -> Checkpoint:
-    """Return the first of ``candidates`` that verifies; warnings and errors are those of ``open_latest``. Collective.
+    """Return the first of ``candidates`` that verifies, with warnings and errors as in ``open_latest``. Collective.
 
     Args:
         candidates: paths of checkpoints, the same on all ranks.

@@ -14,8 +14,8 @@ from typing import Any
 #      "format_version": 1, "sequence": 4, "step": 20,
 #      "state": {...}, "files": {"rank-00000.safetensors": [size, crc32]}, "index": {name: {...}}}
 #
-# The checksum covers every byte after its own line. ``sequence`` counts the saves into a folder. The newest checkpoint
-# is the one saved last, even if the run was rolled back and its step is lower than that of an earlier save.
+# The checksum covers every byte after the first line. ``sequence`` counts the saves into a folder and determines which
+# checkpoint is the newest. The step does not, since after a rollback an earlier save may have a higher step.
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 1

@@ -1,4 +1,4 @@
-"""Checkpoint: a verified checkpoint opened for reading: its step, its metadata, and slices of its tensors."""
+"""A verified checkpoint opened for reading: step, metadata, and slices of tensors."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def in_words(*, is_of_this_rank: bool = True) -> Iterator[None]:
 
 
 def summary(failures: Mapping[int, tuple[BaseException, Any]], num_ranks: int) -> str:
-    """Return the causes with their ranks; ranks with the same cause are named together.
+    """Return a text that lists each cause once, with the ranks that failed for it.
 
     Args:
         failures: rank -> (error, traceback), as ``torch.distributed.checkpoint`` gathers them.
@@ -54,7 +54,7 @@ def _whose(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: "
 
 
-# One verdict for all ranks: every rank computes its share, rank 0 judges, and an error on any rank is raised on all.
+# Joint decisions: every rank computes its share, rank 0 decides, and an error on any rank is raised on all ranks.
 
 Share = TypeVar("Share")
 Verdict = TypeVar("Verdict")

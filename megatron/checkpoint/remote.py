@@ -1,10 +1,12 @@
 """Find, verify and delete checkpoints in an object store. No torch.
 
+Layout of a run in a store:
+
     s3://bucket/run/checkpoints/step-00000020/rank-00000.safetensors
     s3://bucket/run/checkpoints/step-00000020/manifest.json             uploaded last, deleted first
     s3://bucket/run/hf/step-00000020/config.json                        uploaded last, deleted first
 
-A checkpoint is complete if its manifest matches its checksum and all files that it names exist with their sizes.
+A checkpoint is complete if its manifest matches its checksum and all files that the manifest lists have their sizes.
 ``megatron.checkpoint.downloading`` compares downloaded files with the checksums of the manifest.
 """
 
@@ -105,10 +107,10 @@ def require(source: str) -> list[RemoteCheckpoint]:
 
 
 def remove(path: str, last: str = MANIFEST_NAME) -> None:
-    """Delete all objects below ``path``, starting with ``last``, so that the rest no longer counts as complete.
+    """Delete all objects below ``path``, starting with ``last``, so that a partly deleted folder counts as incomplete.
 
     Args:
-        last: file that was uploaded last.
+        last: name of the file that was uploaded last, which marks the folder as complete.
 
     Raises:
         DataError: the store rejects the deletion.

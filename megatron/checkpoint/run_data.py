@@ -1,7 +1,7 @@
-"""Take the data, tokenizer and split that the user does not set from the run that --resume or --load continues.
+"""Default data, tokenizer and split of a start with --resume or --load: the settings of the run that it continues.
 
-No torch. The run scripts call ``python -m megatron.checkpoint.run_data NAME FLAGS`` to find out whether that run has
-data of the user's own.
+No torch. The run scripts call ``python -m megatron.checkpoint.run_data NAME FLAGS`` to find out whether the continued
+run uses the user's data or the sample data.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ SAMPLE_DATA = ("data", "sample", "gpt2_text_document")
 
 @marked(is_of_this_rank=False)
 def bring_data(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str, Any]:
-    """Return the data settings of the continued or evaluated run that the user does not set.
+    """Return field -> value of the data settings to take from the continued or evaluated run.
 
-    Fine-tuning starts a new run, so no settings are taken. Settings of the run override ``defaults``; a line in
-    ``found.notes`` lists those that differ.
+    Only fields that the user does not set are returned. They override ``defaults``; a line is added to ``found.notes``
+    that lists the differing values. Fine-tuning starts a new run, so it takes no settings.
 
     Args:
         found: the values of the command line and --config.
@@ -81,7 +81,7 @@ def bring_data(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict
     changed = {}
     for field, value in taken.items():
         default = defaults.get(field, options[field].default)
-        if value != default and not is_derived(options[field], default):  # a derived length was not set by the user
+        if value != default and not is_derived(options[field], default):  # the user did not set a derived length
             changed[field] = value
     if changed:
         words = [word for field, value in changed.items() for word in _words(options[field].flag, value)]
@@ -105,7 +105,7 @@ def settings_of(path: Path | str) -> dict[str, Any] | None:
 
 
 def has_own_data(name: str, words: list[str], env: Mapping[str, str]) -> bool:
-    """Return True if a start with the flags ``words`` continues a run on data other than the sample data.
+    """Return True if the flags ``words`` continue a run whose data are not the sample data.
 
     Args:
         name: name of the run without ``--model``, such as gpt2.
@@ -129,7 +129,7 @@ def _is_sample(path: str) -> bool:
 
 
 def _is_moved(saved: object, here: object) -> bool:
-    """Return True if the sample data's file was moved: it is gone, and this checkout has it at another path."""
+    """Return True if ``saved`` is a sample data file that no longer exists and that this checkout has at ``here``."""
     if not isinstance(saved, str) or not isinstance(here, str):
         return False
     old, new = Path(saved.strip("'\"")), Path(here.strip("'\""))

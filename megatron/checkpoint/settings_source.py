@@ -12,7 +12,7 @@ from megatron.errors import CheckpointError
 from megatron.models.registry import FAMILIES, is_common_decoder
 
 OF_WEIGHTS = ("max_position_embeddings", "layernorm_epsilon", "apply_residual_connection_post_layernorm")
-"""Model fields with which the weights were trained, in addition to ``Config.identity``; the user may change them."""
+"""Model fields, in addition to ``Config.identity``, that are taken from the source unless the user sets them."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Source:
 
     Args:
         place: the file with the settings.
-        stated: names of the fields in that file; a run of an earlier version may have fewer than the model.
+        stated: names of the fields in that file; files of earlier versions may lack fields of the model.
         kept: field -> value of the settings that a resumed run keeps (``config.changed_defaults``).
         optimizer: field -> value of a run's optimizer section; empty for a Hugging Face folder.
     """
@@ -43,7 +43,7 @@ def require_family(family: str, wanted: str, said: str, model: str) -> None:
     """Check that a model of ``family`` can be used where ``wanted`` is needed.
 
     Args:
-        said: the source and its model type, as the subject of the error message.
+        said: subject of the error message: the source and its model type.
         model: value of ``--model``; empty without the flag.
 
     Raises:

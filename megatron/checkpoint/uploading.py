@@ -6,11 +6,11 @@ checkpoints nor a kill loses them:
 | name in ``.uploads/<store>/`` | state |
 |---|---|
 | ``.linking-...`` | links are being created |
-| ``.new-checkpoints+step-00000020`` | complete; rank 0 first deletes a marker of the same name in the store |
+| ``.new-checkpoints+step-00000020`` | queued; rank 0 must first delete an older marker of this folder in the store |
 | ``checkpoints+step-00000020`` | being uploaded: each rank uploads its files and deletes their links here |
 
-The marker (``manifest.json``, or ``config.json`` of a Hugging Face folder) is uploaded last, by rank 0, after all other
-files are in the store. It completes the checkpoint there. The next start resumes unfinished uploads.
+The marker (``manifest.json``, or ``config.json`` of a Hugging Face folder) shows that an upload is complete. Rank 0
+uploads it after all other files are in the store. The next start resumes unfinished uploads.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _SAID_EVERY_S = 10.0
 
 
 class Uploads:
-    """Uploads of one rank, run in a thread; an error there never ends the run.
+    """Uploads of one rank, run in a background thread. An error in the thread never ends the run.
 
-    A failure is logged, and the upload is retried with the next one, at the end of the run, and at the next start.
+    A failed upload is logged and retried: with the next upload, at the end of the run, and at the next start.
 
     Args:
         folder: the run folder, which all ranks can access.
         target: address of the run in the store.
         rank, num_ranks: determine which files this rank uploads; rank 0 also uploads the markers.
-        on_whole: called in rank 0's thread with (kind, name) of each folder that is complete in the store.
+        on_whole: called on rank 0, in the background thread, with (kind, name) of each folder whose upload is complete.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Uploads:
         if rank == 0 and self._queue.is_dir():
             for leftover in self._queue.glob(f"{_LINKING}*"):
                 files.remove_tree(leftover)
-        self._thread = Thread(target=self._run, name="uploads", daemon=True)  # a failing job does not wait for it
+        self._thread = Thread(target=self._run, name="uploads", daemon=True)  # a failing job must not wait for it
         self._thread.start()
 
     def add(self, kind: str, path: Path) -> None:
-        """Upload the folder ``path`` as ``kind``/its name. Every rank calls this; rank 0 adds it to the queue."""
+        """Queue the upload of ``path`` to the folder ``kind`` of the run in the store. All ranks call this."""
         if self._rank == 0:
             try:
                 self._link(kind, path)
@@ -86,7 +86,7 @@ class Uploads:
             self._begin_new()
 
     def finish(self, show: Callable[[str], None]) -> None:
-        """Wait until this rank has uploaded its files, or has failed once more; ``show`` receives progress messages."""
+        """Retry failed uploads and wait until they have finished or failed; ``show`` receives progress messages."""
         asked = self._call()
         while not self._is_done(asked, _SAID_EVERY_S):
             sizes = [file.stat().st_size for folder in self._waiting() for file in self._own(folder)]
@@ -176,7 +176,7 @@ class Uploads:
             log.error(f"{shown}: NOT UPLOADED to {self._target}: {error} The run goes on; the next save tries it again")
 
     def _begin(self, new: Path) -> None:
-        """Delete a marker of the same name in the store, then make the folder visible to all ranks for upload."""
+        """Delete an older marker of this folder from the store, then rename the folder so that all ranks upload it."""
         kind, name = new.name.removeprefix(_NEW).split("+")
         object_store.remove(object_store.join(self._target, kind, name, MARKERS[kind]))
         os.replace(new, new.with_name(f"{kind}+{name}"))
@@ -184,8 +184,8 @@ class Uploads:
     def _send(self, folder: Path) -> None:
         """Upload this rank's files; rank 0 uploads the marker after all other files.
 
-        Rank 0 may replace the folder by a checkpoint of the same name at any time. Therefore a link is removed only if
-        its file is the one that was uploaded, and the folder is listed again until no files are left.
+        Rank 0 may replace the folder by a checkpoint of the same name at any time. Therefore a link is only removed if
+        it still refers to the uploaded file, and the folder is listed again until no files are left.
         """
         kind, name = folder.name.split("+")
         target = object_store.join(self._target, kind, name)
@@ -207,7 +207,7 @@ class Uploads:
     def _own(self, folder: Path) -> list[Path]:
         """Return the files that this rank uploads.
 
-        The file that a rank wrote is uploaded by the same rank if the number of ranks has not changed.
+        Each rank uploads the file that it wrote, provided that the number of ranks has not changed.
         """
         kind = folder.name.partition("+")[0]
         if kind == HF and self._rank:  # rank 0 wrote all files of an export

@@ -1,7 +1,7 @@
 """Verify every byte of a checkpoint against its checksums, on all ranks.
 
-The files are split into segments, which are distributed over the ranks. The checksum of a file is combined from those
-of its segments.
+The files are split into segments, which are distributed over the ranks. The checksum of a file is computed from the
+checksums of its segments.
 """
 
 from __future__ import annotations
@@ -104,6 +104,6 @@ def _judge(path: Path, content: Manifest, shares: list[_Share]) -> None:
 
 
 def _num_threads() -> int:
-    """Return this rank's share of the process's CPU cores, at most 8: eight threads read faster than any disk."""
+    """Return the number of reader threads: this rank's share of the CPU cores, at most 8, which saturate any disk."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(8, len(os.sched_getaffinity(0)) // local_world_size))

@@ -71,7 +71,7 @@ def missing_head(missing: Iterable[str], config: Config) -> str:
 
 
 def full_names(names: Iterable[str], config: Config) -> dict[str, str]:
-    """Return full tensor name -> name in the files, without tensors that the model does not use."""
+    """Return full tensor name -> name in the files, for the tensors that the model uses."""
     hf_format, names = format_of(config), list(names)
     uses_short_names = hf_format.word.removeprefix(hf_format.short) in names if hf_format.short else False
     name_in_files: dict[str, str] = {}
@@ -84,7 +84,7 @@ def full_names(names: Iterable[str], config: Config) -> dict[str, str]:
 
 
 def copies(config: Config) -> tuple[str, ...]:
-    """Return Hugging Face's names of the tensors that are copies of the word table."""
+    """Return Hugging Face's names of the tensors that duplicate the word table."""
     hf_format = format_of(config)
     return (*hf_format.copies, *(() if config.model.untie_embeddings else (hf_format.head,)))
 
@@ -157,7 +157,7 @@ def _relatives(family: str) -> list[str]:
 
 
 def types_of(family: str) -> list[str]:
-    """Return the values of ``model_type`` that can be imported as, and exported from, a model of ``family``."""
+    """Return the values of config.json's ``model_type`` that can be imported and exported for ``family``."""
     return [model_type for hf_format in formats_of(family) for model_type in hf_format.model_types]
 
 
@@ -268,7 +268,7 @@ def flags_of(config: Config) -> list[str]:
 
 
 def words_of(given: Mapping[str, Any], config: Config) -> list[str]:
-    """Return the flags for the fields ``given`` whose values differ from the family's defaults."""
+    """Return the flags for those fields in ``given`` that differ from the family's defaults."""
     defaults = {**config.own.DEFAULTS, "num_query_groups": config.model.num_attention_heads}
     words: list[str] = []
     for _, option in all_options():

@@ -72,7 +72,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export: names of the files with tensors, number and bytes of the tensors, notes about omissions."""
+    """Result of an export: names of the tensor files, number and bytes of the tensors, notes about omissions."""
 
     files: list[str]
     num_tensors: int
@@ -131,7 +131,7 @@ def export(
 
 
 def _still_fitting(config: Config, model_type: str, notes: list[str]) -> str | None:
-    """Return ``model_type`` of the imported folder if it fits the run's settings; otherwise add a note, return None.
+    """Return ``model_type`` (of the imported folder) if it fits the run's settings; otherwise add a note, return None.
 
     Raises:
         CheckpointError: no model type fits the settings.
@@ -212,9 +212,9 @@ def _vocabulary(
 
 # Verification: compare the logits of our model and Hugging Face's on the same tokens.
 #
-# Both models compute in fp64 without dropout. GPT-2 and BERT agree to about 1e-13 of the largest logit. Where Hugging
-# Face's model computes a part in fp32 (norms of T5 and LLaMA, LLaMA's angles, MPT's softmax), the limit is about 1e-7.
-# ``allowed`` in each family's ``HFFormat`` is the tolerance.
+# Both models compute in fp64 without dropout. For GPT-2 and BERT, logits agree to about 1e-13 of the largest logit. For
+# T5, LLaMA and MPT, they agree to about 1e-7, because Hugging Face's models run some operations in fp32 (norms of T5
+# and LLaMA, LLaMA's angles, MPT's softmax). The tolerance of a family is ``HFFormat.allowed``.
 
 _ROWS, _LENGTH = 2, 24
 
@@ -302,7 +302,7 @@ def save_first(root: Path, weights: dict[str, torch.Tensor], config: Config, ori
     """Write a checkpoint of step 0 with imported weights; return its path.
 
     Args:
-        origin: value of the metadata entry "optimizer", where a run names its optimizer.
+        origin: description of the weights' origin, stored in the metadata entry "optimizer".
         more: additional metadata entries.
     """
     records = [TensorRecord(WEIGHTS + name, tensor, Shard(tuple(tensor.shape))) for name, tensor in weights.items()]

@@ -69,7 +69,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> list[str]:
-    """Write ``tensors`` to files of at most ``max_shard_bytes`` or of one larger tensor; return the file names."""
+    """Write ``tensors`` to files of at most ``max_shard_bytes``, unless one tensor is larger; return the file names."""
     shards = _shards(tensors, max_shard_bytes)
     count = len(shards)
     names = [WEIGHTS] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]

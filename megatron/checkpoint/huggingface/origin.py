@@ -86,7 +86,7 @@ class Origin:
         return {"files": files, "pieces": {str(token): piece for token, piece in self.pieces.items()}}
 
     def has_tokens_of(self, piece_of: Callable[[int], str | None] | None, size: int) -> bool:
-        """Return True if the ids of the folder's control tokens mean the same tokens in another vocabulary.
+        """Return True if the ids of the folder's control tokens have the same texts in another vocabulary.
 
         Args:
             piece_of: returns the text of an id in the other vocabulary; None if the texts are unknown.
@@ -168,7 +168,7 @@ def as_json(content: Mapping[str, Any]) -> str:
 def config_text(
     origin: Origin, config: Config, dtype: str, ids: Mapping[str, Any] | None = None, model_type: str | None = None
 ) -> str:
-    """Return the text of an export's config.json: the folder's, with the keys of changed settings replaced.
+    """Return the text of an export's config.json: the folder's config.json with the changed settings replaced.
 
     Args:
         dtype: type of the weights, as config.json names it.
@@ -189,7 +189,7 @@ def config_text(
 
 
 def _merged(theirs: dict[str, Any], now: dict[str, Any], config: Config, model_type: str | None) -> dict[str, Any]:
-    """Return ``theirs`` with the keys of settings that differ from ``now`` replaced."""
+    """Return the folder's config.json (``theirs``), updated with the settings of the run (``now``) that differ."""
     folder_dtype = theirs.get("dtype") or theirs.get("torch_dtype") or "float32"
     folder_fields = config_to_huggingface(config_from_huggingface(theirs), folder_dtype, now["model_type"])
     changed = {
@@ -220,7 +220,7 @@ def _is_same(one: Config, other: Config) -> bool:
 
 
 def generation_text(origin: Origin, stop_id: int | None, ids: Mapping[str, Any] | None = None) -> str | None:
-    """Return the text of an export's generation_config.json; None if the folder has none and none is needed.
+    """Return the text of an export's generation_config.json; None if the export needs no such file.
 
     Args:
         stop_id: the token that ends a turn of the conversations that the run was trained on.

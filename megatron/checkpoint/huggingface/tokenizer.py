@@ -39,9 +39,9 @@ from megatron.tokenizer.t5_sentence_piece import T5SentencePieceTokenizer
 #
 # | our tokenizer | files |
 # |---|---|
-# | one that the `tokenizers` library runs | tokenizer.json; for GPT2BPETokenizer also vocab.json and merges.txt |
-# | T5SentencePiece, or SentencePiece in a T5, that splits text as T5's does | spiece.model |
-# | any other SentencePiece | spiece.model, which no Hugging Face class reads with the same result |
+# | a tokenizer of the `tokenizers` library | tokenizer.json; for GPT2BPETokenizer also vocab.json and merges.txt |
+# | T5SentencePiece, or SentencePiece in a T5, if it splits text in the same way as T5Tokenizer | spiece.model |
+# | other SentencePiece tokenizers | spiece.model, for which no Hugging Face class gives the same result |
 # | CPM1, CPM2 | none: they split words before pieces |
 #
 # In the first two cases ``tokenizer_config.json`` names the class and the control tokens. A run with --sft adds its
@@ -57,7 +57,7 @@ _VOCABULARIES = (JSON, VOCAB_TEXT, SPIECE, VOCAB, MERGES, "tokenizer.model")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A run's tokenizer with what an export needs in addition.
+    """A run's tokenizer, with the control tokens and the chat template for an export.
 
     Args:
         t5: ids of T5's control tokens; None for other models.
@@ -74,7 +74,7 @@ class Vocabulary:
 
     @property
     def stop_id(self) -> int | None:
-        """Id of the token that ends a turn of the conversations that the run was trained on; None without any."""
+        """Id of the token that ends a turn of a conversation; None if the run was not trained on conversations."""
         return None if self.chat is None else self.chat.stop_id
 
     def ids(self) -> dict[str, int | None]:
@@ -95,7 +95,7 @@ class Vocabulary:
 
 
 def unknown_ids(config: Config) -> dict[str, int | None]:
-    """Return None for each id of ``Vocabulary.ids``; if they were omitted, transformers' defaults would apply."""
+    """Return the keys of ``Vocabulary.ids`` with None as values. Omitted keys would get transformers' defaults."""
     first = "decoder_start_token_id" if config.own.is_encoder_decoder else "bos_token_id"
     return {first: None, "eos_token_id": None, "pad_token_id": None}
 
@@ -107,11 +107,11 @@ def vocabulary_of(
 
     Args:
         template: text of the file given by --chat-template when the run saved.
-        may_be_larger: also return a tokenizer that encodes text to ids beyond the model's rows.
+        may_be_larger: accept a tokenizer that encodes text to ids beyond the model's vocabulary size.
 
     Raises:
         DataError: the tokenizer cannot be read.
-        ConfigError: text can be encoded to ids beyond the model's rows.
+        ConfigError: the tokenizer encodes text to ids beyond the model's vocabulary size.
     """
     data_config = config.data
     if tokenizer_path is not None:
@@ -169,16 +169,18 @@ def carried_files(origin: Origin, vocabulary: Vocabulary) -> dict[str, str]:
 
 
 def pieces_of(tokenizer: Tokenizer, ids: Iterable[int]) -> dict[int, str]:
-    """Return id -> text for those of ``ids`` that are in the vocabulary."""
+    """Return id -> text for all ``ids`` in the vocabulary; other ids are left out."""
     pieces = {token: tokenizer.piece(token) for token in ids if 0 <= token < tokenizer.vocab_size}
     return {token: piece for token, piece in pieces.items() if piece is not None}
 
 
 def write_tokenizer(folder: Path, vocabulary: Vocabulary, carried: Mapping[str, str] | None = None) -> str | None:
-    """Write the files of the table above; return the reason if they do not form a usable tokenizer, otherwise None.
+    """Write the tokenizer files listed in the table above.
+
+    Returns None, or the reason if the files do not form a usable tokenizer.
 
     Args:
-        carried: path -> text of small files, which replace those generated from the tokenizer.
+        carried: path -> text of small files to write instead of files generated from the tokenizer.
     """
     tokenizer, t5, carried = vocabulary.tokenizer, vocabulary.t5, carried or {}
     if isinstance(tokenizer, LibraryTokenizer):
@@ -205,7 +207,7 @@ def write_tokenizer(folder: Path, vocabulary: Vocabulary, carried: Mapping[str, 
 
 
 def _cuts_as_t5(model: Path) -> bool:
-    """Return True if ``model`` adds a space before words, merges spaces and has no byte pieces, as T5's does."""
+    """Return True if ``model`` adds a space before words, merges spaces and has no byte pieces, like T5's model."""
     library = sentencepiece.SentencePieceProcessor(model_file=str(model))
     has_bytes = any(library.is_byte(token) for token in range(library.get_piece_size()))
     return not has_bytes and "".join(library.encode("a  a", out_type=str)) == "\u2581a\u2581a"
@@ -297,7 +299,7 @@ def copy_files(source: Path, target: Path) -> bool:
 
 
 def fields_of(folder: Path, place: Path) -> dict[str, Any]:
-    """Return the tokenizer fields of our configuration for the files in ``folder``, to be moved to ``place``."""
+    """Return the tokenizer fields of our configuration for the files in ``folder``, with ``place`` as their folder."""
     if (folder / JSON).exists():
         return {"tokenizer_type": "TokenizersJSON", "tokenizer_path": str(place)}
     if (folder / VOCAB_TEXT).exists():
@@ -309,10 +311,10 @@ def fields_of(folder: Path, place: Path) -> dict[str, Any]:
 
 
 def tokenizer_difference(source: Path, config: Config) -> str | None:
-    """Return how the run's tokenizer differs from the tokenizer in ``source``; None if all ids have the same meaning.
+    """Return a description of the difference between the run's tokenizer and that in ``source``; None if they agree.
 
     Raises:
-        DataError: one of the two is missing or cannot be read.
+        DataError: one of the two tokenizers is missing or cannot be read.
     """
     folder_tokenizer, vocabulary = _tokenizer_in(source), vocabulary_of(config, None)
     if vocabulary is None:
@@ -334,7 +336,7 @@ def tokenizer_difference(source: Path, config: Config) -> str | None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return True if ``folder`` has the files of a tokenizer that ``fields_of`` can name."""
+    """Return True if ``folder`` has tokenizer files that ``fields_of`` supports."""
     return any((folder / name).is_file() for name in (JSON, VOCAB_TEXT, SPIECE, VOCAB))
 
 
@@ -351,7 +353,7 @@ def origin_in(source: Path) -> Origin:
 
 
 def _pieces_in(source: Path, ids: Iterable[int]) -> dict[int, str]:
-    """Return id -> text for those of ``ids`` that the tokenizer in the folder ``source`` has.
+    """Return id -> text for all ``ids`` of the tokenizer in the folder ``source``; other ids are left out.
 
     tokenizer.json is searched directly, because building a tokenizer of 128,000 tokens takes seconds.
     """

@@ -38,7 +38,7 @@ _ROWS_AT_ONCE = 4096
 
 
 class Readable(Protocol):
-    """A tensor, or a tensor in a file of which indexing reads only the requested part."""
+    """A tensor in memory, or a tensor in a file. Indexing a tensor in a file reads only the requested part."""
 
     @property
     def shape(self) -> Any: ...
@@ -106,7 +106,7 @@ def require_own(what: str, weights: Mapping[str, torch.Tensor], config: Config) 
 
 
 def without_zero_biases(tensors: Mapping[str, Readable], config: Config) -> Config:
-    """Return ``config``, with biases enabled if config.json has none but the tensors have nonzero ones."""
+    """Return ``config``, with biases enabled if config.json disables them but the tensors include nonzero biases."""
     biases = format_of(config).biases
     if config.model.hidden_bias or biases is NOTHING:
         return config
@@ -117,7 +117,7 @@ def without_zero_biases(tensors: Mapping[str, Readable], config: Config) -> Conf
 
 
 def _named(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
-    """Return ``tensors`` by full name, without copies and tensors that the model does not use."""
+    """Return ``tensors`` by full name, without copies of the word table and without unused tensors."""
     hf_format = format_of(config)
     by_full_name = {full: tensors[name] for full, name in full_names(tensors, config).items()}
     for name in copies(config):
@@ -194,9 +194,9 @@ class Pretrained:
 
     Args:
         config: our configuration of its model, with its vocabulary size.
-        shapes: shapes of our weights of this model, by name.
-        recipes: how each of our weights is made of their tensors, by name.
-        slices: their tensors, which can be read in parts.
+        shapes: our weight's name -> its full shape.
+        recipes: our weight's name -> its conversion from Hugging Face's tensors.
+        slices: Hugging Face's tensors by name, which can be read in parts.
     """
 
     path: Path
@@ -206,7 +206,7 @@ class Pretrained:
     slices: Mapping[str, folder.Slice]
 
     def check_fits(self, config: Config) -> None:
-        """Check that the folder's weights fit the run's model, as far as its flags require.
+        """Check that the folder's weights fit the run's model, under its flags --resize-vocab and --finetune.
 
         Raises:
             CheckpointError: names the differences, and the flags that fit.

@@ -75,7 +75,7 @@ def import_checkpoint(source: Path, output: Path, wishes: Wishes) -> tuple[Path,
 
 
 def _config(found: LegacyWeights, wishes: Wishes) -> Config:
-    """Return the configuration of the imported model; its sizes are those of the tensors."""
+    """Return the configuration of the imported model; its sizes are derived from the shapes of the tensors."""
     weights, settings = found.weights, found.settings
     _refuse_unknown(found)
     side = "encoder." if found.is_t5 else ""
@@ -211,7 +211,7 @@ def _window(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _activation(settings: Mapping[str, Any]) -> str:
-    """Return the activation: for GELU the tanh form, unless the settings show that the exact form was used."""
+    """Return the activation. GELU means the tanh form, unless the settings show that the exact form was used."""
     for switch, activation in _ACTIVATIONS.items():
         if settings.get(switch):
             return activation

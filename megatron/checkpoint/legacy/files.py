@@ -50,7 +50,7 @@ class Files:
 
 
 def find_legacy_files(folder: Path, iteration: str | None = None) -> Files:
-    """Return the files of the checkpoint of ``iteration`` in ``folder``, by default the one that the folder points to.
+    """Return the files of the checkpoint of ``iteration`` in ``folder``; None selects the latest one.
 
     Raises:
         CheckpointError: there is none, a rank's file is missing, or it is a distributed checkpoint of Megatron-Core.
@@ -104,7 +104,7 @@ def _refuse_distributed(folder: Path) -> None:
 
     Checkpoints of this project have no files of these names.
 
-    Source: the folders that ``--ckpt-format torch_dist`` and ``zarr`` of Megatron-LM leave.
+    Source: folders written by Megatron-LM with ``--ckpt-format torch_dist`` and ``zarr``.
     """
     pieces = sorted(path.name for path in folder.glob("*.distcp"))
     if pieces or all((folder / name).is_file() for name in _CORE):
@@ -147,9 +147,9 @@ def _require_all(numbers: list[int], folder: Path, what: str) -> None:
 
 # Read a pickled file with an allowlist of classes.
 #
-# ``torch.load(weights_only=True)`` builds tensors and plain containers, and of other classes only the ones listed here.
-# Loss scalers become empty stubs, since their state is not used. Any other class, function or module stops the reading
-# before any of its code runs.
+# ``torch.load(weights_only=True)`` only builds tensors, plain containers, and the classes in ``ALLOWED``. Loss scalers
+# become empty stubs, since their state is not used. A file with any other class, function or module is rejected before
+# any of its code runs.
 
 
 class UnpickledStub:
@@ -176,7 +176,7 @@ _ENUMS = (
     "megatron.core.transformer.enums.AttnBackend",
 )
 """Enums in Megatron-LM's settings since 2021: the type of model, and the attention kernels."""
-_reconstruct: Any = np.ndarray.__reduce__(np.zeros(0))[0]  # type: ignore[index]  # its home moved with NumPy 2
+_reconstruct: Any = np.ndarray.__reduce__(np.zeros(0))[0]  # type: ignore[index]  # NumPy 2 moved it to another module
 _ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 ALLOWED: list[Any] = [
     argparse.Namespace,

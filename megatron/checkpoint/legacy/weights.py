@@ -36,7 +36,7 @@ Tensors = dict[str, torch.Tensor]
 # Megatron-Core's GPT (``--ckpt-format torch``) calls its only side ``decoder``. It is detected by its own names of
 # layers. Transformer Engine's layers store a norm together with the linear layer that follows it:
 #
-# | Megatron-Core | as above |
+# | Megatron-Core | name in the first table |
 # |---|---|
 # | self_attention.linear_qkv, linear_proj | self_attention.query_key_value, dense |
 # | self_attention.q_layernorm, k_layernorm | self_attention.query_norm, key_norm |
@@ -106,7 +106,7 @@ def is_unread(name: str) -> bool:
 
 
 def our_name(theirs: str, first_layers: Mapping[str, int]) -> str | None:
-    """Return our name of ``theirs`` in a model with two sides; None if it has none.
+    """Return our name of the tensor ``theirs``, with the prefix of its side; None if our models have no such tensor.
 
     Args:
         first_layers: side ("encoder", "decoder") -> global index of the first layer of this stage.
@@ -126,10 +126,10 @@ def our_name(theirs: str, first_layers: Mapping[str, int]) -> str | None:
 
 
 def of_core(held: Tensors) -> Tensors:
-    """Return ``held`` with names converted as in the table above if it is Megatron-Core's GPT; otherwise unchanged.
+    """Convert the names of a GPT of Megatron-Core as in the second table; return other ``held`` tensors unchanged.
 
     Raises:
-        CheckpointError: it is a T5 of Megatron-Core.
+        CheckpointError: the tensors belong to a T5 of Megatron-Core.
     """
     if not any(_CORE_MARK in name for name in held):
         return held
@@ -165,7 +165,7 @@ def cut_dim(ours: str) -> int | None:
 
 
 def heads_parts(ours: str) -> int:
-    """Return the number of parts (query, key, value) per head in a weight's rows; 1 if their order does not matter."""
+    """Return the number of parts (query, key, value) per head in a weight's rows; 1 if the rows need no reordering."""
     stem = ours.rpartition(".")[0]
     return 3 if stem.endswith("query_key_value") else 2 if stem.endswith("key_value") else 1
 
@@ -180,7 +180,7 @@ def heads_parts(ours: str) -> int:
 # | 1 | [heads, d, 3] | |
 # | 2 and later | [heads, 3, d] | our order |
 #
-# "heads" are the heads of the rank, so each slice is reordered before the slices are concatenated.
+# "heads" is the number of heads per rank, so each slice is reordered before the slices are concatenated.
 
 ORDERS = {"3-heads-d": 0.0, "heads-d-3": 1.0, "heads-3-d": 2.0}
 """Name of an order -> the first version that uses it."""
@@ -199,9 +199,10 @@ class RowLayout:
         order: key of ``ORDERS``.
         num_groups: heads of keys and values. If there are fewer than ``num_heads``, rows are in our order: the query
             heads of a group, its key, its value, then the next group.
-        is_gated: the first half of ``mlp.up`` is the gate, the second half the factor; ours alternate.
-        interleaved: rotary positions rotate this many leading elements of each head as adjacent pairs
-            (--rotary-interleaved). Ours rotate halves, so rows of queries and keys are reordered: even ones, then odd.
+        is_gated: the rows of ``mlp.up`` are all gates, then all factors. In our models, gates and factors alternate.
+        interleaved: number of leading elements of each head that rotary embedding rotates as adjacent pairs
+            (--rotary-interleaved). Our models rotate halves, so the rows of queries and keys are reordered: even rows
+            first, then odd rows.
     """
 
     order: str
@@ -212,7 +213,9 @@ class RowLayout:
 
 
 def merged(name: str, slices: Sequence[torch.Tensor], layout: RowLayout) -> tuple[torch.Tensor, float]:
-    """Return the full tensor of our name ``name``, and the largest difference between copies of a replicated one.
+    """Merge the slices of all tensor ranks into the full weight ``name`` (our name).
+
+    Returns (full weight, largest absolute difference between the ranks' copies if the weight is replicated).
 
     Raises:
         CheckpointError: the number of query, key and value rows is not a multiple of the heads; or the layout's order
@@ -259,7 +262,7 @@ def _ordered(name: str, rows: torch.Tensor, parts: int, layout: RowLayout, ranks
 
 
 def _in_halves(name: str, whole: torch.Tensor, layout: RowLayout) -> torch.Tensor:
-    """Return ``whole`` with the rows of queries and keys reordered if rotary positions rotate adjacent pairs."""
+    """Return ``whole`` with reordered query and key rows if rotary embedding rotates adjacent pairs."""
     num_rotated = layout.interleaved
     if not num_rotated or not name.rpartition(".")[0].endswith((".query_key_value", ".query_norm", ".key_norm")):
         return whole
@@ -279,10 +282,10 @@ _BIAS_OF_HEAD = "lm_head.bias"
 
 @dataclass
 class LegacyWeights:
-    """The contents of the files.
+    """Weights and settings of a legacy checkpoint.
 
     Attributes:
-        settings: the arguments of the run that saved them; empty if the files have none.
+        settings: arguments of the run that saved the weights; empty if the files have no arguments.
         order: order of the rows of query, key and value; None if no file determines it.
         notes: messages for the user.
     """
@@ -303,8 +306,8 @@ def read_legacy_weights(
         num_heads, order, is_gated: values given by the user; None takes them from the files.
 
     Raises:
-        CheckpointError: a value is neither given nor in the files; a file cannot be read; tensors are unknown, or
-            missing on some rank.
+        CheckpointError: a value is missing both in the arguments and in the files; a file cannot be read; tensors are
+            unknown, or missing on some rank.
     """
     settings, order_in_files = _facts(files)
     legacy = LegacyWeights({}, settings, order or order_in_files)
@@ -352,7 +355,7 @@ def interleaved_of(settings: Mapping[str, Any], num_heads: int) -> int:
 
 
 def _facts(files: Files) -> tuple[dict[str, Any], str | None]:
-    """Return the settings of the run and the order of rows, from the first file."""
+    """Return the settings of the run and the order of rows from the first file; None if it does not show the order."""
     if not files.ranks:
         return {}, None
     content = unpickle_allowed(files.ranks[0][0])
@@ -383,10 +386,10 @@ def _model_of(path: Path) -> Tensors:
 
 
 def _layer_stages(files: Files) -> Iterator[list[Tensors]]:
-    """Yield the layers of a DeepSpeed pipeline with the names of a model without pipeline; skip a tied copy.
+    """Yield the layers of a DeepSpeed pipeline, named as without a pipeline; skip the second copy of a tied table.
 
     Raises:
-        CheckpointError: a file has no embeddings, layer, norm or head.
+        CheckpointError: a file contains neither embeddings nor a layer, norm or head.
     """
     has_embedding = False
     for paths in files.layers:
