@@ -3,9 +3,9 @@
     python tools/plan.py --calibrate machine.json
 
 On a CPU, ranks share cores, caches and memory, so the rate of a single rank is not representative. All ranks measure at
-the same time, with the cores divided among them, and the slowest rank counts. ``devices_per_node`` is then the number
-of ranks, and the result is valid for that number. Links between nodes cannot be measured here: ``inter`` is the link
-within the node, and the machine's notes say so.
+the same time, with the cores divided among them, and the rate of the slowest rank is used. ``devices_per_node`` is then
+the number of ranks, and the result is only valid for this number. Links between nodes are not measured: ``inter`` is a
+copy of the link within the node, as the machine's notes state.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron.planner.spawn_ranks import Rank, Report, run_ranks
 
 DEADLINE_S = 300.0
 BUSY = 0.5
-"""Load per core from which the machine counts as busy."""
+"""Load per core above which the machine counts as busy."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class MeasuredMachine:
 
     Args:
         reserved: bytes that training cannot use.
-        readings: readings of the reference, the first at the speed of all measurements; empty on GPUs.
+        readings: readings of the reference; all measurements are scaled to the speed of the first one. Empty on GPUs.
     """
 
     rates: Rates
@@ -118,7 +118,7 @@ def dtypes_of(kind: str) -> tuple[str, ...]:
 
 
 def joined(found: Sequence[MeasuredMachine], link: Link, kind: str, load: float = 0.0) -> Machine:
-    """Combine the measurements that the ranks made at once; for each rate, the slowest rank counts.
+    """Combine the simultaneous measurements of all ranks into a machine, with the rates of the slowest rank.
 
     Args:
         load: load of the machine before the measurement, for the notes.
@@ -169,7 +169,7 @@ def _notes(ranks: int, load: float, has_sheet: bool) -> Iterator[str]:
 def _measure(
     rank: Rank, dtypes: tuple[str, ...], pace: TimingBudget, sizes: Sequence[int], round_s: float
 ) -> MeasuredMachine:
-    """Return the measurements of this rank while the others measure. Collective."""
+    """Return the measurements of this rank, made while all other ranks measure. Collective."""
     if rank.kind == "cpu":
         device.keep_freed_memory()  # as training does
     reference = Reference(rank, pace.now)
@@ -182,10 +182,10 @@ def _measure(
 
 
 def _memory(rank: Rank) -> tuple[int, int]:
-    """Return the bytes of this rank's device, and those that training cannot use.
+    """Return (memory of this rank, part of it that training cannot use), in bytes.
 
-    On a CPU, ranks share the memory of the node. Python and its libraries need the resident size of this process at its
-    start. On other devices, the memory in use that belongs to no tensor counts: that of the driver, the communication
+    On a CPU, the memory of the node is divided among the ranks. The unusable part is the resident size of this process
+    at its start (Python and its libraries). On other devices, it is the memory used by the driver, the communication
     library and other programs.
     """
     total = device.total_memory_bytes(rank.kind)
@@ -202,7 +202,7 @@ _LIBRARIES = _resident()
 
 
 def _slowest_of(tables: Sequence[tuple[tuple[float, float], ...]]) -> tuple[tuple[float, float], ...]:
-    """Return the lowest rate of each side that all ranks measured."""
+    """Return ((side, lowest rate over the ranks), ...) for the sides that all ranks measured."""
     return tuple((rows[0][0], min(rate for _, rate in rows)) for rows in zip(*tables, strict=False))
 
 

@@ -3,7 +3,7 @@
 A step of m micro-batches on p stages takes ``m x mean(T) / (1 - bubble)``, where T is a stage's time for a micro-batch
 including its all-reduces over tensor ranks, and ``bubble`` comes from ``tds.schedule.simulate``. Communication between
 stages that does not overlap, gradient all-reduces that continue after the last backward pass, and the update are added.
-On a CPU, splitting backward passes has a cost.
+On a CPU, a cost for splitting backward passes is added as well.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Estimate:
 
     Args:
         layout: the layout.
-        bounds: bounds of the pieces, in units of the model's costs.
+        bounds: bounds of the pieces, as indices of the model's units.
         memory: memory of one rank of each stage.
         parts: activity -> seconds per step; their sum is ``step_s``.
-        bubble: average share of a step in which a stage waits for others.
+        bubble: average share of a step in which a stage waits for other stages.
         traffic: type of communication -> bytes, seconds and hidden seconds of the busiest rank.
         flops: FLOPs of the whole model per step, without recomputation; causal attention counts as half.
         peak_flops: peak FLOP/s of all devices.
@@ -74,7 +74,7 @@ class Estimate:
 
 
 class Model(NamedTuple):
-    """The costs of a model with its experts distributed over a number of ranks, and its time models."""
+    """Costs and time models of a model whose experts are distributed over a given number of ranks."""
 
     costs: Costs
     clock: Clock
@@ -82,7 +82,7 @@ class Model(NamedTuple):
 
 
 class Planner:
-    """Estimates layouts of one model on one machine; results shared by layouts are cached.
+    """Estimates layouts of one model on one machine; results that layouts have in common are cached.
 
     Args:
         config: a ``megatron.config.Config``; its model, sequence lengths and family are used.
@@ -124,14 +124,14 @@ class Planner:
         )
 
     def bounds(self, layout: Layout) -> list[int]:
-        """Return the bounds of the pieces, in units."""
+        """Return the bounds of the pieces, as indices of the model's units."""
         key = layout.pipe, layout.chunks, layout.placement.kind
         if key not in self._bounds:
             self._bounds[key] = self.costs.stage_bounds(*key)
         return self._bounds[key]
 
     def can_cut(self, layout: Layout) -> bool:
-        """Return True if each piece has a layer. A T5 may have to be split at a given stage."""
+        """Return True if the model can be split so that each piece has a layer."""
         try:
             return bool(self.bounds(layout))
         except ValueError:
@@ -148,7 +148,7 @@ class Planner:
         return self._models[ranks]
 
     def parameters(self, layout: Layout) -> tuple[int, int]:
-        """Return the number of parameters of a tensor and expert rank without pipeline, and the experts' part of it."""
+        """Return (all parameters, expert parameters) of a rank if only the tensor and expert axes split the model."""
         key = layout.tensor, layout.expert
         if key not in self._parameters:
             costs = self.model(layout).costs

@@ -30,7 +30,7 @@ from megatron.planner.time_model import Clock, Messages, Parts, Traffic
 
 # Small models of every family, built as in training, and a micro-batch for each.
 #
-# They are complete: embedding, layers, norm, head and loss, with the optimizer that stores their gradients.
+# The models are complete, with embedding, layers, norm, head and loss, and with an optimizer that stores gradients.
 
 VOCABULARY = 6144
 
@@ -99,13 +99,13 @@ def rows_of(family: str) -> Mapping[str, str]:
 # Full layers, heads and updates of the real models, timed while the other ranks do the same.
 #
 # A model of one layer runs forward and backward as in training. Marks at the ends of its layers, set by module and
-# gradient hooks, divide the time between the layers and the rest: embedding, norm, head, loss. The measured times and
-# the sums of the operations give the ``EfficiencyFactors`` of each type of unit.
+# gradient hooks, divide the time between the layers and the other units (embedding, norm, head, loss). For each type of
+# unit, the ``EfficiencyFactors`` are fitted to the measured times and the predicted times of its operations.
 #
-# If there are several ranks with a core each, models that are split over all of them are also timed, in the first
-# format: their matmuls are smaller, and the faster rank waits at each all-reduce. Their factors are those of unsplit
-# layers times one slowdown: the measured time without communication over the predicted one. A single number is fitted,
-# since there are too few models, and too little time without communication, for more.
+# If there are several ranks with a core each, models that are split over all ranks are also timed, in the first format.
+# Their matmuls are smaller, and the faster rank waits at each all-reduce. The factors of split layers are those of
+# unsplit layers, multiplied by the slowdown (measured time without communication / predicted time). Only this number is
+# fitted, because there are few models and their time without communication is short.
 
 HEAD = "head"
 SHAPES = {
@@ -114,14 +114,16 @@ SHAPES = {
 }
 """True for a CPU -> shapes of the models that are timed."""
 TOUCHED = 2**29
-"""Bytes of memory; more than any of the models needs."""
+"""Bytes of memory to touch before the measurements; more than any of the models needs."""
 
 
 @dataclass(frozen=True)
 class LayerTimings:
-    """Times of a model with one layer: seconds of (forward, backward) by type of unit; "head" includes the ends.
+    """Times of a model with one layer.
 
     Args:
+        seconds: type of unit -> seconds of (forward, backward); "head" includes embedding, norm and loss.
+        update_s: seconds of an optimizer update.
         tensor: number of ranks over which the model was split.
     """
 
@@ -134,7 +136,7 @@ class LayerTimings:
 
 
 class EventMarks:
-    """Measures the seconds between points of a forward and a backward, after the device has finished its work."""
+    """Times between named points of a forward and a backward pass; the device is synchronized at each point."""
 
     def __init__(self, kind: str, now: Callable[[], float]) -> None:
         self._kind, self._now = kind, now
@@ -148,7 +150,7 @@ class EventMarks:
         return self.at[last] - self.at[first]
 
     def watch(self, layers: torch.nn.ModuleList, name: str) -> None:
-        """Mark when forward and backward enter and leave the layers."""
+        """Register hooks that set a mark when the forward and backward passes enter and leave ``layers``."""
 
         def enter(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
             inputs[0].register_hook(lambda _: self.set(f"{name} left back"))
@@ -163,7 +165,7 @@ class EventMarks:
 
 
 def timed(rank: Rank, dtypes: Sequence[str], pace: TimingBudget, reference: Reference) -> list[LayerTimings]:
-    """Return the times of every family's model at each size, at the speed of ``reference``. Collective.
+    """Return the times of every family's model in each shape, scaled to the speed of ``reference``. Collective.
 
     The ranks start each measurement together.
 
@@ -176,7 +178,7 @@ def timed(rank: Rank, dtypes: Sequence[str], pace: TimingBudget, reference: Refe
     shapes = [shape for shape in SHAPES[rank.kind == "cpu"] if shape.hidden <= pace.widest]
     for dtype in dtypes:
         rank.report(f"layers of every family in {dtype}")
-        # three turns in every format would take over half a minute
+        # timing every format three times would take over half a minute
         budget = pace if dtype == dtypes[0] else replace(pace, turns=1)
         timings += [_timed(rank, family, dtype, shape, budget, reference) for shape in shapes for family in FAMILIES]
     can_cut = [shape for shape in shapes if shape.hidden // shape.head % rank.size == 0]
@@ -192,7 +194,7 @@ def timed(rank: Rank, dtypes: Sequence[str], pace: TimingBudget, reference: Refe
 
 
 def _touch_memory() -> None:
-    """Touch memory before the first turn, so that page faults, as in a training's first step, are not measured."""
+    """Allocate and touch memory, so that the measurements do not include the page faults of a first step."""
     pieces = [torch.ones(2**22) for _ in range(TOUCHED // 2**24)]
     del pieces
 
@@ -210,7 +212,7 @@ def _timed(
     module = build(config, rank.place, group)
     optimizer = optimizer_of(module, dtype)
     inputs = micro_batch(config, rank.place)
-    marks = EventMarks(rank.kind, pace.now if group.size == 1 else time.perf_counter)  # split: includes waiting
+    marks = EventMarks(rank.kind, pace.now if group.size == 1 else time.perf_counter)  # split model: include waits
     rows = rows_of(family)
     for unit_type, where in rows.items():
         marks.watch(attrgetter(where)(module), unit_type)
@@ -265,7 +267,7 @@ def slowest(ranks: Sequence[Sequence[LayerTimings]]) -> list[LayerTimings]:
 
 
 def with_pieces(machine: Machine, found: Sequence[LayerTimings]) -> Machine:
-    """Return ``machine`` with factors fitted to the measured layers, and with the measured speed of updates."""
+    """Return ``machine`` with factors fitted to the timed layers, and with the measured bandwidth of updates."""
     unsplit, split = ([timing for timing in found if (timing.tensor > 1) == is_cut] for is_cut in (False, True))
     samples = _by_kind(machine, unsplit)
     tempos: dict[str, dict[str, EfficiencyFactors]] = defaultdict(dict)
@@ -306,7 +308,7 @@ def _samples(machine: Machine, one: LayerTimings) -> Iterable[tuple[str, tuple[S
     for unit_type in rows_of(one.family):
         yield unit_type, _pair(parts.pop(f"{unit_type} 0"), one.seconds[unit_type], sent.pop(f"{unit_type} 0"))
     head = parts.pop(HEAD)
-    # The remaining units are outside of the layers; the closed forms apply to them.
+    # The time of the remaining units outside the layers is computed from closed forms and subtracted.
     closed = dict(zip(costs.unit_names, units, strict=True))
     forward, backward = one.seconds[HEAD]
     other_units = [closed[name] for name in parts]
@@ -323,7 +325,7 @@ def _pair(parts: Parts, seconds: tuple[float, float], sent: Sequence[Traffic]) -
 
 
 def _update_bandwidth(found: Sequence[LayerTimings]) -> float:
-    """Return the bytes/s of the update of the widest models in the first format; 0 if nothing was timed."""
+    """Return the median bytes/s of the updates of the widest models in the first format; 0 if nothing was timed."""
     if not found:
         return 0.0
     first, widest = found[0].dtype, max(timing.shape for timing in found)

@@ -23,10 +23,11 @@ RECOMPUTE = ("none", "selective", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the axes, division of a step, and which state is sharded, recomputed or offloaded.
+    """Sizes of the axes, micro-batches, pipeline schedule, and options for sharding, recomputation and offloading.
 
     Args:
-        context: ranks over which sequences are split; ``cuts_heads`` does so by exchanging heads (all-to-all).
+        context: ranks over which sequences are split.
+        cuts_heads: context parallelism exchanges heads (all-to-all) instead of gathering keys and values.
         expert: ranks of the data and context axes over which the experts of a layer are distributed.
         recompute: "none", "selective" (the attention core), "full" (each layer from its input).
         sequence_parallel: tokens are split over the tensor ranks between the matmuls.
@@ -66,11 +67,11 @@ class Layout:
 
     @property
     def topology(self) -> Topology:
-        """The grid of ranks, in the order of the rank numbers."""
+        """The grid of ranks."""
         return Topology(pipe=self.pipe, data=self.data, tensor=self.tensor, context=self.context, expert=self.expert)
 
     def stride(self, axis: str) -> int:
-        """Return the difference of the global ranks of two neighbours along ``axis``, one of ``topology.AXES``."""
+        """Return the difference between the global ranks of neighbours along ``axis`` (one of ``topology.AXES``)."""
         neighbour = {"pipe": 0, "data": 0, "context": 0, "tensor": 0, axis: 1}
         return self.topology.rank(Coordinate(**neighbour))
 
@@ -81,7 +82,7 @@ class Layout:
 
     @property
     def lies(self) -> str:
-        """Name of the placement of the chunks on the stages."""
+        """Name of the placement of chunks on stages that the schedule requires."""
         return placement_for(self.schedule)
 
     @property
@@ -120,7 +121,7 @@ class Layout:
 
 
 def layout_of(config: Any, world_size: int) -> Layout:
-    """Return the layout of a ``megatron.config.Config`` on ``world_size`` ranks; schedule "auto" as the best one."""
+    """Return the layout of a ``Config`` on ``world_size`` ranks. Schedule "auto" becomes the one with least bubble."""
     parallel, optimizer, batch = config.parallel, config.optimizer, config.batch
     stages, chunks, m = parallel.num_stages, parallel.chunks, batch.num_micro_batches
     names = candidates(parallel.schedule, chunks, parallel.placement) if stages > 1 else ("1f1b",)
@@ -160,11 +161,11 @@ SHOWN = {
     "recompute_granularity",
     "offload_optimizer", "offload_parameters", "dtype", "dry_run", "expert_model_parallel_size",
 }  # fmt: skip
-"""Fields that variables or the flags of the layout set."""
+"""Config fields that are set by the run script's variables or by the layout's own flags."""
 
 
 def variables(config: Any, layout: Layout, devices_per_node: int) -> dict[str, int]:
-    """Return name -> value of the run script's variables. The nodes must be whole, or there is only one."""
+    """Return name -> value of the run script's variables. The layout must fit into one node or fill all nodes."""
     model, family, world = config.model, config.own, layout.world_size
     on_node = min(devices_per_node, world)
     lengths = {"SEQLEN": config.batch.seq_length}
@@ -193,7 +194,7 @@ def variables(config: Any, layout: Layout, devices_per_node: int) -> dict[str, i
 
 
 def flags(config: Any, layout: Layout) -> list[str]:
-    """Return the flags that follow the run script: the settings without a variable."""
+    """Return the flags to append to the run script, for settings that have no variable."""
     words = [f"--{layout.dtype}"]
     if schedule := said_schedule(layout):
         words += ["--pipeline-schedule", schedule]
@@ -224,7 +225,7 @@ def said_chunks(layout: Layout) -> int | None:
 
 
 def given_flags(config: Any) -> list[str]:
-    """Return the flags given by the user that neither a variable nor the layout sets."""
+    """Return the user's flags that are not covered by the variables, the layout's flags or the family's recipe."""
     family = FAMILIES[config.family]
     excluded = SHOWN | set(family.variables.values())
     if config.own.is_encoder_decoder and config.own.enc_layers == config.own.dec_layers:
@@ -277,16 +278,16 @@ def file_settings(layout: Layout) -> tuple[dict[str, str | int], frozenset[str]]
     return settings, frozenset(field for field, value in optional.items() if value is None)
 
 
-# Check whether the training program accepts a layout, by its own checks on the configuration that ``lines`` would make.
+# Check whether the training program accepts a layout, with its own checks of the resulting configuration.
 
 
 def problems(config: Any, layout: Layout) -> list[str]:
-    """Return the objections of the training program's checks to ``layout``, with the other settings of ``config``."""
+    """Return the errors that the training program would report for ``config`` with ``layout``; empty if none."""
     return find_problems(config_of(config, layout), layout.world_size)
 
 
 def config_of(config: Any, layout: Layout) -> Any:
-    """Return ``config`` with the sizes and flags of ``layout``, as ``lines`` spells them."""
+    """Return ``config`` with the sizes and settings of ``layout``, as the command of ``lines`` sets them."""
     schedule, is_full = said_schedule(layout), layout.recompute == "full"
     parallel = replace(
         config.parallel,

@@ -18,8 +18,8 @@ from megatron.errors import ConfigError
 # Factors for the matmuls and memory passes of a unit (an embedding, a layer, a norm or the head): from closed forms, or
 # fitted to timed layers.
 #
-# A unit takes longer than the sum of its operations: between matmuls, separate kernels read and write the values more
-# often than the size of the saved activations suggests, and matmuls are not square. The time of a forward or backward
+# A unit takes longer than the sum of its operations: separate kernels between matmuls read and write more bytes than
+# the saved activations have, and matmuls are not square. The time of a forward or backward
 # pass is therefore modelled as ``products * (time of its matmuls) + passes * (one pass over its saved activations) +
 # scores * (one pass over its attention scores)``. ``--calibrate`` fits the three factors to timed layers. For layers
 # that are split over tensor ranks, the factors are multiplied by the measured slowdown. A machine without
@@ -55,10 +55,11 @@ class EfficiencyFactors:
 Table = Mapping[str, Mapping[str, EfficiencyFactors]]
 """Number format -> type of unit ("gpt2 layer", "t5 head") -> its factors."""
 CUT = ", cut over tensor ranks"
-"""Suffix of the type of a unit that is split over tensor ranks. Its matmuls are smaller, and ranks wait for others."""
+"""Suffix for the type of a unit that is split over tensor ranks: its matmuls are smaller, and ranks wait."""
 LAYER = EfficiencyFactors(EfficiencyFactor(1.0, 2.0), EfficiencyFactor(1.0, 3.0))
-"""Saved activations of a layer are written once in forward, and read about once by the next operation. Backward reads
-them and writes a gradient of about the same size. Norms, dropout and additions to the residual stream do the same."""
+"""Forward writes the saved activations of a layer once, and the next operation reads them about once (2 passes).
+Backward reads them, and reads and writes gradients of about the same size (3 passes). The same holds for norms, dropout
+and additions to the residual stream."""
 HEAD = EfficiencyFactors(EfficiencyFactor(1.0, 3.0), EfficiencyFactor(1.0, 2.0))
 
 
@@ -68,8 +69,8 @@ class Sample:
 
     Args:
         parts: times of the matmuls, of one pass and of one pass over the scores, in seconds.
-        seconds: measured time of the unit, without the part that no factor scales.
-        scale: time to which an error is relative, in seconds.
+        seconds: measured time of the unit, minus the times to which no factor applies.
+        scale: seconds by which an error is divided in the fit.
     """
 
     parts: tuple[float, float, float]
@@ -103,7 +104,7 @@ def slowdown(samples: Sequence[Sample], efficiency: EfficiencyFactor) -> float:
 
 
 def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float] | None:
-    """Return the factors of the columns from the normal equations; None if these are singular."""
+    """Solve the normal equations for one factor per column; return None if they are singular."""
     columns = list(zip(*rows, strict=True))
     matrix = [[*[_dot(column, other) for other in columns], _dot(column, wanted)] for column in columns]
     for pivot, row in enumerate(matrix):
@@ -173,7 +174,7 @@ class Link:
     Args:
         all_reduce: a rank of n sends 2 (n - 1) / n of the bytes.
         gather: a rank of n sends (n - 1) / n of the gathered bytes.
-        send: from one rank to one other.
+        send: point-to-point; a rank sends all bytes to one other rank.
         scatter: reduce-scatter; the same bytes as gather, except for gloo, which computes the full sum.
     """
 
@@ -207,19 +208,19 @@ class Machine:
         reserved_bytes: part of it that training cannot use: memory of the driver and the communication library, and
             fragmentation of the allocator.
         peak_flops: dtype -> dense FLOP/s of the data sheet, the denominator of MFU.
-        product_flops: dtype -> ((side, FLOP/s), ...) that matmuls reach, with ascending sides. The side of a matmul
-            of [n, k] and [k, m] is the cube root of n k m. Between sides, the rate is linear in the logarithm
-            of the side.
+        product_flops: dtype -> ((side, FLOP/s of matmuls), ...), sorted by side. The side of a matmul of [n, k] and
+            [k, m] is the cube root of n k m. Rates between two sides are interpolated linearly in log(side).
         memory_bandwidth: bytes/s that elementwise kernels read and write in total.
         update_bandwidth: the same for the optimizer's update.
         overhead_s: overhead of each operation, in addition to its work.
         host_bandwidth: bytes/s between one device and the host's memory, in one direction.
         host_update_bandwidth: as ``update_bandwidth``, for an update on the host.
         intra: link between the devices of a node.
-        inter: link between nodes; the bandwidth is the share of a device when all devices of the node send.
-        tempos: factors of units that were timed; other units use the closed forms.
-        ranks_per_core: if above 1, ranks take turns on a core, and all rates are those of a rank while all others run.
-        reference_s: time of ``megatron.planner.reference`` at the speed of all rates; 0: not measured.
+        inter: link between nodes; its bandwidth is per device, while all devices of the node send.
+        tempos: factors of units that were timed; other units use ``LAYER`` and ``HEAD``.
+        ranks_per_core: if above 1, ranks take turns on a core; all rates are per rank, while all ranks run.
+        reference_s: seconds of the work in ``megatron.planner.reference``, at the machine speed to which all rates are
+            scaled; 0: not measured.
     """
 
     name: str
@@ -271,18 +272,21 @@ class Machine:
         return table[-1][1]
 
     def idle(self, bubble: float) -> float:
-        """Return the idle share of a step in which each rank waits for the share ``bubble`` if it has its own cores.
+        """Return the share of a step in which a core is idle.
 
-        If ranks take turns on a core, a waiting rank leaves the core to another rank, and only the rest is idle.
+        With ranks that share a core, another rank uses the core while one waits, so cores idle less than ranks wait.
+
+        Args:
+            bubble: share of a step in which a rank would wait if it had its own core.
         """
         return max(0.0, 1 - self.ranks_per_core * (1 - bubble))
 
     def efficiency(self, dtype: str, kind: str, otherwise: EfficiencyFactors = LAYER) -> EfficiencyFactors:
-        """Return the factors for the matmuls and passes of a type of unit."""
+        """Return the efficiency factors of a type of unit; ``otherwise`` if it was not timed."""
         return self.tempos.get(dtype, {}).get(kind, otherwise)
 
     def slowed(self, factor: float) -> Machine:
-        """Return the machine on which everything takes ``factor`` times as long; the factors of units stay the same."""
+        """Return a machine whose operations take ``factor`` times as long; efficiency factors are unchanged."""
         tables = {
             dtype: tuple((side, rate / factor) for side, rate in table) for dtype, table in self.product_flops.items()
         }
@@ -407,11 +411,11 @@ _RATES = ("memory_bandwidth", "update_bandwidth", "host_bandwidth", "host_update
 _READ = {"intra": _link, "inter": _link, "product_flops": _tables, "tempos": read}
 
 
-# GPUs known without measurement: their data sheets, and the share of them that programs usually reach.
+# GPUs known without measurement: data sheet values, and the shares of these values that programs usually reach.
 #
 # The shares of a GPU are the same for all models. docs/planner.md compares the resulting estimates with published runs.
-# The links are those of the usual nodes, with eight devices and one network card per device. Describe another type of
-# cluster with ``--machine FILE``, preferably starting from ``--calibrate`` on one of its nodes.
+# Links are for common nodes with eight devices and one network card per device. Describe another type of cluster with
+# ``--machine FILE``, preferably starting from ``--calibrate`` on one of its nodes.
 
 SIDES = ((64, 0.02), (128, 0.08), (256, 0.25), (512, 0.5), (1024, 0.75), (2048, 0.92), (4096, 1.0))
 """Side of a matmul -> its rate as a share of the rate of the largest matmuls."""
@@ -429,7 +433,7 @@ SLOWER = (1.1, 1.14)
 
 @dataclass(frozen=True)
 class Sheet:
-    """Values of the data sheet: GB, TB/s, GB/s in one direction; ``reached``: share of the peak of large matmuls."""
+    """Data sheet of a GPU, links in one direction; ``reached``: share of peak FLOP/s that large matmuls reach."""
 
     part: str  # name in PEAK_TFLOPS
     gigabytes: float
@@ -520,7 +524,7 @@ def check_nodes(world: int, machine: Machine) -> None:
     """Check that the devices fill whole nodes, or fit into one node.
 
     Raises:
-        ConfigError: there are several nodes, of which one would be partly used.
+        ConfigError: several nodes are needed, and one of them would be partly used.
     """
     node = machine.devices_per_node
     if world > node and world % node:

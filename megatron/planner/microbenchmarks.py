@@ -30,8 +30,8 @@ from megatron.torch_compat import all_gather_single, reduce_scatter_single
 # | overhead | a chain of small sums, forward and backward | two launches of a sum |
 # | copy | to the device from the host's memory, and back | its bytes twice |
 #
-# A turn is repeated for a time window. There are several windows, and the median of their rates counts. Warm-up turns
-# before them cover everything that must not be measured (first touch of memory, selection of kernels).
+# A turn is repeated for a time window. The result is the median rate of several windows. Warm-up turns before the first
+# window exclude one-time costs (first touch of memory, selection of kernels).
 
 SIDES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 LONGEST_TURN_S = 0.25
@@ -49,11 +49,12 @@ class TimingBudget:
     """Limits of the measurements: ``windows`` of ``window_s`` seconds per rate, and sizes up to the largest.
 
     Args:
-        numbers: elements of the tensors of stream and update, which must exceed the caches.
-        turns: turns of each model whose layers are timed in the first format; models wider than ``widest`` are skipped.
-        by_cpu_time: count this process's CPU time, which is meaningful for one thread even on a busy machine.
+        numbers: elements of the tensors of the probes stream and update; the tensors must be larger than the caches.
+        turns: number of times that each model's layers are timed in the first format.
+        widest: models with a larger hidden size are not timed.
+        by_cpu_time: measure this process's CPU time, which is accurate for a single thread even on a busy machine.
         ranks_per_core: if above 1, ranks take turns on a core, and their CPU time is multiplied by it.
-        by_wall: count wall-clock time, for devices that continue while this thread waits for a core.
+        by_wall: measure wall-clock time, for devices that continue while this thread waits for a core.
     """
 
     window_s: float = 0.06
@@ -67,11 +68,11 @@ class TimingBudget:
     by_wall: bool = False
 
     def shared_by(self, ranks: int, threads: int) -> TimingBudget:
-        """Return the limits for ``ranks`` ranks at once on the cores of this machine."""
+        """Return the limits for ``ranks`` ranks that measure at the same time on the cores of this machine."""
         return replace(self, ranks_per_core=max(1.0, ranks * threads / len(os.sched_getaffinity(0))))
 
     def now(self) -> float:
-        """Return a clock in seconds with an arbitrary origin; it stops while this thread waits for a core."""
+        """Return the seconds since an arbitrary origin; waits for a core do not count, except with ``by_wall``."""
         if self.by_wall:
             return time.perf_counter()
         if self.by_cpu_time or self.ranks_per_core > 1:
@@ -91,7 +92,7 @@ class Rates:
 
 
 def rates_of(rank: Rank, dtypes: tuple[str, ...], pace: TimingBudget, reference: Reference) -> Rates:
-    """Return the rates of this rank while the others measure the same, at the speed of ``reference``. Collective.
+    """Return this rank's rates, measured together with all other ranks and scaled to ``reference``. Collective.
 
     Args:
         dtypes: number formats of the matmuls; the first one is also used for the stream.
@@ -113,7 +114,7 @@ def rates_of(rank: Rank, dtypes: tuple[str, ...], pace: TimingBudget, reference:
 
 
 def update_rate_of_host(pace: TimingBudget) -> float:
-    """Return the bytes/s of an optimizer update in the host's memory, by this process only."""
+    """Return the bytes/s of an optimizer update in the host's memory, without the other ranks. Not collective."""
     single_rank = Rank(0, 1, "cpu", "", torch.get_num_threads())
     turn = _update(torch.device("cpu"), pace)
     return UPDATE_BYTES * pace.numbers * _turns_per_s(single_rank, turn, pace, Reference(single_rank, pace.now))
@@ -197,7 +198,7 @@ def _bytes(dtype: str, pace: TimingBudget) -> int:
 
 
 def _turns_per_s(rank: Rank, turn: Callable[[], object], pace: TimingBudget, reference: Reference) -> float:
-    """Return the turns per second at the speed of ``reference``, as the median over the windows. Collective.
+    """Return the median number of turns per second over all windows, scaled to ``reference``. Collective.
 
     All ranks start each window together.
     """
@@ -227,29 +228,29 @@ def _seconds(rank: Rank, turn: Callable[[], object], times: int, pace: TimingBud
 
 # Latency and bandwidth between ranks of this machine, by type of communication.
 #
-# Each size is timed while all ranks take part, on CPUs between pieces of work. The two parameters of a ``Wire`` are
-# fitted to all sizes with the smallest relative errors. A rank of n sends 2 (n - 1) / n of the bytes of an all-reduce,
-# (n - 1) / n of the result of an all-gather or the input of a reduce-scatter, and all bytes of a send. A collective of
-# n ranks has log2(n) times the latency.
+# Each message size is timed with all ranks, which compute between the messages on CPUs. The two parameters of a
+# ``Wire`` are fitted to all sizes by minimizing the relative errors. A rank of n sends 2 (n - 1) / n of the bytes of an
+# all-reduce, (n - 1) / n of the result of an all-gather or the input of a reduce-scatter, and all bytes of a send. A
+# collective of n ranks has log2(n) times the latency.
 
 SIZES = (2**8, 2**14, 2**18, 2**21, 2**24)
 """Sizes of the messages in bytes."""
 ROUND_S, ROUNDS = 0.05, 3
 SHORTEST_S = 1e-6
-"""Lower bound of a message's time, for messages that cannot be distinguished from the work before them."""
+"""Lower bound of a message's time, in case that the message takes no measurable time in addition to the work."""
 Sample = tuple[float, float]
 """(bytes sent by a rank, seconds)."""
 
 
 def link_alone(rank: Rank, sizes: Sequence[int], round_s: float) -> Link:
-    """Return the link between all ranks at the median speed, if nothing else is timed. Collective."""
+    """Return the link between all ranks, scaled to the median speed of this measurement. Collective."""
     reference = Reference(rank, TimingBudget().now)
     link = link_of(rank, reference, sizes, round_s)
     return link.slowed(reference.usual_s / reference.unit_s)
 
 
 def link_of(rank: Rank, reference: Reference, sizes: Sequence[int] = SIZES, round_s: float = ROUND_S) -> Link:
-    """Return the link between all ranks at the speed of ``reference``; the result is the same on every rank.
+    """Return the link between all ranks, scaled to the speed of ``reference``; the same on every rank.
 
     Collective over at least two ranks.
     """
@@ -308,7 +309,7 @@ def _scatter(rank: Rank, size: int) -> Callable[[], object]:
 
 
 def _send(rank: Rank, size: int) -> Callable[[], object]:
-    """Return a message to a neighbour and one back; with an odd number of ranks, the last one is idle."""
+    """Return a function that exchanges messages with a neighbour; with an odd number of ranks, the last one is idle."""
     data = torch.zeros(size // 4, device=rank.place)
     peer = rank.number ^ 1
     if peer >= rank.size:
@@ -323,7 +324,7 @@ def _send(rank: Rank, size: int) -> Callable[[], object]:
 
 
 def _message_seconds(rank: Rank, turn: Callable[[], object], round_s: float, reference: Reference) -> float:
-    """Return the median time of a message over the rounds, in seconds, on the slowest rank. Collective."""
+    """Return the seconds of a message: the median over the rounds, on the slowest rank. Collective."""
     work = _work(rank)
 
     def both() -> None:
@@ -340,10 +341,11 @@ def _message_seconds(rank: Rank, turn: Callable[[], object], round_s: float, ref
 
 
 def _work(rank: Rank) -> Callable[[], object]:
-    """Return the work before a message: on a CPU a matmul of about a millisecond, as between messages in training.
+    """Return a function to call before each message: on a CPU, a matmul of about a millisecond.
 
-    Ranks that communicate all the time find each other awake and their data in the caches, which halves the time of a
-    message. Other devices need no work, since they only queue their messages.
+    In training, ranks compute between messages. If ranks only communicate, they do not sleep and their data stay in the
+    caches, which halves the time of a message. On other devices the function does nothing, since messages are only
+    queued.
     """
     if rank.kind != "cpu":
         return lambda: None
@@ -352,7 +354,7 @@ def _work(rank: Rank) -> Callable[[], object]:
 
 
 def _spent(rank: Rank, turn: Callable[[], object], times: int, reference: Reference) -> float:
-    """Return the wall-clock time of ``times`` turns in seconds, without the time of other programs. Collective."""
+    """Return the wall-clock seconds of ``times`` turns, minus the time lost to other programs. Collective."""
     rank.meet()
     waited, start = waits(), time.perf_counter()
     for _ in range(times):
@@ -366,9 +368,9 @@ class Kind(NamedTuple):
     """A type of communication.
 
     Args:
-        make: returns a function that sends a message of the given bytes.
-        share: share of the bytes that a rank of n sends.
-        latencies: number of latencies of a message between n ranks.
+        make: (rank, bytes) -> function that sends a message of this size.
+        share: n -> share of the bytes that each of n ranks sends.
+        latencies: n -> latency of a message between n ranks, in multiples of ``Wire.latency_s``.
         legs: number of consecutive messages per call.
     """
 

@@ -31,12 +31,12 @@ from tds.schedule.simulate import AUTO
 
 # From the command line to a planning task: the model, the machine, and the layouts to consider.
 #
-# The training's own flags describe the model and the layout. ``megatron.arguments.parse`` reads and checks them. A flag
-# that has no effect on a plan is rejected. Layers and width are required. Other settings default by family:
+# The training program's flags describe the model and the layout. ``megatron.arguments.parse`` reads and checks them. A
+# flag that has no effect on a plan is rejected. Layers and width are required. Other defaults depend on the family:
 #
 # | | gpt2 | t5 | llama | mpt | bert |
 # |---|---|---|---|---|---|
-# | --num-attention-heads | as in GPT-3 and GPT-2 | heads of size 64 up to a width of 1024, else of size 128 | | | |
+# | --num-attention-heads | as in GPT-3 and GPT-2 | heads of size 64 up to a width of 1024, otherwise 128 | | | |
 # | --seq-length | 2048 | 512 for the encoder | 2048 | 2048 | 512 |
 # | --vocab-size | 50304 | 32128 | 32000 | 50368 | 30592 |
 
@@ -64,7 +64,7 @@ TAKEN = (
     "dtype", "optimizer", "compile", "overlap_grad_reduce", "reset_attention_mask", "context_parallel_size",
     "cp_comm_type", "expert_tensor_parallel_size",
 )  # fmt: skip
-"""Other fields that have an effect, in addition to those of the model and its sequence lengths."""
+"""Other fields that affect a plan, in addition to the fields of the model and its sequence lengths."""
 SHAPE = ("model_parallel_size", "pipe_parallel_size", "batch_size")
 """Fields that determine the samples per step together with --gas."""
 IN_TENSOR, IN_PIPE = (
@@ -101,7 +101,7 @@ def question(flags: argparse.Namespace, rest: Sequence[str]) -> Question:
     """Return the planning task given by the planner's ``flags`` and the training's flags in ``rest``.
 
     Raises:
-        ConfigError: all problems with the training's flags, or one with the planner's.
+        ConfigError: lists all problems with the training's flags, or the first problem with the planner's flags.
     """
     machine = machine_of(flags)
     world = flags.gpus or machine.devices_per_node
@@ -147,16 +147,16 @@ def question(flags: argparse.Namespace, rest: Sequence[str]) -> Question:
 
 
 def with_config_file(rest: Sequence[str], family: str) -> Scan:
-    """Return the settings in ``rest``, completed by those of the file given by --config."""
+    """Return the settings in ``rest``, completed by the settings of the --config file."""
     scanned = scan(rest, (), family)
     config_file.take(scanned)
     return scanned
 
 
 def _sought(config: Config, given: Mapping[str, Any], world: int, batch: int, number: int) -> Search:
-    """Return the search that keeps the layout flags of the command line. The schedule "auto" is not kept.
+    """Return a search in which the layout flags of the command line are fixed, except for the schedule "auto".
 
-    The layout in a --config file is the run's current layout, so the search does not keep it.
+    The layout in a --config file is not fixed, since it is the run's current layout.
     """
     plain = layout_of(config, config.parallel.replica_size)
     names = {LAYOUT[name] for name in given if name in LAYOUT and given[name] != AUTO}
@@ -165,7 +165,7 @@ def _sought(config: Config, given: Mapping[str, Any], world: int, batch: int, nu
 
 
 def _followed(config: Config, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the flags for settings that the training takes by default: from the recipe, the family, the optimizer."""
+    """Yield the flags for settings that the user did not set: defaults of the recipe, the family and the optimizer."""
     recipe = scan(FAMILIES[config.family].recipe, (), config.family).spelling
     yield from (text for name, text in recipe.items() if name not in given)
     for name, flag in FAMILIES[config.family].follows.items():
@@ -187,7 +187,7 @@ def with_placeholder_sizes(
     If given flags require several tensor ranks or stages, the smallest size that passes the checks is used.
 
     Raises:
-        ConfigError: all problems found with the first sizes tried.
+        ConfigError: lists all problems with the first sizes tried.
     """
     tensor = _sizes(given, "model_parallel_size", IN_TENSOR, world)
     pipe = _sizes(given, "pipe_parallel_size", IN_PIPE, world)
@@ -211,7 +211,7 @@ def _sizes(given: Mapping[str, Any], name: str, needing: Sequence[str], world: i
 
 
 def family_of_load(rest: Sequence[str]) -> str | None:
-    """Return the family of the run or model that --config names, or of the model that --load names, or None."""
+    """Return the family of the run or model given by --config, otherwise of the model given by --load, or None."""
     choice = choose(rest, {}, DECODER_FAMILY)
     if choice.source != PROGRAM:
         return choice.family
@@ -231,10 +231,12 @@ def family_of_load(rest: Sequence[str]) -> str | None:
 
 
 def from_checkpoint(family: str, rest: Sequence[str]) -> tuple[dict[str, Any], Path | None]:
-    """Return field -> value of settings that are not given and come from --load, and the file that has them.
+    """Return field -> value of the settings to take from --load, and the path of the file with these settings.
+
+    Only settings that the user did not set are returned. Without --load, the result is ({}, None).
 
     Raises:
-        ConfigError: there is no model.
+        ConfigError: --load names a folder without a model.
         CheckpointError: as ``checkpoint_args.bring``.
     """
     scanned = with_config_file(rest, family)
@@ -266,7 +268,7 @@ def with_defaults(
     scanned, family_defaults = with_config_file(rest, family), FAMILIES[family]
     given = {**scanned.values, **brought}
     recipe = scan(family_defaults.recipe, (), family).spelling
-    # settings of a checkpoint or a --config file, which a flag of the recipe would override
+    # names of the settings from a checkpoint or --config file; a flag from the recipe would override them
     fixed = given.keys() - scan(rest, (), family).values.keys()
     words = [word for name, text in recipe.items() if name not in fixed for word in text.split()]
     words, assumed = [*words, *rest], []
@@ -301,10 +303,10 @@ def with_defaults(
 def checked(
     words: Sequence[str], world_size: int, family: str, brought: Mapping[str, Any] = MappingProxyType({})
 ) -> Config:
-    """Return the Config of ``words`` and of the values ``brought`` from a checkpoint.
+    """Return the checked Config of the flags ``words`` and the values ``brought`` from a checkpoint.
 
     Raises:
-        ConfigError: all problems at once, including flags that have no effect on a plan.
+        ConfigError: lists all problems, including flags that have no effect on a plan.
     """
     config = parse(
         [*words, "--dry-run"],

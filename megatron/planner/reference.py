@@ -1,15 +1,16 @@
-"""Speed of a rank at a moment: the time of a fixed piece of work, measured next to every other measurement.
+"""Reference workload that measures the current speed of a rank, to correct benchmarks for changes of the speed.
 
-If other programs, or other guests of the host, use a machine, its speed changes by half within seconds. A time measured
-in a slow second is then not a property of the measured work. Each time is therefore divided by the time of the
-reference, measured before and after it. A calibration reports all times at the speed of its median reading
-(``Machine.reference_s``), so that a training's times can be compared at the speed of its machine's calibration.
+If other programs, or other guests of the host, use a machine, its speed can change by half within seconds. The time of
+the reference is therefore measured before and after every benchmark, and the benchmark's time is divided by it. A
+calibration scales all times to its median reading of the reference (``Machine.reference_s``). A training step can be
+compared with the plan by scaling its time in the same way.
 
-The reference is the MLP of a small layer, forward and backward, since it has a step's mixture of matmuls and passes
-over memory. A matmul that stays in the caches follows a step's speed less closely (docs/experiments.md).
+The reference is the forward and backward pass of a small MLP, which has a similar mixture of matmuls and memory passes
+as a training step. The time of a matmul whose data fit into the caches correlates less with step times
+(docs/experiments.md).
 
-On GPUs nothing is scaled: other programs do not change their clocks, and such a short piece of work would measure
-launch overhead.
+On GPUs, times are not scaled: other programs do not change the GPU's clocks, and such a small workload would only
+measure launch overhead.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ TURNS = 2
 
 
 class Reference:
-    """Measures the speed of all ranks at once; the slowest rank's reading counts on each. Its methods are collective.
+    """Measures the speed of all ranks together. Readings are the time of the slowest rank. All methods are collective.
 
     Args:
-        now: clock with which the scaled times are measured.
-        looks: number of measurements per reading, of which the median is used. A single one takes some ms, during which
-            a guest of the same host may or may not be active, while the measured work may take seconds.
+        now: the clock of the benchmarks that are to be scaled.
+        looks: number of measurements per reading; the reading is their median. One measurement takes a few ms, which is
+            too short to average over the activity of other guests of the host.
     """
 
     def __init__(self, rank: Rank, now: Callable[[], float], looks: int = 1) -> None:
@@ -52,27 +53,27 @@ class Reference:
 
     @property
     def unit_s(self) -> float:
-        """The first reading; ``scale`` converts times to the speed of this reading."""
+        """The first reading, in seconds; ``scale`` converts times to the speed of this reading."""
         return self.readings[0]
 
     @property
     def usual_s(self) -> float:
-        """The median of the readings so far."""
+        """The median of all readings so far, in seconds."""
         return statistics.median(self.readings)
 
     def read(self) -> float:
-        """Return the current time of the reference on the slowest rank, in seconds; 1 on a GPU."""
+        """Run the reference and return its time on the slowest rank, in seconds; 1 on a GPU."""
         looks = [self._look() for _ in range(self._looks)] if self._turn is not None else [1.0]
         self.readings.append(statistics.median(looks))
         return self.readings[-1]
 
     def beside(self) -> float:
-        """Return the mean of the last reading, before the measurements made since, and of a new one after them."""
+        """Take a new reading; return the mean of the previous and the new reading, in seconds."""
         before = self.readings[-1]
         return (before + self.read()) / 2
 
     def scale(self) -> float:
-        """Return the factor for the times measured since the last reading."""
+        """Take a new reading; return the factor by which to multiply times measured since the previous reading."""
         return self.unit_s / self.beside()
 
     def others(self) -> float:
@@ -82,14 +83,15 @@ class Reference:
         return max(0.0, others_s) / max(time.perf_counter() - wall, 1e-9)
 
     def lost_s(self, before: dict[int, float], seconds: float) -> float:
-        """Return the part of the last ``seconds``, in which ranks waited for one another, that other programs took.
+        """Return the seconds that a measurement with communication lost because other programs used the cores.
 
-        It is the time that a thread spent in the run queue, limited to the time in which other programs were active,
-        because threads of the same rank also wait for a core. If ranks share cores and wait for one another, it is the
-        loss of all of them together.
+        The loss is the longest time that a thread spent in the run queue, but at most the core time of other programs,
+        because threads of the same rank also wait for each other. If ranks share cores, the loss is the core time of
+        other programs divided by the number of cores.
 
         Args:
-            before: result of ``waits`` before these seconds.
+            before: result of ``waits`` at the start of the measurement.
+            seconds: duration of the measurement, which ends now.
         """
         if self._rank.kind != "cpu":
             return 0.0  # a GPU continues while this process waits for a core
@@ -109,9 +111,9 @@ class Reference:
 
 
 def own_core_s() -> float:
-    """Return a wall clock, with an arbitrary origin, that stops while this thread is in the run queue.
+    """Return the wall-clock seconds since an arbitrary origin, minus the time of this thread in the run queue.
 
-    It measures the time that a thread's work would take on its own core, even if the core is shared.
+    On a shared core, differences of this clock are the times that the thread's work would take on a core of its own.
     """
     waited = waited_s()
     while True:

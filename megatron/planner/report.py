@@ -18,7 +18,7 @@ from megatron.planner.search import NEAR_TIE, PARTS, LayoutChange, Overflow, Ran
 NOT_SET = "add --lr, TRAIN_ITERS, DATA_PATH and TOKENIZER, which it does not set: else they are those of the sample run"
 SHOWN_REMEDIES = 4
 MOST_ROWS = 8
-"""Maximum number of stages in a table; of more, it shows the first two, the fullest and the last."""
+"""Maximum number of rows in the memory table; a longer table is cut to the first two, the fullest and the last."""
 FEW_STEPS = 2000
 """Number of steps below which a note recommends a smaller global batch."""
 TOKENS_PER_PARAMETER = 20
@@ -88,7 +88,7 @@ def details(found: Estimate, question: Question) -> Iterator[str]:
 
 
 def fitting(question: Question, over: Overflow | None, found: Sequence[LayoutChange]) -> Iterator[str]:
-    """Yield the report on memory: if the layout does not fit, its largest part and the changes that make it fit."""
+    """Yield the report on memory: whether the layout fits, otherwise its largest part and changes that make it fit."""
     usable = question.machine.usable_bytes
     if over is None:
         yield f"fits into {_decimal_bytes(usable)}"
@@ -107,7 +107,7 @@ def fitting(question: Question, over: Overflow | None, found: Sequence[LayoutCha
 
 
 def together(changes: Iterable[str]) -> str:
-    """Return the flags of ``changes`` in one line, each once; as on a command line, the last value counts."""
+    """Join the flags of ``changes`` in one line; of repeated flags, only the last value is kept."""
     values: dict[str, str] = {}
     for word in " ".join(changes).split():
         if word.startswith("--"):
@@ -118,11 +118,11 @@ def together(changes: Iterable[str]) -> str:
 
 
 COPY = "COPY.json"
-"""File name, in the start command, of an edited copy of a run's config.json, which itself must not be changed."""
+"""Placeholder in the start command for a copy of a run's config.json. The user edits the copy, not the original."""
 
 
 def pasted(found: Estimate, question: Question) -> Iterator[str]:
-    """Yield the lines to paste into a shell, or the settings to write to the --config file."""
+    """Yield a shell command that starts the layout, or the settings to write to the --config file."""
     if question.config_file is not None:
         settings, unset = file_settings(found.layout)
         path = COPY if question.is_of_run else question.config_file
@@ -140,7 +140,7 @@ def pasted(found: Estimate, question: Question) -> Iterator[str]:
 
 
 def opening(question: Question, planner: Planner) -> Iterator[str]:
-    """Yield the model, machine and batch that are planned, and the assumptions."""
+    """Yield a description of the model, machine and batch, and the assumed settings."""
     machine, costs = question.machine, planner.costs
     active = ""
     if question.config.model.num_experts:
@@ -181,7 +181,7 @@ def _few_steps(question: Question, num_parameters: int) -> Iterator[str]:
 
 
 def as_data(found: Estimate, question: Question) -> dict[str, Any]:
-    """Return an estimate as printed by --json."""
+    """Return an estimate as plain data for --json."""
     earlier_names = {"overlap_grad_reduce": "overlaps_sums"}  # key that readers of earlier versions expect
     layout = {earlier_names.get(name, name): value for name, value in asdict(found.layout).items()}
     return {
@@ -201,7 +201,7 @@ def as_data(found: Estimate, question: Question) -> dict[str, Any]:
 
 
 def likely_mfu(found: Estimate, question: Question) -> tuple[float, float] | None:
-    """Return the MFU range that published runs suggest, for GPUs from a data sheet; None for other machines."""
+    """Return the (lowest, highest) MFU to expect from published runs, for GPUs in ``SHEETS``; otherwise None."""
     return (found.mfu / SLOWER[1], found.mfu / SLOWER[0]) if question.machine.name in SHEETS else None
 
 

@@ -16,16 +16,16 @@ from tds.schedule.simulate import IN_A_V, MANY_CHUNKS, ONE_CHUNK, SPLITTING, bub
 
 # The best layouts of a model on a number of devices.
 #
-# Candidates are products of divisors, so any number of devices has hundreds or thousands of them. Each candidate has a
-# lower bound of its step time: equal stages, and no communication except that of experts. Candidates are evaluated in
-# the order of their bounds, until the bounds of all remaining ones are above the time of the last requested layout.
-# Those whose average stage does not fit are dropped first. Layouts that the training's own checks reject are never
-# returned.
+# The sizes of the axes are divisors of the number of devices, so there are hundreds or thousands of candidates. For
+# each candidate, a lower bound of the step time is computed, with equal stages and no communication except
+# expert-parallel. Candidates are estimated in the order of their lower bounds. The search stops when the next lower
+# bound exceeds ``NEAR_TIE`` times the step time of the last layout to return. Candidates with an average stage that
+# does not fit into memory are skipped. Layouts that the training program rejects are never returned.
 #
-# One layout is listed per grid (tp, pp, dp). Layouts whose step times differ by less than ``NEAR_TIE`` count as equally
-# fast, since the estimates are not more accurate than that. Among them, the lower ZeRO stage is preferred, then the
-# layout that needs less memory. The same rule orders the grids. "gpipe" is only considered on request, since it is as
-# fast as "1f1b" and needs more memory; selective recomputation only if attention saves activations that it can drop.
+# One layout is returned per grid (tp, pp, dp). Layouts count as equally fast if the ratio of their step times is below
+# ``NEAR_TIE``, since the estimates are not more accurate. Among equally fast layouts, a lower ZeRO stage is preferred,
+# then a smaller memory. The same rule orders the grids. "gpipe" is only considered on request, since it is as fast as
+# "1f1b" and needs more memory. Selective recomputation is only considered if attention saves activations.
 
 Grid = tuple[int, int]
 """Sizes of the tensor and pipe axes."""
@@ -33,13 +33,13 @@ MOST_CHUNKS = 8
 MOST_SAMPLES = 64
 """Largest micro-batch size that is tried."""
 SPLIT_MARGIN = 0.01
-"""Share by which a schedule that splits backwards must be faster; ``"schedule": "auto"`` has the same margin."""
+"""Margin by which a schedule with split backward passes must be faster; ``"schedule": "auto"`` uses it as well."""
 NEAR_TIE = 1.03
 """Ratio of step times up to which two layouts count as equally fast."""
 SMALL_STATES = 0.05
-"""Share of a device's memory below which ZeRO 2 and 3 are not tried, as they trade communication for memory."""
+"""ZeRO 2 and 3 are not tried if weights, gradients and optimizer need less than this share of a device's memory."""
 NEAR = 50
-"""Number of layouts from which the smallest is chosen if none fits."""
+"""Number of layouts to estimate for ``RankedLayouts.smallest`` if none fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ def search(planner: Planner, wanted: Search) -> RankedLayouts:
 
 
 def _choose(config: Config, fitting: Iterable[Estimate], fastest: Estimate) -> Estimate:
-    """Return the preferred layout of a grid among those that tie with the fastest and pass the training's checks."""
+    """Return the preferred layout among the accepted ones of a grid that are as fast as ``fastest``."""
     limit = NEAR_TIE * _ranked_s(fastest)
     ties = sorted((candidate for candidate in fitting if _ranked_s(candidate) <= limit), key=_preference)
     return next(candidate for candidate in ties if candidate is fastest or not problems(config, candidate.layout))
@@ -115,9 +115,9 @@ def _rank(chosen: Mapping[Grid, Estimate], fastest: Mapping[Grid, Estimate]) -> 
 
 
 def _ranked_s(found: Estimate) -> float:
-    """Return the step time by which layouts are compared.
+    """Return the step time in seconds by which layouts are compared.
 
-    A schedule that splits backward passes is charged ``SPLIT_MARGIN``, because estimates include its cost only on CPUs.
+    ``SPLIT_MARGIN`` is added for schedules that split backward passes, because estimates only include its cost on CPUs.
     """
     return found.step_s * (1 + SPLIT_MARGIN * (found.layout.schedule in SPLITTING))
 
@@ -156,8 +156,8 @@ def lower_bound(planner: Planner, layout: Layout) -> float:
 def least_bytes(planner: Planner, layout: Layout) -> float:
     """Return a lower bound of the bytes of the fullest stage of ``layout``.
 
-    It is the memory of the mean stage for weights and states and, with "1f1b" and without full recomputation, for saved
-    activations.
+    The bound is the average over the stages of the memory for weights, gradients and optimizer states. It includes
+    saved activations for "1f1b" without full recomputation.
     """
     state, zero = State.of(layout.dtype, layout.optimizer, layout.num_bf16_states), layout.zero
     params, experts = (count / layout.pipe for count in planner.parameters(layout))
@@ -196,7 +196,7 @@ def _tensor_sizes(planner: Planner, wanted: Search) -> list[int]:
 
 
 def _cut_over_tensor(planner: Planner) -> list[int]:
-    """Return the sizes that are split over tensor ranks; 0 for a size that the model does not have."""
+    """Return the numbers of heads and the widths that the tensor axis must divide; 0 for features that are not used."""
     model = planner.config.model
     dense = [model.num_attention_heads, model.hidden_size, model.ff_hidden_size, model.num_query_groups]
     return [*dense, model.moe_ffn_hidden_size, model.moe_shared_expert_intermediate_size]
@@ -234,7 +234,7 @@ def _variants(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> Iter
 
 
 def expert_sizes(planner: Planner, layout: Layout) -> list[int]:
-    """Return the possible numbers of data x context ranks over which the experts of a layer are distributed."""
+    """Return the possible expert-parallel sizes of ``layout``."""
     num_experts = planner.config.model.num_experts
     return [n for n in divisors(layout.data * layout.context) if num_experts % n == 0] if num_experts else [1]
 
@@ -295,18 +295,18 @@ def _allowed(values: list[Any], fixed: Mapping[str, Any], name: str) -> list[Any
 
 
 def _smallest(planner: Planner, layouts: list[Layout]) -> Estimate | None:
-    """Return the layout with the smallest peak memory among the ``NEAR`` layouts with the lowest memory bound."""
+    """Return the layout with the smallest peak memory among the ``NEAR`` layouts with the lowest ``least_bytes``."""
     rising = sorted(layouts, key=lambda layout: least_bytes(planner, layout))
     near = islice((layout for layout in rising if not problems(planner.config, layout)), NEAR)
     return min(map(planner.estimate, near), key=lambda found: found.most_bytes, default=None)
 
 
-# Overflow: the part of a layout that is too large, and the smallest change that makes the layout fit.
+# Overflow: the largest part of a layout that does not fit, and the changes that make the layout fit.
 #
-# A change is a single step: fewer saved activations, a smaller micro-batch, the next ZeRO stage, experts on more ranks,
-# an axis of twice the size (with half the replicas), sequence parallelism, the optimizer on the host. The samples per
-# step stay the same. Of the changes that fit and pass the training's checks, the one with the shortest step comes
-# first. If no single change is sufficient, pairs of changes are tried.
+# Possible changes are fewer saved activations, a smaller micro-batch, a higher ZeRO stage, experts on more ranks, an
+# axis of twice the size (with half the replicas), sequence parallelism, and optimizer or weights on the host. The
+# samples per step stay the same. Of the changes that fit and pass the training's checks, the one with the shortest step
+# comes first. If no single change is sufficient, pairs of changes are tried.
 
 PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "buffers")
 """Fields of ``Memory`` that are on the device during a step."""
@@ -350,7 +350,7 @@ def overflow(found: Estimate, usable: int) -> Overflow | None:
 
 
 def remedies(planner: Planner, layout: Layout) -> list[LayoutChange]:
-    """Return the changes that make ``layout`` fit, shortest step first; pairs only if no single change does."""
+    """Return the single changes (if there are none, pairs of changes) that make ``layout`` fit, shortest step first."""
     singles = list(changes(planner, layout))
     fitting = list(_fitting(planner, [((flags,), changed) for flags, changed in singles]))
     if not fitting:
@@ -417,12 +417,12 @@ def _longer(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
 
 
 def _with_stage(layout: Layout, stage: int) -> Layout:
-    """Return ``layout`` with ZeRO stage ``stage``; below 3, no weights are on the host."""
+    """Return ``layout`` with ZeRO stage ``stage``, and without weights on the host if the stage is below 3."""
     return replace(layout, zero_stage=stage, offload_parameters=layout.offload_parameters and stage == WHOLE)
 
 
 def _less(layout: Layout, changed: Layout) -> str:
-    """Return the flags for a lower ZeRO stage or fewer expert ranks of ``changed``, as text."""
+    """Return the flags, as text, that lower the ZeRO stage or the number of expert ranks to that of ``changed``."""
     flags = f" --zero-stage {changed.zero_stage}" if changed.zero_stage != layout.zero_stage else ""
     flags += f" --expert-model-parallel-size {changed.expert}" if changed.expert < layout.expert else ""
     return flags + " without --offload-parameters" * (layout.offload_parameters and not changed.offload_parameters)

@@ -1,8 +1,8 @@
 """Run a function in several processes of this machine, as ranks of a process group.
 
 ``run_ranks(n, function, *args)`` calls ``function(rank, *args)`` in each process and returns the results in rank order.
-Messages of ``Rank.report`` reach the caller at once. No port is used, since the ranks rendezvous through a file. No
-process is left behind: each is joined, killed after the deadline, and dies with its parent.
+Messages of ``Rank.report`` are delivered to the caller immediately. The ranks rendezvous through a file, so no port is
+needed. Processes never outlive the call: they are joined, or killed after the deadline, and they die with their parent.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Rank:
         return device.bind(self.kind, self.number)
 
     def report(self, text: str) -> None:
-        """Send the progress message ``text`` to the caller; only the first rank sends it."""
+        """Send the progress message ``text`` to the caller. Has no effect on ranks other than 0."""
         if self.number == 0 and self._pipe is not None:
             self._pipe.send(("told", text))
 
@@ -121,7 +121,7 @@ def run_ranks(
 
 
 def _answers(pipes: list[Connection], deadline_s: float, report: Report) -> list[Any]:
-    """Return one result per rank. The first failure is raised at once, since other ranks may be blocked."""
+    """Return one result per rank. A failure is raised without waiting for other ranks, since they may be blocked."""
     answers: dict[int, Any] = {}
     end = time.monotonic() + deadline_s
     while len(answers) < len(pipes):

@@ -21,7 +21,7 @@ from tds.schedule.simulate import SPLITTING
 # | products (matmuls) | flops / rate(side) | twice as many; the core of fused attention 2.5 times |
 # | a pass | bytes saved / memory bandwidth; for the head, bytes of the logits | the same |
 # | operations | overhead per operation | twice as many |
-# | gradients of weights | | read, and added to the sum over micro-batches: 10 bytes in 16 bits, 12 in 32 |
+# | gradients of weights | | accumulated over micro-batches: 10 bytes per parameter in 16 bits, 12 bytes in 32 bits |
 #
 # The machine's ``EfficiencyFactors`` multiply matmuls and passes, with separate factors for layers that are split over
 # tensor ranks. Recomputation adds a forward pass to the backward pass: of the layers, or of the attention cores.
@@ -38,7 +38,7 @@ class Seconds:
         backward: includes ``again``.
         again: recomputation.
         weights: part of ``backward``: matmuls for the gradients of weights.
-        columns: part of ``weights`` in layers that all-reduce the gradient of their input over the tensor ranks.
+        columns: part of ``weights`` in column-parallel layers, which can overlap with their all-reduce.
     """
 
     forward: float = 0.0
@@ -62,7 +62,7 @@ class Parts:
         passed: one pass over the saved activations; ``scored``: one pass over the attention scores.
         started: overhead of the operations of a forward pass.
         adding: accumulation of the gradients of weights.
-        beside, beside_back: passes to which no factor applies.
+        beside, beside_back: time of passes in forward and backward to which no factor applies.
         cores: one pass over the activations that attention saves between its matmuls.
         is_again: full recomputation runs the unit again.
     """
@@ -108,7 +108,7 @@ class Parts:
 
 
 class Clock:
-    """Computes the time of units on ``machine`` in layouts of one model of ``family``."""
+    """Computes the times of a model's units on ``machine``; the layout is an argument of each method."""
 
     def __init__(self, costs: Costs, machine: Machine, family: str) -> None:
         self._costs, self._machine, self._family = costs, machine, family
@@ -125,7 +125,7 @@ class Clock:
         return seconds
 
     def parts(self, layout: Layout) -> list[Parts]:
-        """Return the operations of each unit; equal layers share one object."""
+        """Return the times of the operations of each unit; equal layers share one object."""
         b, t, width = layout.micro_batch_size, layout.tensor, BYTES[layout.dtype]
         works = self._costs.unit_work(b, t, width)
         kept = self._costs.unit_kept(b, t, width, layout.sequence)
@@ -142,7 +142,7 @@ class Clock:
         return parts
 
     def factors(self, unit: int, layout: Layout) -> EfficiencyFactors:
-        """Return the factors for the matmuls and passes of a unit."""
+        """Return the efficiency factors of unit ``unit`` (an index) in ``layout``."""
         unit_type, default = self._kinds[unit], HEAD if unit == len(self._kinds) - 1 else LAYER
         unsplit = self._machine.efficiency(layout.dtype, unit_type, default)
         return self._machine.efficiency(layout.dtype, unit_type + CUT, unsplit) if layout.tensor > 1 else unsplit
@@ -188,7 +188,7 @@ def _kind(unit: str) -> str:
 
 
 def _scores(work: Work) -> float:
-    """Return the number of attention scores of a unit; the first of each pair of core matmuls computes them."""
+    """Return the number of attention scores of a unit: the outputs of the first matmul of each pair in the core."""
     return sum(product.rows * product.columns * product.number for product in work.core[::2])
 
 
@@ -199,9 +199,9 @@ def _scores(work: Work) -> float:
 # | tensor | all-reduce of activations of X bytes over t ranks | 2 (t - 1) / t X |
 # | ... with sequence parallelism | instead of an all-reduce: in forward an all-gather and a reduce-scatter; in backward two all-gathers (of the output's gradient, and of the input again, which zb-h1 and compiled layers save) and a reduce-scatter | 2 (t - 1) / t X; 3 (t - 1) / t X |  # noqa: E501
 # | context | layer and micro-batch: keys, values of X bytes gathered twice, gradients scattered | 3 (c - 1) / c X |
-# | ... a2a | queries, keys, values and context of X bytes to and fro, a third time if recomputed | 2 (c - 1) / c^2 X |
-# | expert | layer with experts and micro-batch: rows of X bytes to the experts, results back; both again in backward, and again if recomputed | 4 (e - 1) / e X |  # noqa: E501
-# | pipeline | boundary and micro-batch, each way | s b h numbers; from the split of a T5 on those of both sides |
+# | ... a2a | queries, keys, values, context of X bytes in forward and backward; again if recomputed | 2 (c - 1) / c^2 X |  # noqa: E501
+# | expert | layer with experts and micro-batch: dispatch and combine rows of X bytes, in forward and in backward; again if recomputed | 4 (e - 1) / e X |  # noqa: E501
+# | pipeline | boundary and micro-batch, each way | s b h numbers; in a T5's decoder stages also the encoder's output |
 # | data | all-reduce of gradients over d replicas, ZeRO 0, and 1 on CPUs | 2 (d - 1) / d x 4 bytes of a parameter |
 # | ... ZeRO 1 on GPUs, instead of it | reduce-scatter | (d - 1) / d x 4 |
 # | ... of experts distributed over e ranks | all-reduce over d / e replicas, after the last backward; not scattered | 2 (d / e - 1) / (d / e) x 4 |  # noqa: E501
@@ -209,19 +209,20 @@ def _scores(work: Work) -> float:
 # | ... ZeRO 2 | micro-batch, instead of the all-reduce | (d - 1) / d x 4 |
 # | ... ZeRO 3 | micro-batch: as ZeRO 2, and weights gathered twice, a layer ahead | (d - 1) / d x (4 + 2 x a weight) |
 #
-# Backward starts the all-reduce of a column-parallel layer's gradient before that layer's matmul for weights, and
-# gathers its input during the matmul for the input. All other tensor-parallel communication is exposed, including that
+# Backward starts the all-reduce of a column-parallel layer's input gradient before its weight-gradient matmul, and
+# gathers its input during the input-gradient matmul. All other tensor-parallel communication is exposed, including that
 # around the head.
 #
-# A group whose ranks are in one node uses the node's links. A group over several nodes has the bandwidth of the network
-# cards of its members in a node, since as many groups share these. The tensor axis is innermost, then the data axis.
+# A group within a node uses the node's links. A group over several nodes shares a node's network cards with other
+# groups: its bandwidth is the number of its members in the node times the bandwidth per device. The tensor axis is
+# innermost, then the data axis.
 #
 # Sources: Narayanan et al. 2021, section 3; Rajbhandari et al. 2020, "ZeRO", section 7.
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank sends in a step, the seconds this takes, and the seconds that overlap with other work."""
+    """Communication of one rank: bytes sent, duration, and the part of the duration that overlaps with other work."""
 
     bytes: float = 0.0
     seconds: float = 0.0
@@ -235,44 +236,44 @@ class Traffic:
         return Traffic(self.bytes + other.bytes, self.seconds + other.seconds, self.hidden_s + other.hidden_s)
 
     def times(self, number: float) -> Traffic:
-        """Return the traffic of ``number`` times this communication."""
+        """Return the traffic of ``number`` repetitions."""
         return Traffic(number * self.bytes, number * self.seconds, number * self.hidden_s)
 
     def behind(self, seconds: float) -> Traffic:
-        """Return the same traffic, overlapped with ``seconds`` of other work."""
+        """Return the same traffic with up to ``seconds`` of it hidden by other work."""
         return Traffic(self.bytes, self.seconds, min(self.seconds, max(seconds, 0.0)))
 
 
 @dataclass(frozen=True)
 class Group:
-    """A group of ``size`` ranks with a distance of ``stride``, and the link between them."""
+    """A group of ``size`` ranks, whose global ranks differ by ``stride``, and the link between the ranks."""
 
     size: int
     link: Link
     speed: float = 1.0
-    most: Link | None = None  # upper bound: a group over several nodes is not faster than within one
+    most: Link | None = None  # upper bound: a group over several nodes is not faster than a group within a node
 
     @classmethod
     def of(cls, machine: Machine, size: int, stride: int, world: int) -> Group:
-        """Return the slowest group of ``size`` ranks with a distance of ``stride`` on ``machine``."""
+        """Return the slowest group of ``size`` ranks with ``stride`` among ``world`` ranks on ``machine``."""
         if world <= machine.devices_per_node or machine.devices_per_node % (size * stride) == 0:
             return cls(size, machine.intra)
         return cls(size, machine.inter, max(machine.devices_per_node / stride, 1.0), machine.intra)
 
     def summed(self, num_bytes: float) -> Traffic:
-        """Return an all-reduce of ``num_bytes``."""
+        """Return the traffic of an all-reduce of ``num_bytes``."""
         return self._around("all_reduce", 2 * num_bytes)
 
     def gathered(self, num_bytes: float) -> Traffic:
-        """Return an all-gather with a result of ``num_bytes``."""
+        """Return the traffic of an all-gather with a result of ``num_bytes``."""
         return self._around("gather", num_bytes)
 
     def scattered(self, num_bytes: float) -> Traffic:
-        """Return a reduce-scatter of ``num_bytes``."""
+        """Return the traffic of a reduce-scatter with an input of ``num_bytes``."""
         return self._around("scatter", num_bytes)
 
     def sent(self, num_bytes: float) -> Traffic:
-        """Return a message from one rank of the group to the next."""
+        """Return the traffic of a point-to-point message between neighbours in the group."""
         wire: Wire = self.link.send
         return Traffic(num_bytes, wire.latency_s + num_bytes / self._bandwidth("send")) if self.size > 1 else Traffic()
 
@@ -347,10 +348,13 @@ class Messages:
         return traffic
 
     def across(self, layout: Layout, bounds: Sequence[int], piece_s: float) -> tuple[Traffic, float]:
-        """Return the communication over the busiest stage boundary in a step, and the time that stages wait for it.
+        """Return the traffic of the busiest stage boundary in a step, and the seconds that stages wait for messages.
 
-        The first micro-batch waits at each boundary, in both directions, and with placement V in both chunks. The
-        others wait if their message takes longer than half a piece.
+        The first micro-batch waits at each boundary, in both directions, and with placement V in both chunks. Other
+        micro-batches only wait if their message takes longer than half the time of a piece.
+
+        Args:
+            piece_s: seconds of the fastest piece for a micro-batch.
         """
         if layout.pipe == 1:
             return Traffic(), 0.0
@@ -370,7 +374,11 @@ class Messages:
         return all_messages.behind(all_messages.seconds - waits), waits
 
     def summed(self, layout: Layout, bounds: Sequence[int], backward_s: float) -> tuple[Traffic, float]:
-        """Return the communication between replicas in a step, and the time of the update."""
+        """Return the data-parallel traffic of a step, and the seconds of the update.
+
+        Args:
+            backward_s: seconds of a backward pass, with which gradient communication can overlap.
+        """
         machine, state = self.machine, State.of(layout.dtype, layout.optimizer, layout.num_bf16_states)
         placement_args = layout.pipe, layout.placement.kind
         of_stages = self.costs.stage_parameters(bounds, layout.tensor, *placement_args)
@@ -407,11 +415,11 @@ class Messages:
         return sent + muon_messages, seconds + self._update(layout, num_dense, num_expert, state, matrices)
 
     def _orthogonalised(self, layout: Layout, products: Sequence[Product], data: Group) -> tuple[Traffic, float]:
-        """Return the communication of Muon's update, and the time of its Newton-Schulz steps, divided among all owners.
+        """Return the traffic of Muon's update, and the seconds of its Newton-Schulz steps.
 
-        The owners are the ranks of ``data``, which have the same experts, times those of the tensor axis. The steps run
-        in bf16. Query, key and value count as one matrix, and so do gate and up. Values travel to an owner and back in
-        2 bytes.
+        The matrices are divided among owners, which are all ranks of the tensor axis and of ``data`` (ranks with the
+        same experts). The steps run in bf16. Query, key and value count as one matrix, and so do gate and up. Matrices
+        are sent to their owner and back with 2 bytes per element.
         """
         machine, owners = self.machine, layout.tensor * data.size
         dtype = "bf16" if "bf16" in machine.product_flops else layout.dtype
@@ -428,7 +436,7 @@ class Messages:
         return to_owner + data.gathered(gathered_bytes) + tensor.gathered(num_bytes).times(2), seconds
 
     def _update(self, layout: Layout, held: int, apart: int, state: State, matrices: int = 0) -> float:
-        """Return the time of an update: all states are read and written, and gradients read again for the norm."""
+        """Return the seconds of an update: read and write all states, and read the gradients again for their norm."""
         machine, share = self.machine, layout.zero.share(1)
         num_parameters = held / share + apart * layout.expert / max(share, layout.expert)
         moved_bytes = (
@@ -437,16 +445,16 @@ class Messages:
         )
         if not layout.offload_optimizer:
             return moved_bytes / machine.update_bandwidth
-        # main params are copied back unrounded, and rounded on the device
+        # main params are copied to the device before they are rounded
         copies = num_parameters * 2 * state.gradient / machine.host_bandwidth
         return moved_bytes / machine.host_update_bandwidth + copies
 
     def _back(self, group: Group, work: Work, unit: Seconds, layout: Layout, is_cut: bool) -> Traffic:
         """Return the tensor-parallel communication of a unit's backward pass.
 
-        All-reduces overlap with the column-parallel layers' matmuls for weights; the repeated all-gather overlaps with
-        their matmuls for the input. If a schedule defers the matmuls for weights, or layers are compiled, nothing
-        overlaps, and the input gathered in forward is saved.
+        All-reduces overlap with the weight-gradient matmuls of column-parallel layers. The repeated all-gather of the
+        input overlaps with their input-gradient matmuls. If the schedule defers weight gradients, or if layers are
+        compiled, nothing overlaps, and the input is not gathered again but saved in forward.
 
         Args:
             is_cut: activations between the unit's matmuls are split over the tensor ranks.
