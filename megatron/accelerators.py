@@ -10,8 +10,8 @@ from typing import Any
 
 # Patches of a plug-in to torch, DeepSpeed and this project: an explicit list that can be disabled and reverted.
 #
-# An adaptor is a named list of patches to one part. When a device is chosen, all of its adaptors are applied, or none.
-# ``disable`` restores every attribute. Environment switches, read when the adaptors are applied:
+# An adaptor is a named list of patches to one package (``PARTS``). When a device is chosen, all of its adaptors are
+# applied, or none. ``disable`` restores every attribute. Environment switches, read when the adaptors are applied:
 #
 # | variable | turns off |
 # |---|---|
@@ -43,7 +43,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class Adaptor:
-    """A named set of patches to one part: torch, deepspeed or megatron."""
+    """A named set of patches to one package: torch, deepspeed or megatron."""
 
     part: str
     name: str
@@ -55,7 +55,7 @@ class Adaptor:
 
     @property
     def switch(self) -> str:
-        """Name of the environment variable that turns this part off."""
+        """Name of the environment variable that turns off all adaptors of this package."""
         return f"ENABLE_{self.part.upper()}_ADAPTOR"
 
 

@@ -28,7 +28,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def _by_plugin(function: _Call) -> _Call:
-    """Make ``function`` overridable by a plug-in's hook; its first argument is the device or device type."""
+    """Let plug-ins override ``function``, whose first argument is a device or device type, with a hook."""
 
     @functools.wraps(function)
     def call(place: str | torch.device, *args: Any) -> Any:
@@ -335,7 +335,7 @@ def memory_of_others(kind: str) -> int:
 
 @_by_plugin
 def total_memory_bytes(kind: str) -> int:
-    """Return the memory of the device in bytes; for the CPU, that of the node."""
+    """Return the memory of the device in bytes; for the CPU, the memory of the node."""
     if kind != "cpu":
         return torch.accelerator.get_memory_info()[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -40,10 +40,10 @@ def hook_before(other: Hook) -> Hook:
 
 
 def exit_if_outside(error: BaseException) -> None:
-    """Print the message of ``problem`` and exit with code 2 if there is one; otherwise return.
+    """Print the message of ``problem`` and exit with code 2; return if ``error`` has another cause.
 
     Raises:
-        SystemExit: there is a message.
+        SystemExit: ``problem`` returned a message.
     """
     text = problem(error)
     if text is not None:

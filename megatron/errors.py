@@ -1,4 +1,4 @@
-"""Errors that a user can act on, each with the exit code of the job that it ends.
+"""Errors that a user can fix, and the exit codes of jobs that end with them.
 
 | class | cause | exit code |
 |---|---|---|
@@ -42,7 +42,7 @@ class DataError(JobError, ValueError):
 
 
 class SampleError(DataError):
-    """A sample that cannot be read, or samples that cannot be batched; the text names them and their location."""
+    """A sample that cannot be read, or samples that cannot be batched; the message names their location."""
 
 
 class CheckpointError(JobError, RuntimeError):
@@ -84,7 +84,7 @@ EXIT_CODES: dict[type[BaseException], int] = {
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the job's exit code for ``error``: the one in the table at the top of this file, otherwise 1.
+    """Return the job's exit code for ``error``: the code in the table at the top of this file, otherwise 1.
 
     A SystemExit keeps its own code, but code 0 becomes 1, because 0 is reserved for a run that has finished.
     """

@@ -19,9 +19,9 @@ def is_name(path: Path | str) -> bool:
 
 
 def advice(path: Path | str) -> str:
-    """Return instructions to download the model that ``path`` names, to append to a message; "" if it names none.
+    """Return instructions to download the model ``path`` from the Hub; "" if ``path`` is not the name of a model.
 
-    The text starts with a space.
+    The text starts with a space, so that it can be appended to a message.
     """
     if not is_name(path):
         return ""

@@ -95,7 +95,7 @@ def is_file(path: str) -> bool:
     """Return True if ``path`` in a store is a file, and False if it is a folder.
 
     Raises:
-        DataError: it is neither, or the store cannot be accessed.
+        DataError: ``path`` does not exist, or the store cannot be accessed.
     """
     store, name = _store(path)
     return _tried(path, "looking at it", lambda: store.info(name))["type"] == "file"
@@ -150,7 +150,7 @@ def path_or_name(text: str) -> Path | str:
 
 
 def size_of(path: str) -> int | None:
-    """Return the current size of a remote file in bytes; None if there is none.
+    """Return the current size of a remote file in bytes; None if the file does not exist.
 
     Raises:
         DataError: the store cannot be accessed.
@@ -203,7 +203,7 @@ def read_chunks(path: str, size: int) -> Iterator[bytes]:
 
 
 def upload(source: Path, path: str, *, crc32: int | None = None) -> None:
-    """Upload the file ``source`` to a store and verify its size there; with ``crc32`` also its content.
+    """Upload the file ``source`` to a store and verify the size of the remote file; with ``crc32`` also its content.
 
     A store shows an object only after it is complete. An upload with a wrong size or checksum is repeated.
 

@@ -82,9 +82,9 @@ def has_triton() -> bool:
 
 
 def flexible_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **how: Any) -> torch.Tensor:
-    """Return torch's ``flex_attention``, compiled. Inside a compiled graph, it becomes part of that graph.
+    """Return the output of torch's compiled ``flex_attention``. Within ``torch.compile``, it joins the caller's graph.
 
-    On a CPU it is not compiled: it materializes all scores and has no gradients.
+    On a CPU, ``flex_attention`` is not compiled: it materializes all scores and has no gradients.
 
     Shapes:
         query, output [b, a, s, d]; key, value [b, g, s_k, d]
@@ -102,7 +102,7 @@ def flexible_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 
 @functools.cache
 def compiled_flex_attention(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
-    """Return the compiled ``flex_attention``; it raises instead of falling back to materializing all scores."""
+    """Return the compiled ``flex_attention``, which raises instead of falling back to materializing all scores."""
     from torch.nn.attention.flex_attention import flex_attention
 
     options: dict[str, Any] = {"backend": backend, "dynamic": False, "fullgraph": True}
@@ -116,7 +116,7 @@ def compiled_flex_attention(backend: str | Callable[..., Any] = "inductor") -> C
 
 
 # A private function of torch: the orthogonalization in ``torch.optim.Muon``. Muon's public step only supports one full
-# matrix per parameter on one rank. tests/test_torch_compat.py compares the two.
+# matrix per parameter on one rank. tests/test_torch_compat.py compares ``newton_schulz`` with that step.
 
 
 def newton_schulz(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
@@ -134,7 +134,7 @@ def load_cpp(source: str, flags: Sequence[str]) -> Any:
     """Compile a C++ program with ``flags``, without torch's own vector flags, and load it as a library.
 
     Raises:
-        Exception: torch's own types: there is no compiler, or it rejects the program.
+        Exception: torch's own types: no compiler is installed, or the compiler rejects the program.
     """
     from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache  # imported on use, since it takes 1 s with its dependencies

@@ -60,8 +60,8 @@ class Committed:
 class AsyncSaver:
     """Saves checkpoints in the background, one at a time. The constructor is collective.
 
-    It uses its own gloo group, because its collectives run concurrently with those of training. It allocates host
-    memory for a copy of the tensors that this rank writes and frees it in ``close``.
+    It uses its own gloo group, because its collectives run concurrently with the collectives of training. It allocates
+    host memory for a copy of the tensors that this rank writes and frees it in ``close``.
     """
 
     def __init__(self, world: Group) -> None:
@@ -76,7 +76,7 @@ class AsyncSaver:
     def save(self, root: Path, captured: CapturedState, retention: RetentionPolicy = ALL) -> Staged:
         """Copy the tensors, start writing them in the background, and return after the copy. Collective.
 
-        Waits for the previous save first. Errors, including those of the copy, are raised on all ranks by ``poll`` and
+        Waits for the previous save first. Errors, including errors of the copy, are raised on all ranks by ``poll`` and
         ``finish``.
         """
         self._join()

@@ -54,7 +54,7 @@ RUNS = Path("runs")
 def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str, Any]:
     """Return field -> value of the model settings to take from the source; empty without a source.
 
-    Only fields that the user did not set are returned. A line is added to ``found.notes`` that lists them.
+    Only fields that the user did not set are returned. A line in ``found.notes`` lists these fields.
 
     Args:
         found: the values of the command line and --config.
@@ -62,8 +62,8 @@ def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str,
         name: name of the run, for --resume.
 
     Raises:
-        CheckpointError: the source's family does not match, its model is unknown, it contradicts itself, or a given
-            value differs from the source's.
+        CheckpointError: the source's family does not match, its model is unknown, its config.json contradicts its
+            tensors, or the user set a value that differs from the source's.
     """
     flags = {**defaults, **found.values}
     path = source_of(flags, name)
@@ -103,7 +103,7 @@ SCHEDULE = (
 
 
 def _take_schedule(found: Scan, source: Source) -> None:
-    """Set ``found.schedule`` to the source's schedule and mark the flags that it replaces as ignored.
+    """Set ``found.schedule`` to the source's schedule, and mark flags with other values as ignored.
 
     Source: Megatron-LM, core/optimizer_param_scheduler.py, ``OptimizerParamScheduler.load_state_dict``.
     """

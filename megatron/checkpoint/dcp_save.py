@@ -167,7 +167,7 @@ def _num_bytes(item: WriteItem) -> int:
 
 
 class RecordSavePlanner(SavePlanner):
-    """Plans the save of TensorRecords; ``source`` is called once to get them."""
+    """Plans the save of TensorRecords; ``source`` is called once to get the records."""
 
     def __init__(self, source: Callable[[], list[TensorRecord]]) -> None:
         self._source = source
@@ -221,7 +221,7 @@ def global_index(claims_of_ranks: list[list[Claim]]) -> dict[str, Entry]:
     """Return the manifest entry of each global tensor.
 
     Raises:
-        CheckpointError: ranks disagree on a tensor, or it is not written exactly once; names all such tensors.
+        CheckpointError: ranks disagree on a tensor, or a tensor is not written exactly once; lists all such tensors.
     """
     holders_by_name: dict[str, list[tuple[int, Claim]]] = {}
     for rank, claims in enumerate(claims_of_ranks):

@@ -184,8 +184,8 @@ def _found(config: Config, tensors: Mapping[str, Header]) -> dict[str, Header]:
 def _misfit(path: Path, theirs: Mapping[str, Any], config: Config, tensors: Mapping[str, Header]) -> str:
     """Return the error message for a config.json that does not match its tensors.
 
-    The message lists the keys of which a single change would fix config.json. If there are none, it lists the missing
-    and unexpected tensors.
+    The message lists each key of config.json whose correction would be sufficient. Without such a key, it lists the
+    missing and unexpected tensors.
     """
     fixes = dict(_mended(theirs, config, tensors))
     if fixes:

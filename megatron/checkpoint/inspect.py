@@ -20,7 +20,7 @@ _CHUNK = 1 << 22  # elements converted to fp64 at a time
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """Statistics of one tensor; the norm and the largest value are None unless it is a floating-point tensor."""
+    """Statistics of one tensor; the norm and the largest value are None unless the tensor is floating-point."""
 
     name: str
     dtype: str

@@ -76,7 +76,7 @@ def first_that_verifies(
     *,
     strict: bool = False,
 ) -> Opened:
-    """Return the result of ``opened`` for the first candidate for which it raises no CheckpointError. Collective.
+    """Call ``opened`` for the candidates in turn until it raises no CheckpointError; return its result. Collective.
 
     Args:
         opened: opens a candidate; returns the result and a name for the candidate. A warning about skipped candidates
@@ -145,7 +145,7 @@ def _compare_hint(root: Path, found: Checkpoint) -> None:
 
 @marked(is_of_this_rank=False)
 def open_checkpoint(path: Path, world: Group) -> Checkpoint:
-    """Verify the checkpoint in the folder ``path`` and return it. The ranks share the reading of its files. Collective.
+    """Verify the checkpoint in the folder ``path`` and return it. Its files are distributed over the ranks. Collective.
 
     Raises:
         CheckpointError: names each file that is missing, truncated or altered; raised on all ranks.

@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-# ``manifest.json`` describes the contents of a checkpoint folder. A folder without a complete one is not a checkpoint.
+# ``manifest.json`` describes the contents of a checkpoint. A folder without a complete manifest is not a checkpoint.
 #
 #     {"crc32": "1c291ca3",
 #      "format_version": 1, "sequence": 4, "step": 20,
@@ -58,7 +58,7 @@ CHECKPOINTS = "checkpoints"
 
 
 def newest_metadata(source: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return path and metadata of the newest complete manifest in ``source``; None if there is none.
+    """Return path and metadata of the newest complete manifest in ``source``; None without a complete manifest.
 
     Args:
         source: a run folder, its folder of checkpoints, or a checkpoint, in the native or in DeepSpeed's format.

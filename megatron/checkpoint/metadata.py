@@ -92,8 +92,8 @@ def manifest_from_bytes(content: bytes, path: Path) -> Manifest:
         path: path of the file, used in error messages.
 
     Raises:
-        NewerFormatError: a later version wrote it.
-        CheckpointError: it is truncated or altered, or its content is not valid.
+        NewerFormatError: a later version wrote the manifest.
+        CheckpointError: the manifest is truncated or altered, or its content is not valid.
     """
     if not is_whole(content):
         raise CheckpointError(f"{path} is damaged: its checksum does not fit ({len(content)} bytes)")
@@ -125,7 +125,7 @@ def _plain(name: str) -> str:
     """Return ``name`` if it is a plain file name, which cannot point outside the checkpoint's folder.
 
     Raises:
-        ValueError: it has a path separator, or it is the name of the manifest.
+        ValueError: ``name`` has a path separator, or is the name of the manifest.
     """
     if Path(name).name != name or name == MANIFEST_NAME:
         raise ValueError(f"a shard must be a plain file name, got {name!r}")

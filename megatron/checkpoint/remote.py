@@ -83,16 +83,16 @@ def _read(path: str, held: dict[str, int]) -> RemoteCheckpoint | None:
 
 
 def newest_metadata(source: str) -> tuple[str, dict[str, Any]] | None:
-    """Return path and metadata of the newest complete checkpoint in ``source``; None if there is none."""
+    """Return path and metadata of the newest complete checkpoint in ``source``; None without a complete checkpoint."""
     checkpoints = find(source)
     return (object_store.join(checkpoints[0].path, MANIFEST_NAME), checkpoints[0].metadata) if checkpoints else None
 
 
 def require(source: str) -> list[RemoteCheckpoint]:
-    """Return the complete checkpoints in ``source``, last saved first, as ``find``; there must be at least one.
+    """Return the result of ``find`` for ``source``, which must have a complete checkpoint.
 
     Raises:
-        CheckpointError: there is none, or the store cannot be read.
+        CheckpointError: ``source`` has no complete checkpoint, or the store cannot be read.
     """
     try:
         checkpoints = find(source)

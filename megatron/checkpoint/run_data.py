@@ -1,4 +1,4 @@
-"""Default data, tokenizer and split of a start with --resume or --load: the settings of the run that it continues.
+"""Defaults of the data, tokenizer and split with --resume or --load: the settings of the continued run.
 
 No torch. The run scripts call ``python -m megatron.checkpoint.run_data NAME FLAGS`` to find out whether the continued
 run uses the user's data or the sample data.
@@ -90,7 +90,7 @@ def bring_data(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict
 
 
 def settings_of(path: Path | str) -> dict[str, Any] | None:
-    """Return field -> value of the data settings in the newest checkpoint of a run; None if there is none.
+    """Return field -> value of the data settings in the newest checkpoint of a run; None without a checkpoint.
 
     Args:
         path: a run folder, its folder of checkpoints, a checkpoint, or the address of a run in an object store.

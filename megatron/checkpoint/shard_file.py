@@ -1,8 +1,8 @@
 """ShardFile: the tensors of one rank in one safetensors file.
 
 File format: 8 bytes with the length of the header (little-endian), the header (JSON padded with spaces to a multiple of
-8 bytes), and the bytes of the tensors without gaps. Any safetensors reader can read the file. Reading it never executes
-code.
+8 bytes), and the bytes of the tensors without gaps. Any safetensors reader can read the file. Reading the file never
+executes code.
 
 Source: https://github.com/huggingface/safetensors, "Format".
 """

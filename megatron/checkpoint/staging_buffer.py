@@ -50,7 +50,7 @@ class StagingBuffer:
 
 
 def _large_pages(num_bytes: int) -> mmap.mmap:
-    """Return newly mapped memory, in 2 MiB pages if the system has them: their page faults cost a tenth as much."""
+    """Return newly mapped memory. It uses 2 MiB pages if available, which reduces page fault costs to a tenth."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

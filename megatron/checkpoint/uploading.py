@@ -1,7 +1,7 @@
 """Upload a run folder's checkpoints and exports to an object store, in the background, by all ranks.
 
-Folders to upload are queued in the run folder as hard links to their files, so that neither the deletion of old
-checkpoints nor a kill loses them:
+Folders to upload are queued in the run folder as hard links to their files. The links survive a kill and the deletion
+of old checkpoints.
 
 | name in ``.uploads/<store>/`` | state |
 |---|---|
@@ -33,7 +33,7 @@ QUEUE = ".uploads"
 HF = "hf"
 """Name of the folder of exported Hugging Face folders in a run folder, next to its checkpoints."""
 MARKERS = {CHECKPOINTS: MANIFEST_NAME, HF: "config.json"}
-"""Folder in the run folder -> its marker: the file without which an upload does not count as complete."""
+"""Folder in the run folder -> name of its marker, the file whose presence in the store completes an upload."""
 
 _LINKING, _NEW = ".linking-", ".new-"
 _POLL_S = 0.2

@@ -61,7 +61,7 @@ def verify(path: Path, content: Manifest, world: Group) -> None:
 
 
 def segments(name: str, size: int) -> list[Segment]:
-    """Return the segments of a file of ``size`` bytes, at least one."""
+    """Split a file of ``size`` bytes into segments, at least one."""
     starts = range(0, max(size, 1), SEGMENT_BYTES)
     return [Segment(name, start, min(start + SEGMENT_BYTES, size)) for start in starts]
 

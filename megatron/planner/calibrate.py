@@ -1,4 +1,4 @@
-"""Measure this machine for the planner, in about half a minute, with all ranks working at once.
+"""Measure this machine for the planner, on all ranks simultaneously, in about half a minute.
 
     python tools/plan.py --calibrate machine.json
 
@@ -71,10 +71,10 @@ def calibrate(
     round_s: float = ROUND_S,
     threads: int | None = None,
 ) -> Machine:
-    """Measure this machine with ``ranks`` processes at once. No process and no file is left behind.
+    """Measure this machine with ``ranks`` simultaneous processes, which end before this function returns.
 
     Args:
-        ranks: 0: one per device; on a CPU, one per core.
+        ranks: number of processes; 0 starts one per device, or on a CPU one per core.
         kind: device type, as for ``--device``.
         report: called with progress messages.
         pace, sizes, round_s: limits of the measurements; sizes of the messages in bytes.
@@ -151,7 +151,7 @@ def joined(found: Sequence[MeasuredMachine], link: Link, kind: str, load: float 
 
 
 def at_usual_speed(machine: Machine, readings: Sequence[float]) -> Machine:
-    """Convert ``machine`` from the speed of the first reading of the reference to that of the median reading."""
+    """Scale ``machine`` from the speed of the first reading of the reference to the speed of the median reading."""
     if not readings:
         return machine
     return replace(machine, reference_s=readings[0]).slowed(statistics.median(readings) / readings[0])

@@ -46,7 +46,7 @@ class Shape:
 
 
 def config_of(family: str, dtype: str, shape: Shape) -> Config:
-    """Return the configuration of a model with one layer (T5: one per side)."""
+    """Return the configuration of a model with one layer (T5: one encoder layer and one decoder layer)."""
     family_entry = FAMILIES[family]
     words = (
         f"--num-layers 1 --hidden-size {shape.hidden} --num-attention-heads {shape.hidden // shape.head} --{dtype} "
@@ -103,9 +103,9 @@ def rows_of(family: str) -> Mapping[str, str]:
 # unit, the ``EfficiencyFactors`` are fitted to the measured times and the predicted times of its operations.
 #
 # If there are several ranks with a core each, models that are split over all ranks are also timed, in the first format.
-# Their matmuls are smaller, and the faster rank waits at each all-reduce. The factors of split layers are those of
-# unsplit layers, multiplied by the slowdown (measured time without communication / predicted time). Only this number is
-# fitted, because there are few models and their time without communication is short.
+# Their matmuls are smaller, and the faster rank waits at each all-reduce. The factors of split layers are the
+# factors of unsplit layers times the slowdown (measured time without communication / predicted time). Only the slowdown
+# is fitted, because there are few split models and their time without communication is short.
 
 HEAD = "head"
 SHAPES = {
@@ -298,7 +298,7 @@ def _by_kind(machine: Machine, found: Sequence[LayerTimings]) -> dict[tuple[str,
 
 
 def _samples(machine: Machine, one: LayerTimings) -> Iterable[tuple[str, tuple[Sample, Sample]]]:
-    """Yield each type of unit with its samples of forward and backward."""
+    """Yield (type of unit, (forward sample, backward sample))."""
     config = config_of(one.family, one.dtype, one.shape)
     costs = registry.costs_of(config, is_on_cpu=machine.is_cpu)
     clock, layout = Clock(costs, machine, one.family), replace(layout_of(config, 1), tensor=one.tensor)

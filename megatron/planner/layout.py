@@ -1,4 +1,4 @@
-"""A layout, the flags and variables that select it, and the checks of the training program against it."""
+"""Layouts, the flags and variables that select a layout, and the training program's checks of a layout."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from megatron.errors import ConfigError
 
 @dataclass(frozen=True)
 class EfficiencyFactor:
-    """Factors on the time of all matmuls, of one pass over the saved activations, and of one over the scores."""
+    """Factors for the times of the matmuls, of a pass over the saved activations, and of a pass over the scores."""
 
     products: float
     passes: float
@@ -39,7 +39,7 @@ class EfficiencyFactor:
         return EfficiencyFactor(factor * self.products, factor * self.passes, factor * self.scores)
 
     def of(self, parts: tuple[float, float, float]) -> float:
-        """Return the time of a unit from the times of its matmuls, of one pass and of one pass over the scores."""
+        """Return the time of a unit, given (time of its matmuls, of a pass, of a pass over the scores)."""
         products, passed, scored = parts
         return self.products * products + self.passes * passed + self.scores * scored
 
@@ -55,7 +55,7 @@ class EfficiencyFactors:
 Table = Mapping[str, Mapping[str, EfficiencyFactors]]
 """Number format -> type of unit ("gpt2 layer", "t5 head") -> its factors."""
 CUT = ", cut over tensor ranks"
-"""Suffix for the type of a unit that is split over tensor ranks: its matmuls are smaller, and ranks wait."""
+"""Suffix for the type of a unit that is split over tensor ranks: its matmuls are smaller, and its ranks wait."""
 LAYER = EfficiencyFactors(EfficiencyFactor(1.0, 2.0), EfficiencyFactor(1.0, 3.0))
 """Forward writes the saved activations of a layer once, and the next operation reads them about once (2 passes).
 Backward reads them, and reads and writes gradients of about the same size (3 passes). The same holds for norms, dropout
@@ -68,7 +68,7 @@ class Sample:
     """A measurement.
 
     Args:
-        parts: times of the matmuls, of one pass and of one pass over the scores, in seconds.
+        parts: (time of the matmuls, of a pass, of a pass over the scores), in seconds.
         seconds: measured time of the unit, minus the times to which no factor applies.
         scale: seconds by which an error is divided in the fit.
     """
@@ -79,7 +79,7 @@ class Sample:
 
 
 def fitted(samples: Sequence[Sample]) -> EfficiencyFactor:
-    """Return the nonnegative factors with the smallest sum of squared errors, each relative to its ``scale``."""
+    """Fit nonnegative factors by least squares, with the error of each sample divided by its ``scale``."""
     rows = [[part / sample.scale for part in sample.parts] for sample in samples]
     targets = [sample.seconds / sample.scale for sample in samples]
     best, least = [0.0] * 3, sum(value**2 for value in targets)
@@ -156,11 +156,11 @@ FORMAT = "megatron-machine 1"
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """One type of communication over one link; it takes ``latency_s + bytes sent by a rank / bandwidth``.
+    """One type of communication over one link. A message takes ``latency_s + bytes sent by a rank / bandwidth``.
 
     Args:
         latency_s: latency of a message between two ranks; a collective of n ranks has log2(n) times this latency.
-        bandwidth: bytes/s that one rank sends while all ranks of the link do.
+        bandwidth: bytes/s per rank while all ranks of the link send.
     """
 
     latency_s: float
@@ -204,8 +204,8 @@ class Machine:
     """A device, the number of devices per node, and the links within and between nodes.
 
     Args:
-        memory_bytes: memory of one device.
-        reserved_bytes: part of it that training cannot use: memory of the driver and the communication library, and
+        memory_bytes: memory of one device. reserved_bytes: part of ``memory_bytes`` that training cannot use: memory of
+        the driver and the communication library, and
             fragmentation of the allocator.
         peak_flops: dtype -> dense FLOP/s of the data sheet, the denominator of MFU.
         product_flops: dtype -> ((side, FLOP/s of matmuls), ...), sorted by side. The side of a matmul of [n, k] and
@@ -274,7 +274,7 @@ class Machine:
     def idle(self, bubble: float) -> float:
         """Return the share of a step in which a core is idle.
 
-        With ranks that share a core, another rank uses the core while one waits, so cores idle less than ranks wait.
+        If ranks share a core, other ranks use it while one rank waits, so the core is idle for less than ``bubble``.
 
         Args:
             bubble: share of a step in which a rank would wait if it had its own core.

@@ -25,10 +25,10 @@ from megatron.torch_compat import all_gather_single, reduce_scatter_single
 # | probe | one turn | counted |
 # |---|---|---|
 # | products | y = x Wᵀ, dx = dy W, dW = dyᵀ x, all square: the three matmuls of a linear layer | 6 side³ FLOPs |
-# | stream | a sum, a norm and a GELU of activations, forward and backward | ``STREAM_PASSES`` times their bytes |
+# | stream | a sum, a norm and a GELU of activations, forward and backward | ``STREAM_PASSES`` times a tensor's bytes |
 # | update | the norm of the gradients and torch's fused AdamW, in fp32 | 32 bytes per parameter: 5 read, 3 written |
 # | overhead | a chain of small sums, forward and backward | two launches of a sum |
-# | copy | to the device from the host's memory, and back | its bytes twice |
+# | copy | from host memory to the device, and back | twice the bytes of the tensor |
 #
 # A turn is repeated for a time window. The result is the median rate of several windows. Warm-up turns before the first
 # window exclude one-time costs (first touch of memory, selection of kernels).

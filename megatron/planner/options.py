@@ -81,7 +81,7 @@ class Question:
     Args:
         layout: the layout to evaluate with --fits; None searches for the best ones.
         assumed: settings that were not given, as flags.
-        config_file: the file of --config; None without one.
+        config_file: path given by --config; None without this flag.
         file_fields: fields that this file sets to values other than the defaults.
         is_of_run: this file is the config.json of a run.
     """
@@ -225,7 +225,7 @@ def family_of_load(rest: Sequence[str]) -> str | None:
     path = flags.get("load")
     if path is None:
         return None
-    from megatron.checkpoint import checkpoint_args  # takes 10 ms; --help does not need it
+    from megatron.checkpoint import checkpoint_args  # importing takes 10 ms; not needed for --help
 
     return checkpoint_args.family_in(Path(path))
 
@@ -331,7 +331,7 @@ def _batch_size(
 ) -> int:
     """Return the samples per step: from --gas or a file, otherwise the number of devices times a power of two.
 
-    The power of two is the one closest to ``TOKENS`` tokens per step.
+    The power of two is chosen such that a step has about ``TOKENS`` tokens.
 
     Raises:
         ConfigError: --gas is given, but not the other settings that determine the samples per step.

@@ -70,7 +70,7 @@ class RankedLayouts:
 
 
 def search(planner: Planner, wanted: Search) -> RankedLayouts:
-    """Return the best layout of each grid that fits, at most ``wanted.number`` of them."""
+    """Return the best layouts that fit into memory: at most one per grid and ``wanted.number`` in total."""
     layouts = list(candidates(planner, wanted))
     bounds = sorted(((lower_bound(planner, layout), idx) for idx, layout in enumerate(layouts)), key=lambda pair: pair)
     fastest: dict[Grid, Estimate] = {}
@@ -99,7 +99,7 @@ def search(planner: Planner, wanted: Search) -> RankedLayouts:
 
 
 def _choose(config: Config, fitting: Iterable[Estimate], fastest: Estimate) -> Estimate:
-    """Return the preferred layout among the accepted ones of a grid that are as fast as ``fastest``."""
+    """Return the preferred layout of a grid that is as fast as ``fastest`` and passes the training program's checks."""
     limit = NEAR_TIE * _ranked_s(fastest)
     ties = sorted((candidate for candidate in fitting if _ranked_s(candidate) <= limit), key=_preference)
     return next(candidate for candidate in ties if candidate is fastest or not problems(config, candidate.layout))
@@ -305,8 +305,8 @@ def _smallest(planner: Planner, layouts: list[Layout]) -> Estimate | None:
 #
 # Possible changes are fewer saved activations, a smaller micro-batch, a higher ZeRO stage, experts on more ranks, an
 # axis of twice the size (with half the replicas), sequence parallelism, and optimizer or weights on the host. The
-# samples per step stay the same. Of the changes that fit and pass the training's checks, the one with the shortest step
-# comes first. If no single change is sufficient, pairs of changes are tried.
+# samples per step stay the same. Changes that fit and pass the training's checks are sorted by the resulting step time.
+# If no single change is sufficient, pairs of changes are tried.
 
 PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "buffers")
 """Fields of ``Memory`` that are on the device during a step."""
@@ -350,7 +350,10 @@ def overflow(found: Estimate, usable: int) -> Overflow | None:
 
 
 def remedies(planner: Planner, layout: Layout) -> list[LayoutChange]:
-    """Return the single changes (if there are none, pairs of changes) that make ``layout`` fit, shortest step first."""
+    """Return the changes that make ``layout`` fit, shortest step first.
+
+    Pairs of changes are only tried if no single change is sufficient.
+    """
     singles = list(changes(planner, layout))
     fitting = list(_fitting(planner, [((flags,), changed) for flags, changed in singles]))
     if not fitting:
@@ -422,7 +425,7 @@ def _with_stage(layout: Layout, stage: int) -> Layout:
 
 
 def _less(layout: Layout, changed: Layout) -> str:
-    """Return the flags, as text, that lower the ZeRO stage or the number of expert ranks to that of ``changed``."""
+    """Return the flags, as text, that lower the ZeRO stage or the number of expert ranks as in ``changed``."""
     flags = f" --zero-stage {changed.zero_stage}" if changed.zero_stage != layout.zero_stage else ""
     flags += f" --expert-model-parallel-size {changed.expert}" if changed.expert < layout.expert else ""
     return flags + " without --offload-parameters" * (layout.offload_parameters and not changed.offload_parameters)

@@ -90,7 +90,7 @@ class Parts:
 
     @property
     def forward_parts(self) -> tuple[float, float, float]:
-        """Times of the matmuls, of one pass and of one pass over the scores, to which the factors apply."""
+        """(Time of the matmuls, of a pass, of a pass over the scores), to which the efficiency factors apply."""
         return self.products + self.core, self.passed, self.scored
 
     @property
@@ -214,8 +214,8 @@ def _scores(work: Work) -> float:
 # around the head.
 #
 # A group within a node uses the node's links. A group over several nodes shares a node's network cards with other
-# groups: its bandwidth is the number of its members in the node times the bandwidth per device. The tensor axis is
-# innermost, then the data axis.
+# groups. The bandwidth of such a group is the number of its members in a node times the bandwidth per device. The
+# tensor axis is innermost, then the data axis.
 #
 # Sources: Narayanan et al. 2021, section 3; Rajbhandari et al. 2020, "ZeRO", section 7.
 
@@ -430,7 +430,7 @@ class Messages:
             seconds += product.number * newton_schulz_flops(rows, columns) / rate / owners
         num_weights = sum(product.weights for product in products)
         tensor = self._along("tensor", layout)
-        num_bytes = 2 * num_weights / owners  # each rank sends as many as it receives
+        num_bytes = 2 * num_weights / owners  # each rank sends as many bytes as it receives
         gathered_bytes = num_bytes if layout.zero_stage else num_bytes * data.size
         to_owner = data.gathered(num_bytes if layout.zero_stage else 0)
         return to_owner + data.gathered(gathered_bytes) + tensor.gathered(num_bytes).times(2), seconds
@@ -453,8 +453,8 @@ class Messages:
         """Return the tensor-parallel communication of a unit's backward pass.
 
         All-reduces overlap with the weight-gradient matmuls of column-parallel layers. The repeated all-gather of the
-        input overlaps with their input-gradient matmuls. If the schedule defers weight gradients, or if layers are
-        compiled, nothing overlaps, and the input is not gathered again but saved in forward.
+        input overlaps with the input-gradient matmuls of these layers. If the schedule defers weight gradients, or if
+        layers are compiled, nothing overlaps, and the input is not gathered again but saved in forward.
 
         Args:
             is_cut: activations between the unit's matmuls are split over the tensor ranks.

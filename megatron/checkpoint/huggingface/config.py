@@ -109,15 +109,15 @@ def formats_of(family: str) -> tuple[HFFormat, ...]:
 def format_of(config: Config, model_type: str | None = None) -> HFFormat:
     """Return the Hugging Face format that represents the model of ``config``.
 
-    It is the first format of the model's family that can express all of its settings. If there is none and the model is
-    a common decoder, it is the first matching format of the other decoder families. For example, a run of
+    The first format of the model's family that can express all settings is used. If no such format exists and the model
+    is a common decoder, the formats of the other common decoder families are tried. For example, a run of
     pretrain_gpt2.py with the settings of a Qwen 3 is exported as a Qwen 3.
 
     Args:
         model_type: use this model type; None selects the first that fits.
 
     Raises:
-        CheckpointError: no format fits; names the problems of the closest one.
+        CheckpointError: no format fits; lists the problems of the closest format.
     """
     candidates = [hf_format for family in _relatives(config.family) for hf_format in formats_of(family)]
     if model_type is not None:
@@ -148,7 +148,7 @@ def _relatives(family: str) -> list[str]:
     For a common decoder these include the other common decoders.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: none of these families has a Hugging Face format.
     """
     if not is_common_decoder(family):
         return [family] if formats_of(family) else []
@@ -182,7 +182,7 @@ def saved_config(state: Mapping[str, Any]) -> Config:
     """Return the configuration in a checkpoint's ``state``: the sections that define the model, and the tokenizer.
 
     Raises:
-        CheckpointError: there is none, or its family is unknown.
+        CheckpointError: ``state`` has no configuration, or its family is unknown.
     """
     try:
         saved, sizes = former.settings(state["config"]), state["model"]

@@ -90,12 +90,12 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> Exported:
-    """Write ``checkpoint`` to the new folder ``output``. All weights are in memory at once.
+    """Write ``checkpoint`` to the new folder ``output``. All weights are in memory at the same time.
 
     Args:
         dtype: a key of ``DTYPES``; None keeps the saved type, so that a round trip is bit-identical.
-        model_type: model type of config.json if several fit the model. None selects that of the folder from which the
-            run was imported, otherwise the first that fits.
+        model_type: model type of config.json, if several fit the model. None selects the model type of the imported
+            folder if it fits, otherwise the first one that fits.
         tokenizer_path: replaces the tokenizer named in the checkpoint.
         weights: the checkpoint's weights, if they have already been read.
 
@@ -223,7 +223,7 @@ def require_transformers() -> None:
     """Check that ``transformers`` is installed.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: ``transformers`` is not installed.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError('--verify needs the transformers library. Run: pip install -e ".[hf]"')

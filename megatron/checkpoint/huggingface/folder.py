@@ -35,7 +35,7 @@ def require_free(folder: Path) -> None:
     """Check that ``folder`` does not exist or is empty.
 
     Raises:
-        ConfigError: it is not empty.
+        ConfigError: ``folder`` is not empty.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"--output must name a folder that is new or empty, got {folder}. Name another one")

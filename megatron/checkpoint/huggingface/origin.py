@@ -1,18 +1,18 @@
-"""Small files of the Hugging Face folder that a run started from, carried through its checkpoints to its exports.
+"""Small files of the Hugging Face folder that a run started from. Checkpoints store them, and exports restore them.
 
 Our settings cover the weights and sizes of such a folder, but not most of its other content: ids of control tokens
-(such as several end tokens), chat templates, generation settings, unknown keys of config.json. A checkpoint stores the
-texts of these files in its manifest. They therefore reach every export, independent of the layout, the format of the
-checkpoint and its location (disk or object store).
+(such as several end tokens), chat templates, generation settings, unknown keys of config.json. A checkpoint therefore
+stores the texts of these files in its manifest. Exports can read them there, independent of the layout, format and
+location (disk or object store) of the checkpoint.
 
 | file | in an export |
 |---|---|
-| config.json | unchanged, except for the keys of settings that differ from those of the folder |
+| config.json | unchanged, except for settings that the run has changed |
 | generation_config.json | unchanged; after --sft the token that ends a turn is added to ``eos_token_id`` |
 | tokenizer_config.json, special_tokens_map.json, added_tokens.json | unchanged |
 | chat_template.jinja, additional_chat_templates/*.jinja | unchanged; --chat-template replaces the first |
 
-If the run has another tokenizer than the folder, the ids are those of the run's tokenizer.
+If the run has another tokenizer than the folder, the ids of control tokens are replaced by the ids of its tokenizer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOKENIZER_TEXTS = (SETTINGS, "special_tokens_map.json", "added_tokens.json", TEM
 STATE = "hugging_face"
 """Key of the metadata entry with these files."""
 CARRIED = (STATE, "hugging_face_type", "hugging_face_ids")
-"""Metadata entries that a run copies from the loaded checkpoint; the last two are those of earlier versions."""
+"""Metadata entries that a run copies from the loaded checkpoint; earlier versions wrote the last two entries."""
 
 _LONGEST_PLAIN = 20_000
 _ID = re.compile(r"\w*_token_ids?")
@@ -68,7 +68,7 @@ class Origin:
 
     @property
     def generation(self) -> dict[str, Any]:
-        """The content of generation_config.json; empty if there is none."""
+        """The content of generation_config.json; empty without this file."""
         return _object(self.files.get(GENERATION))
 
     @property
@@ -263,7 +263,7 @@ def _read(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _object(text: str | None) -> dict[str, Any]:
-    """Return the JSON object in ``text``; empty if there is none."""
+    """Return the JSON object in ``text``; an empty dictionary if ``text`` is not a JSON object."""
     try:
         content = json.loads(text or "{}")
     except ValueError:

@@ -103,7 +103,7 @@ def unknown_ids(config: Config) -> dict[str, int | None]:
 def vocabulary_of(
     config: Config, tokenizer_path: Path | None, template: str | None = None, *, may_be_larger: bool = False
 ) -> Vocabulary | None:
-    """Return the tokenizer of the run, or that of ``tokenizer_path``; None if neither is set.
+    """Load the tokenizer in ``tokenizer_path``, by default the run's tokenizer; return None if none is set.
 
     Args:
         template: text of the file given by --chat-template when the run saved.
@@ -222,8 +222,8 @@ def _write_library(
     texts, is_theirs = dict(carried), SETTINGS in carried and not added
     suffixes = [path.suffix for path in tokenizer.paths]
     if not added and suffixes == [".json"]:
-        _copy(tokenizer.paths[0], folder / JSON)  # byte for byte: token files identify their tokenizer by its bytes
-    elif not is_theirs:  # otherwise their class builds it from the vocabulary, with added and special tokens
+        _copy(tokenizer.paths[0], folder / JSON)  # bytes unchanged: token files identify their tokenizer by a checksum
+    elif not is_theirs:  # otherwise Hugging Face's class builds the tokenizer from the vocabulary files
         files.write_bytes(folder / JSON, library.to_str(pretty=True).encode())
     if suffixes == [".json", ".txt"]:
         for path, name in zip(tokenizer.paths, (VOCAB, MERGES), strict=True):
@@ -311,7 +311,7 @@ def fields_of(folder: Path, place: Path) -> dict[str, Any]:
 
 
 def tokenizer_difference(source: Path, config: Config) -> str | None:
-    """Return a description of the difference between the run's tokenizer and that in ``source``; None if they agree.
+    """Describe the difference between the run's tokenizer and the tokenizer in ``source``; return None if they agree.
 
     Raises:
         DataError: one of the two tokenizers is missing or cannot be read.

@@ -177,8 +177,8 @@ def _check(what: str, found: Mapping[str, Any], expected: Mapping[str, torch.Ten
 # Weights of a Hugging Face folder read directly into a rank's shards, for any layout.
 #
 # A rank opens the files and reads the blocks of rows or columns that its shards consist of. It needs memory for its
-# shards and a second copy of one of them. Nothing is written. ``megatron.checkpoint.resized_vocab`` handles a changed
-# vocabulary size.
+# shards, plus a copy of one shard at a time. Nothing is written. ``megatron.checkpoint.resized_vocab`` handles a
+# changed vocabulary size.
 
 
 def is_folder(source: Path) -> bool:
@@ -206,7 +206,7 @@ class Pretrained:
     slices: Mapping[str, folder.Slice]
 
     def check_fits(self, config: Config) -> None:
-        """Check that the folder's weights fit the run's model, under its flags --resize-vocab and --finetune.
+        """Check that the folder's weights fit the run's model, given the run's --resize-vocab and --finetune.
 
         Raises:
             CheckpointError: names the differences, and the flags that fit.
@@ -261,7 +261,7 @@ def open_pretrained(source: Path, stack: ExitStack) -> Pretrained:
     """Open the Hugging Face folder ``source``; it stays open as long as ``stack``.
 
     Raises:
-        CheckpointError: it is not a Hugging Face folder of a supported model, or its tensors do not match its
+        CheckpointError: ``source`` is not a Hugging Face folder of a supported model, or its tensors do not match its
             ``config.json``.
     """
     config = config_from_huggingface(folder.read_json(source, folder.CONFIG))

@@ -54,7 +54,8 @@ def import_checkpoint(source: Path, output: Path, wishes: Wishes) -> tuple[Path,
     The checkpoint is of step 0 and has only weights; train from it with ``--load output --finetune``.
 
     Raises:
-        CheckpointError: ``source`` is not a checkpoint of these programs, or its tensors do not fit our decoder or T5.
+        CheckpointError: ``source`` is not a checkpoint of a supported program, or its tensors fit neither our decoder
+            nor our T5.
         ConfigError: ``output`` is not empty.
     """
     require_free(output)
@@ -127,7 +128,7 @@ def _positions(settings: Mapping[str, Any]) -> str:
 
 
 def _normalization(settings: Mapping[str, Any]) -> str:
-    """Return the type of the norms; Megatron-DeepSpeed writes it in lower case."""
+    """Return the type of the norms, which is in lower case in Megatron-DeepSpeed's settings."""
     norm = str(settings.get("normalization") or "LayerNorm")
     return {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(norm.lower(), norm)
 
@@ -146,7 +147,7 @@ def _refuse_unknown(found: LegacyWeights) -> None:
     norm = _normalization(settings)
     if norm not in (("LayerNorm",) if found.is_t5 else ("LayerNorm", "RMSNorm")):
         unsupported.append(f"{norm} for LayerNorm")
-    if settings.get("num_experts") not in (None, 0, 1, [1]):  # Megatron-DeepSpeed writes [1] if there are none
+    if settings.get("num_experts") not in (None, 0, 1, [1]):  # Megatron-DeepSpeed writes [1] for models without experts
         unsupported.append("experts")
     if positions not in supported_positions:
         unsupported.append(f"positions of type {positions}")

@@ -53,7 +53,8 @@ def find_legacy_files(folder: Path, iteration: str | None = None) -> Files:
     """Return the files of the checkpoint of ``iteration`` in ``folder``; None selects the latest one.
 
     Raises:
-        CheckpointError: there is none, a rank's file is missing, or it is a distributed checkpoint of Megatron-Core.
+        CheckpointError: ``folder`` has no such checkpoint, a rank's file is missing, or Megatron-Core wrote it as a
+            distributed checkpoint.
     """
     if not folder.is_dir():
         raise CheckpointError(f"--input must name a folder with a checkpoint, got {folder}, which is none")

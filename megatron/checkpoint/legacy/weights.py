@@ -33,8 +33,8 @@ Tensors = dict[str, torch.Tensor]
 # Since 2023 Megatron-LM's norms have names without "layer", such as input_norm.
 # A T5 has ``encoder.`` and ``decoder.`` before the layers, in our names as well.
 #
-# Megatron-Core's GPT (``--ckpt-format torch``) calls its only side ``decoder``. It is detected by its own names of
-# layers. Transformer Engine's layers store a norm together with the linear layer that follows it:
+# Megatron-Core's GPT (``--ckpt-format torch``) calls its only side ``decoder``. Its checkpoints are detected by the
+# names of their layers. Transformer Engine's layers store a norm together with the linear layer that follows it:
 #
 # | Megatron-Core | name in the first table |
 # |---|---|
@@ -197,8 +197,8 @@ class RowLayout:
 
     Args:
         order: key of ``ORDERS``.
-        num_groups: heads of keys and values. If there are fewer than ``num_heads``, rows are in our order: the query
-            heads of a group, its key, its value, then the next group.
+        num_groups: heads of keys and values. If there are fewer than ``num_heads``, rows are grouped, as in our
+            models: the query heads of a group, its key, its value, then the next group.
         is_gated: the rows of ``mlp.up`` are all gates, then all factors. In our models, gates and factors alternate.
         interleaved: number of leading elements of each head that rotary embedding rotates as adjacent pairs
             (--rotary-interleaved). Our models rotate halves, so the rows of queries and keys are reordered: even rows
@@ -370,7 +370,7 @@ def _facts(files: Files) -> tuple[dict[str, Any], str | None]:
 
 
 def _stages(files: Files) -> Iterator[list[Tensors]]:
-    """Yield the tensors of the tensor ranks of each stage, with their original names."""
+    """Yield, for each stage, the tensors of every tensor rank, with their original names."""
     for stage in files.ranks:
         yield [_model_of(path) for path in stage]
 
