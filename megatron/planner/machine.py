@@ -204,9 +204,9 @@ class Machine:
     """A device, the number of devices per node, and the links within and between nodes.
 
     Args:
-        memory_bytes: memory of one device. reserved_bytes: part of ``memory_bytes`` that training cannot use: memory of
-        the driver and the communication library, and
-            fragmentation of the allocator.
+        memory_bytes: memory of one device.
+        reserved_bytes: memory of a device that training cannot use: memory of the driver and the communication library,
+            and fragmentation of the allocator.
         peak_flops: dtype -> dense FLOP/s of the data sheet, the denominator of MFU.
         product_flops: dtype -> ((side, FLOP/s of matmuls), ...), sorted by side. The side of a matmul of [n, k] and
             [k, m] is the cube root of n k m. Rates between two sides are interpolated linearly in log(side).
