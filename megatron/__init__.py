@@ -1,6 +1,6 @@
-"""Pretraining of language models with data x tensor x pipeline parallelism.
+"""Pretraining of language models with data, tensor and pipeline parallelism.
 
-``from megatron import get_args, get_tokenizer, mpu`` works as ported scripts expect; names resolve on first use.
+``from megatron import get_args, get_tokenizer, mpu`` works as in Megatron-LM. Names are imported on first use.
 """
 
 from __future__ import annotations

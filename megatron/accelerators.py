@@ -1,4 +1,4 @@
-"""Kinds of devices and plug-ins; patches that a plug-in applies and takes back."""
+"""Device types and their plug-ins; patches that a plug-in applies and reverts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# What a plug-in changes in torch, DeepSpeed and this project: a list that can be read, switched off and taken back.
+# Patches of a plug-in to torch, DeepSpeed and this project: an explicit list that can be disabled and reverted.
 #
-# An adaptor is a named list of patches of one part. All adaptors of a device are applied when it is chosen, or none;
-# ``disable`` puts back every attribute. Switches in the environment, read when they are applied:
+# An adaptor is a named list of patches to one package (``PARTS``). When a device is chosen, all of its adaptors are
+# applied, or none. ``disable`` restores every attribute. Environment switches, read when the adaptors are applied:
 #
-# | variable | is off |
+# | variable | turns off |
 # |---|---|
 # | `DISABLE_ADAPTOR=1` | all adaptors |
-# | `ENABLE_TORCH_ADAPTOR=0` | those of torch |
-# | `ENABLE_DEEPSPEED_ADAPTOR=0` | those of DeepSpeed |
-# | `ENABLE_MEGATRON_ADAPTOR=0` | those of this project |
+# | `ENABLE_TORCH_ADAPTOR=0` | adaptors of torch |
+# | `ENABLE_DEEPSPEED_ADAPTOR=0` | adaptors of DeepSpeed |
+# | `ENABLE_MEGATRON_ADAPTOR=0` | adaptors of this project |
 
 PARTS = ("torch", "deepspeed", "megatron")
 ALL_OFF = "DISABLE_ADAPTOR"
@@ -27,13 +27,13 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Patch:
-    """Another value for one attribute.
+    """A replacement for one attribute.
 
     Args:
-        target: module, class where there is one, and attribute: ``torch.nn.functional.layer_norm``. Whoever imported
-            the attribute by name keeps the old one: name the place where it is looked up.
-        replacement: given the old value, returns the new one.
-        why: what would go wrong without it.
+        target: module, class if any, and attribute, such as ``torch.nn.functional.layer_norm``. Modules that imported
+            the attribute by name keep the original, so name the module in which it is looked up.
+        replacement: returns the new value, given the old one.
+        why: the failure that the patch prevents.
     """
 
     target: str
@@ -43,7 +43,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class Adaptor:
-    """The patches of one part, torch, deepspeed or megatron, under a name."""
+    """A named set of patches to one package: torch, deepspeed or megatron."""
 
     part: str
     name: str
@@ -55,13 +55,13 @@ class Adaptor:
 
     @property
     def switch(self) -> str:
-        """The variable that switches this part off."""
+        """Name of the environment variable that turns off all adaptors of this package."""
         return f"ENABLE_{self.part.upper()}_ADAPTOR"
 
 
 @dataclass(frozen=True)
 class _Applied:
-    """One attribute that has been replaced; ``old`` is missing where the owner had only inherited it."""
+    """One replaced attribute; ``old`` is ``_MISSING`` if the owner had only inherited the attribute."""
 
     target: str
     owner: Any
@@ -71,48 +71,48 @@ class _Applied:
 
 
 class Applied:
-    """Adaptors that have been applied, with the way back."""
+    """Adaptors that have been applied and can be reverted."""
 
     def __init__(self, adaptors: tuple[Adaptor, ...], patches: list[_Applied]) -> None:
         self.adaptors, self._patches = adaptors, patches
 
     def disable(self) -> None:
-        """Put back every attribute as it was, the last one first. A second call does nothing.
+        """Restore every attribute, the last one replaced first. A second call does nothing.
 
         Raises:
-            RuntimeError: someone else has replaced an attribute since; the others are as they were.
+            RuntimeError: other code has since replaced an attribute; all other attributes are restored.
         """
-        lost = []
+        overwritten = []
         while self._patches:
             patch = self._patches.pop()
             if vars(patch.owner).get(patch.attribute, _MISSING) is not patch.new:
-                lost.append(patch.target)
+                overwritten.append(patch.target)
             elif patch.old is _MISSING:
                 delattr(patch.owner, patch.attribute)
             else:
                 setattr(patch.owner, patch.attribute, patch.old)
-        if lost:
+        if overwritten:
             raise RuntimeError(
-                f"an attribute must be as the adaptor left it when it is taken back, got {', '.join(lost)} replaced by "
-                "someone else. Undo that first"
+                f"an attribute must be as the adaptor left it when it is taken back, got {', '.join(overwritten)} "
+                "replaced by someone else. Undo that first"
             )
 
 
 def enable(adaptors: Iterable[Adaptor], env: Mapping[str, str] | None = None) -> Applied:
-    """Apply the adaptors that are switched on, all or none, and return the way back.
+    """Apply all adaptors that are switched on; return an object that can revert them. On an error, none is applied.
 
     Raises:
-        ValueError: a switch has another value than 0 or 1, a target is not there, or two patches have one target.
+        ValueError: a switch is neither 0 nor 1, a target does not exist, or two patches have the same target.
     """
-    wanted = tuple(adaptor for adaptor in adaptors if is_on(adaptor, env))
-    found = [(adaptor, patch, *_find(adaptor, patch)) for adaptor in wanted for patch in adaptor.patches]
-    places = [(id(owner), attribute) for _, _, owner, attribute in found]
-    for number, (adaptor, patch, *_) in enumerate(found):
-        if places[number] in places[:number]:
+    active = tuple(adaptor for adaptor in adaptors if is_on(adaptor, env))
+    targets = [(adaptor, patch, *_find(adaptor, patch)) for adaptor in active for patch in adaptor.patches]
+    locations = [(id(owner), attribute) for _, _, owner, attribute in targets]
+    for idx, (adaptor, patch, *_) in enumerate(targets):
+        if locations[idx] in locations[:idx]:
             raise ValueError(f"a target must be patched once, got {patch.target} again in {_called(adaptor)}")
-    applied = Applied(wanted, [])
+    applied = Applied(active, [])
     try:
-        for _, patch, owner, attribute in found:
+        for _, patch, owner, attribute in targets:
             old = vars(owner).get(attribute, _MISSING)
             new = patch.replacement(getattr(owner, attribute))
             setattr(owner, attribute, new)
@@ -124,10 +124,10 @@ def enable(adaptors: Iterable[Adaptor], env: Mapping[str, str] | None = None) ->
 
 
 def is_on(adaptor: Adaptor, env: Mapping[str, str] | None = None) -> bool:
-    """Return whether the environment leaves ``adaptor`` on.
+    """Return True unless the environment turns ``adaptor`` off.
 
     Raises:
-        ValueError: a switch has another value than 0 or 1.
+        ValueError: a switch is neither 0 nor 1.
     """
     env = os.environ if env is None else env
     return _switch(env, ALL_OFF, "0") == "0" and _switch(env, adaptor.switch, "1") == "1"
@@ -136,7 +136,7 @@ def is_on(adaptor: Adaptor, env: Mapping[str, str] | None = None) -> bool:
 def adaptor_rows(
     adaptors: Iterable[Adaptor], env: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (adaptor, whether it is on, target, why) of every patch."""
+    """Yield (adaptor, "on" or "off", target, reason) for every patch."""
     for adaptor in adaptors:
         for patch in adaptor.patches:
             yield f"{adaptor.part}: {adaptor.name}", "on" if is_on(adaptor, env) else "off", patch.target, patch.why
@@ -150,7 +150,7 @@ def _switch(env: Mapping[str, str], name: str, default: str) -> str:
 
 
 def _find(adaptor: Adaptor, patch: Patch) -> tuple[Any, str]:
-    """Return the module or class that holds the target, and the attribute's name."""
+    """Call ``target_of`` and convert its errors to a ValueError that names the adaptor and the fix."""
     try:
         return target_of(patch)
     except (ImportError, AttributeError) as error:
@@ -161,10 +161,10 @@ def _find(adaptor: Adaptor, patch: Patch) -> tuple[Any, str]:
 
 
 def target_of(patch: Patch) -> tuple[Any, str]:
-    """Return the module or class that holds the target of ``patch``, and the attribute's name.
+    """Return the module or class that has the target of ``patch``, and the attribute's name.
 
     Raises:
-        ImportError, AttributeError: there is none.
+        ImportError, AttributeError: the target does not exist.
     """
     path, _, attribute = patch.target.rpartition(".")
     owner = _resolve(path)
@@ -173,7 +173,7 @@ def target_of(patch: Patch) -> tuple[Any, str]:
 
 
 def _resolve(path: str) -> Any:
-    """Return the module at ``path``, or the class in the module before its last dot."""
+    """Return the module at ``path``, or the class in a module if the last component is not a module."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError as missing:
@@ -187,12 +187,12 @@ def _called(adaptor: Adaptor) -> str:
     return f"the {adaptor.part} adaptor {adaptor.name!r}"
 
 
-# The kinds of devices that ``--device`` may name: the CPU, CUDA, and what plug-ins register.
+# Device types that ``--device`` accepts: the CPU, CUDA, and those registered by plug-ins.
 #
 # A plug-in is a module, ``megatron_accelerator_X`` by convention, that calls ``register`` when it is imported: by a
-# line in the user's script, or by ``MEGATRON_ACCELERATOR=megatron_accelerator_X`` in the environment. Nothing is looked
-# for among installed packages: what is installed must not change what a run computes. Here is no torch, so that the
-# command line can be checked without it.
+# line in the user's script, or by ``MEGATRON_ACCELERATOR=megatron_accelerator_X`` in the environment. Installed
+# packages are not searched for plug-ins, since installing a package must not change the result of a run. This module
+# does not import torch, so that the command line can be checked without it.
 
 VARIABLE = "MEGATRON_ACCELERATOR"
 BUILT_IN = ("cpu", "cuda")
@@ -214,7 +214,7 @@ HOOKS = frozenset(
         "total_memory_bytes",
     )
 )
-"""Functions of ``megatron.device`` that a plug-in may bring itself, with the same arguments."""
+"""Functions of ``megatron.device`` that a plug-in may override, with the same arguments."""
 
 _registered: dict[str, Accelerator] = {}
 _applied: dict[str, Applied] = {}
@@ -222,19 +222,18 @@ _applied: dict[str, Applied] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """A kind of device.
+    """A device type.
 
     Args:
-        name: as ``--device`` and ``torch.device`` call it.
-        is_available: whether this machine has one that can be used now.
-        backend: torch.distributed's for tensors on it; "": DeepSpeed's accelerator says.
-        dtypes: number formats that it computes in, of bf16, fp16, fp32 and fp64; the first is taken where none is said.
-        prepare: called once, when the device is chosen and before anything is put on it.
-        deepspeed: returns the accelerator object for DeepSpeed; None: DeepSpeed knows the device by its name.
-        hooks: function of ``megatron.device`` -> what is called in its place for this kind; the others go to
-            torch itself.
-        adaptors: what must be patched elsewhere.
-        module: where it comes from, for messages.
+        name: name in ``--device`` and ``torch.device``.
+        is_available: returns True if this machine has a usable device.
+        backend: torch.distributed's backend for tensors of this type; if "", DeepSpeed's accelerator determines it.
+        dtypes: supported number formats out of bf16, fp16, fp32 and fp64; the first one is the default.
+        prepare: called once when the device is chosen, before it is used.
+        deepspeed: returns the accelerator object for DeepSpeed; None if DeepSpeed knows the device by its name.
+        hooks: function of ``megatron.device`` -> its replacement for this type; other functions call torch.
+        adaptors: patches to other packages.
+        module: module that defines the plug-in, for messages.
     """
 
     name: str
@@ -260,10 +259,10 @@ class Accelerator:
 
 
 def register(accelerator: Accelerator) -> None:
-    """Let ``--device`` name ``accelerator``.
+    """Add ``accelerator`` to the values of ``--device``.
 
     Raises:
-        ValueError: another one has its name.
+        ValueError: another device has the same name.
     """
     if _registered.setdefault(accelerator.name, accelerator) is not accelerator:
         raise ValueError(
@@ -273,16 +272,16 @@ def register(accelerator: Accelerator) -> None:
 
 
 def forget(name: str) -> None:
-    """Take a plug-in's device out again, with its adaptors."""
+    """Unregister a plug-in's device and revert its adaptors."""
     disable(name)
     _registered.pop(name, None)
 
 
 def adapt(name: str, env: Mapping[str, str] | None = None) -> Applied:
-    """Apply the adaptors of a plug-in's device unless that has been done, and return the way back.
+    """Apply the adaptors of a plug-in's device if they are not applied yet; return an object that can revert them.
 
     Raises:
-        ValueError: a target is not there, or a switch in the environment is neither 0 nor 1.
+        ValueError: a target does not exist, or a switch in the environment is neither 0 nor 1.
     """
     if name not in _applied:
         _applied[name] = enable(_registered[name].adaptors, env)
@@ -290,36 +289,36 @@ def adapt(name: str, env: Mapping[str, str] | None = None) -> Applied:
 
 
 def applied(name: str) -> Applied | None:
-    """Return what ``adapt`` has applied for this device, if it has."""
+    """Return the adaptors that ``adapt`` has applied for this device; None if it has not been called."""
     return _applied.get(name)
 
 
 def disable(name: str) -> None:
-    """Put back every attribute that ``adapt`` has replaced for this device."""
-    if (done := _applied.pop(name, None)) is not None:
-        done.disable()
+    """Restore every attribute that ``adapt`` has replaced for this device."""
+    if (applied_adaptors := _applied.pop(name, None)) is not None:
+        applied_adaptors.disable()
 
 
 def names() -> tuple[str, ...]:
-    """Return what ``--device`` may name, but for "auto"."""
+    """Return the values that ``--device`` accepts, except "auto"."""
     return (*BUILT_IN, *_registered)
 
 
 def registered() -> tuple[Accelerator, ...]:
-    """Return the devices of plug-ins, in the order in which they came."""
+    """Return the devices of plug-ins, in the order of their registration."""
     return tuple(_registered.values())
 
 
 def find(name: str) -> Accelerator | None:
-    """Return the plug-in's device of that name; None for the CPU, CUDA, and names that nobody registered."""
+    """Return the plug-in's device of this name; None for the CPU, CUDA and unknown names."""
     return _registered.get(name)
 
 
 def load(env: Mapping[str, str] | None = None) -> None:
-    """Import the modules that the environment's MEGATRON_ACCELERATOR names, with commas between them.
+    """Import the modules in the environment's MEGATRON_ACCELERATOR, a comma-separated list.
 
     Raises:
-        ValueError: one cannot be imported.
+        ValueError: a module cannot be imported.
     """
     env = os.environ if env is None else env
     for module in filter(None, env.get(VARIABLE, "").split(",")):
@@ -333,12 +332,12 @@ def load(env: Mapping[str, str] | None = None) -> None:
 
 
 def problem(requested: str) -> str | None:
-    """Return why ``--device`` cannot be ``requested``, or None."""
-    known = ("auto", *names())
-    if requested in known:
+    """Return the error message for an unknown value of ``--device``, or None."""
+    accepted = ("auto", *names())
+    if requested in accepted:
         return None
     return (
-        f"--device must be {', '.join(known[:-1])} or {known[-1]}, got {requested}. Another accelerator "
+        f"--device must be {', '.join(accepted[:-1])} or {accepted[-1]}, got {requested}. Another accelerator "
         f'comes by a plug-in: "import megatron_accelerator_{requested}" in the script, or '
         f"{VARIABLE}=megatron_accelerator_{requested} in the environment"
     )

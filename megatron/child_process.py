@@ -1,4 +1,4 @@
-"""What a process that was forked for a piece of work does at its start."""
+"""Setup of forked child processes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None  # ahead of a fork: it takes locks
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None  # loading takes locks: before any fork
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Let the kernel send ``number`` to this process when its parent ends; elsewhere than on Linux nothing does.
+    """Ask the kernel to send signal ``number`` to this process when its parent ends. Only Linux supports this.
 
-    A parent that ended before this call is not noticed: whoever forks compares ``os.getppid()`` behind it.
+    A parent that ended before this call is not noticed, so the caller must compare ``os.getppid()`` afterwards.
 
-    Source: prctl(2), ``PR_SET_PDEATHSIG``; it is the end of the thread that forked which counts.
+    Source: prctl(2), ``PR_SET_PDEATHSIG``; the signal is sent when the thread that forked ends.
     """
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Printing of tables: as wide as the terminal, and off a terminal wide enough for the longest word."""
+"""Print tables with the width of the terminal; in files, columns are at least as wide as their longest word."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _FILE_WIDTH = 160
 def print_table(table: Table, console: Console | None = None, **options: Any) -> None:
     """Print a table.
 
-    Where the output is not a terminal, no word of a cell is broken over two lines: a path in a log file can be copied
+    If the output is not a terminal, words are never broken over two lines, so that a path in a log file can be copied
     and searched for. The table is then as wide as its longest words require.
 
     Args:
-        console: writes it; by default one for standard output, 160 columns wide off a terminal.
-        options: of ``Console.print``.
+        console: console to print to; by default standard output, 160 columns wide if it is not a terminal.
+        options: passed to ``Console.print``.
     """
     if console is None:
         console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, markup=False)

@@ -1,8 +1,8 @@
-"""Every device call of the project goes through here, so that another accelerator is one plug-in.
+"""All device calls of the project, so that one plug-in can add another accelerator.
 
-A device is named by its kind, as ``--device`` and ``torch.device`` do. For every kind but the CPU the calls go to
-``torch.accelerator``, or to the module that torch has for the kind, ``torch.get_device_module(kind)``, where the former
-has no such call. A plug-in may bring any function marked ``_by_plugin`` itself (``Accelerator.hooks``).
+Devices are identified by their device type, as in ``--device`` and ``torch.device``. For every type but the CPU, calls
+are forwarded to ``torch.accelerator``, or to ``torch.get_device_module(kind)`` if ``torch.accelerator`` has no such
+call. A plug-in may override every function marked ``_by_plugin`` (``Accelerator.hooks``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def _by_plugin(function: _Call) -> _Call:
-    """Let the hook of a plug-in take the place of ``function`` for its device, the first argument."""
+    """Let plug-ins override ``function``, whose first argument is a device or device type, with a hook."""
 
     @functools.wraps(function)
     def call(place: str | torch.device, *args: Any) -> Any:
@@ -40,39 +40,39 @@ def _by_plugin(function: _Call) -> _Call:
 
 
 def choose(requested: str = "auto") -> str:
-    """Return the kind of device to use: ``requested``, or for "auto" the best one that there is.
+    """Return the device type to use: ``requested``, or for "auto" the best one that is available.
 
-    That is a plug-in's, the last one imported first, then CUDA, then the CPU. DS_ACCELERATOR, which DeepSpeed reads
-    too, makes "auto" mean the kind that it names, where it is one of these.
+    "auto" tries the plug-ins (last imported first), then CUDA, then the CPU. If the environment's DS_ACCELERATOR, which
+    DeepSpeed also reads, names a device type, "auto" only tries this type and then the CPU.
 
     Raises:
-        ValueError: ``requested`` is not known, or cannot be used on this machine.
+        ValueError: ``requested`` is unknown, or cannot be used on this machine.
     """
     if problem := accelerators.problem(requested):
         raise ValueError(problem)
     if requested == "auto":
-        named = os.environ.get("DS_ACCELERATOR", "")
-        wanted = (named,) if named in accelerators.names() else tuple(reversed(accelerators.names()))
-        return next((kind for kind in wanted if is_available(kind)), "cpu")
+        env_choice = os.environ.get("DS_ACCELERATOR", "")
+        candidates = (env_choice,) if env_choice in accelerators.names() else tuple(reversed(accelerators.names()))
+        return next((device_type for device_type in candidates if is_available(device_type)), "cpu")
     if not is_available(requested):
         advice = "install torch for your CUDA version" if requested == "cuda" else "look at what its plug-in needs"
-        build = " and a CUDA build of torch" if requested == "cuda" else ""
+        build_hint = " and a CUDA build of torch" if requested == "cuda" else ""
         raise ValueError(
-            f"--device {requested} needs a {requested.upper()} device{build}, found none. "
+            f"--device {requested} needs a {requested.upper()} device{build_hint}, found none. "
             f"Use --device cpu, or {advice}."
         )
     return requested
 
 
 def is_available(kind: str) -> bool:
-    """Return whether this machine has a device of this kind that can be used."""
+    """Return True if this machine has a usable device of this type."""
     if plugin := accelerators.find(kind):
         return plugin.is_available()
     return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
 
 
 def prepare(kind: str) -> None:
-    """Let the plug-in of this kind, if it is one's, make it ready."""
+    """Run the preparation of the plug-in for this device type, if there is one."""
     plugin = accelerators.find(kind)
     if plugin is not None and plugin.prepare is not None:
         plugin.prepare()
@@ -80,27 +80,27 @@ def prepare(kind: str) -> None:
 
 @_by_plugin
 def bind(kind: str, local_rank: int) -> torch.device:
-    """Make device ``local_rank`` of this kind the current one and return it.
+    """Make device ``local_rank`` of this type the current device and return it.
 
     Raises:
-        ValueError: this process does not see so many.
+        ValueError: this process sees fewer devices.
     """
     if kind == "cpu":
         return torch.device("cpu")
-    number = torch.accelerator.device_count()
-    if local_rank >= number:
+    num_devices = torch.accelerator.device_count()
+    if local_rank >= num_devices:
         raise ValueError(
             f"LOCAL_RANK must be below the number of {kind} devices that this process sees, got {local_rank} and "
-            f"{number}. Start as many ranks on each node as it has devices. Where the launcher shows each process only "
-            "its own device (CUDA_VISIBLE_DEVICES, srun --gpus-per-task), let it show all (srun --gpu-bind=none), or "
-            "set LOCAL_RANK=0"
+            f"{num_devices}. Start as many ranks on each node as it has devices. Where the launcher shows each "
+            "process only its own device (CUDA_VISIBLE_DEVICES, srun --gpus-per-task), let it show all (srun "
+            "--gpu-bind=none), or set LOCAL_RANK=0"
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(kind, local_rank)
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep what this process frees, as the stages of tds do; return whether it will."""
+    """Configure glibc to retain freed memory, as in the stages of tds; return True on success."""
     from tds.device import keep_freed
 
     return keep_freed()
@@ -108,38 +108,38 @@ def keep_freed_memory() -> bool:
 
 @_by_plugin
 def name(kind: str) -> str:
-    """Return what the device calls itself."""
+    """Return the name of the device, such as "NVIDIA H100 80GB HBM3"."""
     if kind == "cpu":
         threads = torch.get_num_threads()
         return f"CPU, {threads} thread{'' if threads == 1 else 's'}"
-    named = getattr(torch.get_device_module(kind), "get_device_name", None)
-    return named() if named is not None else kind
+    get_name = getattr(torch.get_device_module(kind), "get_device_name", None)
+    return get_name() if get_name is not None else kind
 
 
 @_by_plugin
 def identity(place: torch.device) -> str:
-    """Return what tells the device from all others of its host; "" where it does not say, and for the CPU."""
+    """Return an identifier of the device that is unique on its host; "" if it is unknown, and for the CPU."""
     if place.type == "cpu":
         return ""
-    facts = getattr(torch.get_device_module(place), "get_device_properties", lambda _: None)(place)
-    number = getattr(facts, "uuid", None)
-    if number is None:
+    properties = getattr(torch.get_device_module(place), "get_device_properties", lambda _: None)(place)
+    uuid = getattr(properties, "uuid", None)
+    if uuid is None:
         return ""
-    slot = [getattr(facts, name, 0) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
-    return f"GPU-{number} at {slot[0]:04x}:{slot[1]:02x}:{slot[2]:02x}"
+    pci_ids = [getattr(properties, name, 0) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    return f"GPU-{uuid} at {pci_ids[0]:04x}:{pci_ids[1]:02x}:{pci_ids[2]:02x}"
 
 
 @_by_plugin
 def model_name(place: torch.device) -> str:
-    """Return what the device is called, with the number of its multiprocessors; "" for the CPU."""
+    """Return the name of the device and its number of multiprocessors; "" for the CPU."""
     if place.type == "cpu":
         return ""
-    facts = getattr(torch.get_device_module(place), "get_device_properties", lambda _: None)(place)
-    return f"{name(place.type)}, {getattr(facts, 'multi_processor_count', 0)} multiprocessors"
+    properties = getattr(torch.get_device_module(place), "get_device_properties", lambda _: None)(place)
+    return f"{name(place.type)}, {getattr(properties, 'multi_processor_count', 0)} multiprocessors"
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the libraries that a process on CUDA has loaded: a system's may hide those of torch."""
+    """Return name -> version of the loaded CUDA libraries (system libraries may shadow torch's); empty without CUDA."""
     if not torch.cuda.is_initialized():
         return {}
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -148,14 +148,14 @@ def versions() -> dict[str, str]:
 
 @_by_plugin
 def backend(kind: str) -> str:
-    """Return torch.distributed's backend for this kind of device; "" where only DeepSpeed can say."""
+    """Return torch.distributed's backend for this device type; "" if only DeepSpeed knows it."""
     plugin = accelerators.find(kind)
     return plugin.backend if plugin else "nccl" if kind == "cuda" else "gloo"
 
 
 @_by_plugin
 def default_precision(kind: str) -> str:
-    """Return the number format to take where none is said: bf16 on GPUs that have it, else fp16; fp32 on CPU."""
+    """Return the default number format: bf16 on GPUs that support it, otherwise fp16; fp32 on the CPU."""
     if plugin := accelerators.find(kind):
         return plugin.dtypes[0]
     if kind == "cpu":
@@ -164,7 +164,7 @@ def default_precision(kind: str) -> str:
 
 
 def missing_dtype(kind: str, dtype: str | None) -> str | None:
-    """Return why a plug-in's device cannot compute in ``dtype``, or None; CPU and CUDA are judged elsewhere."""
+    """Return the reason why a plug-in's device cannot compute in ``dtype``, or None; CPU and CUDA are not checked."""
     plugin = accelerators.find(kind)
     if plugin is None or dtype is None or dtype in plugin.dtypes:
         return None
@@ -173,87 +173,91 @@ def missing_dtype(kind: str, dtype: str | None) -> str | None:
 
 @_by_plugin
 def can_pin(kind: str) -> bool:
-    """Return whether the device copies from pinned host memory while it computes."""
+    """Return True if the device can copy from pinned host memory while it computes."""
     return kind != "cpu"
 
 
 @_by_plugin
 def synchronize(kind: str) -> None:
-    """Wait until all work given to the device is done."""
+    """Wait until the device has finished all queued work."""
     if kind != "cpu":
         torch.accelerator.synchronize()
 
 
 @_by_plugin
 def finish_copies(place: torch.device) -> None:
-    """Wait until what was given to the current stream of ``place`` is done."""
+    """Wait until the current stream of ``place`` has finished all queued work."""
     if place.type != "cpu":
         torch.accelerator.current_stream(place).synchronize()
 
 
 def mark(place: torch.device) -> Any:
-    """Return an event behind all that was given to the current stream of ``place``; ``synchronize`` waits for it."""
+    """Record and return an event after all work queued on the current stream of ``place``."""
     event = torch.Event(place)
     event.record()
     return event
 
 
 def host_memory(shape: tuple[int, ...], dtype: torch.dtype, place: torch.device) -> torch.Tensor:
-    """Return memory of the host for tensors of ``place``, pinned where copies can then run beside the computation."""
+    """Return uninitialized host memory for tensors of ``place``; pinned if copies can then overlap with computation."""
     return torch.empty(shape, dtype=dtype, pin_memory=can_pin(place.type))
 
 
 def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy ``source`` into ``host_memory``, beside the computation; ``copy_from_host`` waits for it."""
+    """Copy ``source`` to ``target`` (from ``host_memory``) asynchronously; ``copy_from_host`` waits for the copy."""
     if not can_pin(source.device.type):
         target.copy_(source)
         return
-    beside = _copy_stream(source.device)
-    beside.wait_stream(torch.accelerator.current_stream(source.device))
-    with beside:
+    copy_stream = _copy_stream(source.device)
+    copy_stream.wait_stream(torch.accelerator.current_stream(source.device))
+    with copy_stream:
         target.copy_(source, non_blocking=True)
-    source.record_stream(beside)  # its memory is not given to another before the copy has read it
+    source.record_stream(copy_stream)  # the allocator must not reuse its memory before the copy has read it
 
 
 def copy_from_host(source: torch.Tensor, place: torch.device) -> torch.Tensor:
-    """Return what ``copy_to_host`` has put into ``source``, on ``place``."""
+    """Return a copy on ``place`` of the tensor that ``copy_to_host`` wrote to ``source``."""
     if not can_pin(place.type):
         return source.to(place, copy=True)
     target = torch.empty(source.shape, dtype=source.dtype, device=place)
-    beside, current = _copy_stream(place), torch.accelerator.current_stream(place)
-    beside.wait_stream(current)
-    with beside:
+    copy_stream, current = _copy_stream(place), torch.accelerator.current_stream(place)
+    copy_stream.wait_stream(current)
+    with copy_stream:
         target.copy_(source, non_blocking=True)
-    current.wait_stream(beside)
+    current.wait_stream(copy_stream)
     return target
 
 
 def start_upload(tensors: Mapping[str, torch.Tensor], place: torch.device) -> tuple[dict[str, torch.Tensor], Any]:
-    """Return copies of ``tensors`` on ``place``, and what ``await_upload`` needs to let others use them.
+    """Copy ``tensors`` to ``place``; return the copies, and a token for ``await_upload``.
 
-    Pinned tensors are copied on a stream of their own, beside the computation; a device that cannot do so has copied
-    them when this returns.
+    Pinned tensors are copied on a separate stream, overlapped with computation. On a device that cannot overlap, the
+    copies are complete when this function returns.
     """
     if not can_pin(place.type):
         return {name: tensor.to(place) for name, tensor in tensors.items()}, None
-    beside = _copy_stream(place, "uploads")
-    with beside:
+    copy_stream = _copy_stream(place, "uploads")
+    with copy_stream:
         copies = {name: tensor.to(place, non_blocking=True) for name, tensor in tensors.items()}
-    return copies, beside.record_event()
+    return copies, copy_stream.record_event()
 
 
 def await_upload(copies: Iterable[torch.Tensor], place: torch.device, uploaded: Any) -> None:
-    """Let what follows on the current stream of ``place`` use ``copies``: the device waits for them, not the host."""
+    """Make the current stream of ``place`` wait for ``copies`` before later work. Does not block the host.
+
+    Args:
+        uploaded: the token of ``start_upload``.
+    """
     if uploaded is None:
         return
     current = torch.accelerator.current_stream(place)
     current.wait_event(uploaded)
     for copy in copies:
-        copy.record_stream(current)  # its memory is not given to the next upload before the computation has read it
+        copy.record_stream(current)  # the next upload must not reuse its memory before the computation has read it
 
 
 def give(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
-    """Let ``parameter`` hold ``tensor``, perhaps on another device; it stays the object that it is."""
+    """Replace the data of ``parameter`` in place by ``tensor``, which may be on another device."""
     with torch.no_grad():
         if torch._has_compatible_shallow_copy_type(parameter, tensor):
             parameter.data = tensor
@@ -268,23 +272,23 @@ def _copy_stream(place: torch.device, use: str = "activations") -> torch.Stream:
 
 @_by_plugin
 def is_busy(place: torch.device) -> bool:
-    """Return whether ``place`` still has work: the host is ahead, and waits for it or soon will."""
+    """Return True if the default stream of ``place`` has unfinished work."""
     if place.type == "cpu":
         return False
     try:
         return not torch.get_device_module(place).default_stream(place).query()
-    except RuntimeError:  # the device itself has failed
+    except RuntimeError:  # the device has failed
         return False
 
 
 def seed(value: int) -> None:
-    """Seed torch's default generators of the CPU and of all devices."""
+    """Seed the default generators of the CPU and all devices."""
     torch.manual_seed(value)
 
 
 @_by_plugin
 def default_generator(place: torch.device) -> torch.Generator:
-    """Return the generator that torch's random functions on ``place`` use."""
+    """Return the generator used by torch's random functions on ``place``."""
     if place.type == "cpu":
         return torch.default_generator
     index = place.index if place.index is not None else torch.accelerator.current_device_index()
@@ -292,7 +296,7 @@ def default_generator(place: torch.device) -> torch.Generator:
 
 
 def rng_states(kind: str) -> dict[str, torch.Tensor]:
-    """Return the states of the default generators, as byte tensors by device kind."""
+    """Return device type -> state of its default generator, as a byte tensor."""
     states = {"cpu": torch.get_rng_state()}
     if kind != "cpu":
         states[kind] = default_generator(torch.device(kind)).get_state()
@@ -300,15 +304,15 @@ def rng_states(kind: str) -> dict[str, torch.Tensor]:
 
 
 def set_rng_states(states: dict[str, torch.Tensor]) -> None:
-    """Put back what ``rng_states`` returned, of the devices that are there."""
-    for kind, state in states.items():
-        if kind in accelerators.names() and is_available(kind):
-            default_generator(torch.device(kind)).set_state(state)
+    """Restore the states returned by ``rng_states``, for the device types that are available."""
+    for device_type, state in states.items():
+        if device_type in accelerators.names() and is_available(device_type):
+            default_generator(torch.device(device_type)).set_state(state)
 
 
 @_by_plugin
 def peak_memory_bytes(kind: str) -> int:
-    """Return the most memory that this process has held: of the device's allocator, resident size on CPU."""
+    """Return the peak memory of this process in bytes: of the device's allocator, or the resident size on the CPU."""
     if kind != "cpu":
         return torch.accelerator.max_memory_allocated()
     import resource
@@ -317,12 +321,12 @@ def peak_memory_bytes(kind: str) -> int:
 
 
 def count(kind: str) -> int:
-    """Return the devices of this kind that this process sees; of a CPU the cores that it may use."""
+    """Return the number of devices of this type that this process sees; for the CPU, the cores that it may use."""
     return len(os.sched_getaffinity(0)) if kind == "cpu" else torch.accelerator.device_count()
 
 
 def memory_of_others(kind: str) -> int:
-    """Return the bytes of the current device that are in use, but not by tensors of this process; 0 on a CPU."""
+    """Return the bytes in use on the current device outside of this process's allocator; 0 on the CPU."""
     if kind == "cpu":
         return 0
     free, total = torch.accelerator.get_memory_info()
@@ -331,7 +335,7 @@ def memory_of_others(kind: str) -> int:
 
 @_by_plugin
 def total_memory_bytes(kind: str) -> int:
-    """Return the memory of the device, or of the node for a CPU."""
+    """Return the memory of the device in bytes; for the CPU, the memory of the node."""
     if kind != "cpu":
         return torch.accelerator.get_memory_info()[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

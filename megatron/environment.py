@@ -1,6 +1,6 @@
-"""A message in one line if a program is started with a Python that lacks the project's packages, such as numpy.
+"""Print a one-line message if a program is started with a Python that lacks the project's packages, such as numpy.
 
-``import megatron`` installs it as ``sys.excepthook``, so every program and tool has it that imports megatron before
+``import megatron`` installs this as ``sys.excepthook``. It covers every program and tool that imports megatron before
 other packages.
 """
 
@@ -16,21 +16,21 @@ from types import TracebackType
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = "megatron-tds"
 IMPORT_NAMES = {"pyyaml": "yaml"}
-"""Import names that differ from the name of the package."""
+"""Package name -> import name, where the two differ."""
 OLDEST = (3, 11)
 EXIT_CODE = 2
-"""That of ``ConfigError``, whose module is not imported here."""
+"""Exit code of ``ConfigError``, whose module is not imported here."""
 Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], object]
 
 
 def install() -> None:
-    """Report a missing environment in one line when an exception ends this process."""
+    """Install the exception hook that reports a missing environment in one line."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = hook_before(sys.excepthook)
 
 
 def hook_before(other: Hook) -> Hook:
-    """Return an exception hook that prints ``problem`` and exits with code 2, or calls ``other`` if there is none."""
+    """Return an exception hook that exits with code 2 if ``problem`` has a message, and otherwise calls ``other``."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         exit_if_outside(error)
@@ -40,25 +40,25 @@ def hook_before(other: Hook) -> Hook:
 
 
 def exit_if_outside(error: BaseException) -> None:
-    """Print ``problem`` of ``error`` and exit with code 2 if there is one; otherwise return.
+    """Print the message of ``problem`` and exit with code 2; return if ``error`` has another cause.
 
     Raises:
-        SystemExit: there is one.
+        SystemExit: ``problem`` returned a message.
     """
     text = problem(error)
     if text is not None:
         sys.stderr.write(f"error: {text}\n")
-        raise SystemExit(EXIT_CODE)  # otherwise an uncaught exception ends the process with 1
+        raise SystemExit(EXIT_CODE)  # an uncaught exception would exit with 1
 
 
 def problem(error: BaseException) -> str | None:
-    """Return the message if ``error`` is due to a Python outside of the project's environment, else None.
+    """Return a message if ``error`` is caused by running outside of the project's environment, otherwise None.
 
-    In an environment where the project is installed a missing package is a defect, and its traceback is needed.
+    Returns None if the project is installed: a missing package is then a defect, and the traceback is needed.
     """
     if sys.version_info < OLDEST:
-        needed, found = ".".join(map(str, OLDEST)), ".".join(map(str, sys.version_info[:3]))
-        return f"Python {needed} or newer is needed, this is {found} ({sys.executable}). {cure()}"
+        needed, actual = ".".join(map(str, OLDEST)), ".".join(map(str, sys.version_info[:3]))
+        return f"Python {needed} or newer is needed, this is {actual} ({sys.executable}). {cure()}"
     if not isinstance(error, ModuleNotFoundError) or error.name is None:
         return None
     package = error.name.partition(".")[0]
@@ -68,7 +68,7 @@ def problem(error: BaseException) -> str | None:
 
 
 def cure() -> str:
-    """Return the command that activates the environment, after the one that creates it if there is none."""
+    """Return the command that activates the environment, preceded by the command that creates it if it is missing."""
     venv = Path(os.environ.get("MEGATRON_VENV") or ROOT / ".venv")
     activate, script = _shown(venv / "bin" / "activate"), _shown(ROOT / "run_gpt2.sh")
     if (venv / "bin" / "activate").exists():
@@ -77,7 +77,7 @@ def cure() -> str:
 
 
 def required() -> set[str]:
-    """Return the import names of the packages that pyproject.toml requires; none without that file."""
+    """Return the import names of the packages that pyproject.toml requires; empty without that file."""
     import tomllib  # Python 3.11
 
     try:
@@ -89,15 +89,15 @@ def required() -> set[str]:
 
 
 def is_installed() -> bool:
-    """Return True if pip has installed the project in this Python; an .egg-info in the repository does not count."""
-    import importlib.metadata  # 20 ms, only for an error
+    """Return True if pip has installed the project in this Python. An .egg-info in the repository does not count."""
+    import importlib.metadata  # takes 20 ms, needed only after an error
 
-    found = importlib.metadata.distributions(name=PROJECT)
-    return any(Path(str(each.locate_file(""))).resolve() != ROOT for each in found)
+    distributions = importlib.metadata.distributions(name=PROJECT)
+    return any(Path(str(distribution.locate_file(""))).resolve() != ROOT for distribution in distributions)
 
 
 def _shown(path: Path) -> str:
-    """Return ``path`` as the user types it: relative below the working directory."""
+    """Return ``path`` as the user would type it: relative if it is below the working directory."""
     absolute = Path(os.path.abspath(path))
-    here = Path.cwd()
-    return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)
+    working_dir = Path.cwd()
+    return str(absolute.relative_to(working_dir)) if absolute.is_relative_to(working_dir) else str(absolute)

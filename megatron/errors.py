@@ -1,15 +1,16 @@
-"""Errors that a person can act on, each with the exit code of the job that it ends.
+"""Errors that a user can fix, and the exit codes of jobs that end with them.
 
-| class | when | exit code |
+| class | cause | exit code |
 |---|---|---|
-| ConfigError, DataError | a value, file or flag that the user gave | 2 |
+| ConfigError, DataError | a value, file or flag given by the user | 2 |
 | CheckpointError | a checkpoint that is missing, damaged or of another model | 3 |
 | PeerError | another rank died or did not answer in time | 4 |
 | NumericsError | loss or gradient is not finite | 5 |
-| StopRequest | asked to stop; everything is saved, the run can go on | 75 |
-| anything else | a defect | 1 |
+| StopRequest | the run was asked to stop; everything is saved and it can be resumed | 75 |
+| any other exception | a defect | 1 |
 
-A message says what must hold, what was got, and what to do. Where all ranks raise the same one, rank 0 alone says it.
+A message states the requirement, the actual value, and the fix. If all ranks raise the same error, only rank 0 prints
+it.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from contextlib import contextmanager
 
 
 class JobError(Exception):
-    """An error of the table above but its last row.
+    """Base class of the errors in the table above, except the last row.
 
-    ``is_of_this_rank``: no other rank need know of it, so the rank that raises it must say it. The classes say what is
-    usual; a single error may differ.
+    ``is_of_this_rank``: True if other ranks do not raise the same error, so the rank that raises it must print it. Each
+    class sets a default, which an instance may override.
     """
 
     is_of_this_rank = True
@@ -41,11 +42,11 @@ class DataError(JobError, ValueError):
 
 
 class SampleError(DataError):
-    """A sample that cannot be read, or samples that cannot be put together; the text names them and their place."""
+    """A sample that cannot be read, or samples that cannot be batched; the message names their location."""
 
 
 class CheckpointError(JobError, RuntimeError):
-    """A checkpoint that does not fit or does not verify."""
+    """A checkpoint that does not match or does not verify."""
 
 
 class PeerError(JobError, RuntimeError):
@@ -57,14 +58,14 @@ class NumericsError(JobError, ArithmeticError):
 
 
 class StopRequest(JobError):
-    """The run was asked to stop and has saved what it needs to go on."""
+    """The run was asked to stop and has saved its state for resuming."""
 
     is_of_this_rank = False
 
 
 @contextmanager
 def marked(*, is_of_this_rank: bool) -> Iterator[None]:
-    """Mark a JobError that is raised within as one of this rank, or as one that all ranks raise alike."""
+    """Set ``is_of_this_rank`` of a JobError raised in the block: False if all ranks raise the same error."""
     try:
         yield
     except JobError as error:
@@ -83,23 +84,23 @@ EXIT_CODES: dict[type[BaseException], int] = {
 
 
 def exit_code(error: BaseException) -> int:
-    """Return the job's exit code for ``error``: the table at the top of this file, else 1.
+    """Return the job's exit code for ``error``: the code in the table at the top of this file, otherwise 1.
 
-    A SystemExit keeps a code of its own, but for 0: that is for a run that has reached its end.
+    A SystemExit keeps its own code, but code 0 becomes 1, because 0 is reserved for a run that has finished.
     """
     if isinstance(error, SystemExit) and isinstance(error.code, int):
         return error.code & 0xFF or 1
-    for kind, code in EXIT_CODES.items():
-        if isinstance(error, kind):
+    for error_type, code in EXIT_CODES.items():
+        if isinstance(error, error_type):
             return code
     return 1
 
 
 def raise_all(problems: list[str]) -> None:
-    """Raise one ConfigError with a numbered list, or return when the list is empty."""
+    """Raise one ConfigError with a numbered list of ``problems``; return if there are none."""
     unique = list(dict.fromkeys(problems))
     if len(unique) == 1:
         raise ConfigError(unique[0])
     if unique:
-        lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(unique, 1))
+        lines = "\n".join(f"  {idx}. {problem}" for idx, problem in enumerate(unique, 1))
         raise ConfigError(f"{len(unique)} problems in the configuration:\n{lines}")

@@ -1,4 +1,4 @@
-"""One job at a time: a lock of the kernel on a file, whose text says who holds it."""
+"""Kernel lock on a file for mutual exclusion between jobs; the file's text identifies the holder."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ POLL_S = 0.05
 
 
 class FileLock:
-    """Holds ``path``, made with its folder if it is not there, from construction to ``release`` or its owner's end.
+    """Holds a lock on ``path`` from construction until ``release`` or the end of its owner.
+
+    The file and its folder are created if they are missing.
 
     | kind | owner |
     |---|---|
-    | lockf | this process alone. Whoever opens the file once more in it and closes it gives the lock away |
-    | flock | this process and those it forks, until the last of them ends |
+    | lockf | this process only. The lock is lost if this process opens the file again and closes it |
+    | flock | this process and the processes that it forks, until the last of them ends |
 
-    The lock ends with its owner, however that ends, so a file that nobody locks is stale and is taken over. ``left``
-    is what an earlier holder has left in it, b"" where there was none.
+    The kernel releases the lock when its owner ends for any reason, so an unlocked file is stale and is taken over.
+    ``left`` is the text that an earlier holder left in the file, or b"".
 
     Args:
-        wait_s: seconds to wait for a holder that has written so.
-        describe: the message about a holder that has written so.
-        error: what is raised with that message.
-        poll_s: seconds between looks at a lock that is held.
-        without_lock: asked where the file cannot be locked, with the reason and what is written in it; whether to go
-            on all the same. Where not, that counts as held.
+        wait_s: maps the holder's text to the number of seconds to wait for it.
+        describe: maps the holder's text to the error message.
+        error: exception type to raise with that message.
+        poll_s: seconds between two attempts to lock.
+        without_lock: called with the reason and the file's text if the file system cannot lock the file; returns True
+            to continue without a lock. Otherwise the lock counts as held by another process.
 
     Raises:
-        error: another one holds it.
+        error: another process holds the lock.
         OSError: the file cannot be opened.
     """
 
@@ -61,13 +63,13 @@ class FileLock:
             time.sleep(poll_s)
 
     def write(self, text: bytes) -> None:
-        """Write ``text``, who the holder is, into the file."""
+        """Write ``text``, which identifies the holder, to the file."""
         assert self._descriptor is not None
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, text, 0)
 
     def release(self, *, removes_file: bool = True) -> None:
-        """Let it go; a second call does nothing."""
+        """Release the lock. A second call does nothing."""
         if self._descriptor is not None:
             if removes_file:
                 with suppress(OSError):
@@ -76,11 +78,14 @@ class FileLock:
             self._descriptor = None
 
     def _try(self) -> bytes | None:
-        """Take the lock, or return what its holder has written; neither, if its file has just been removed."""
+        """Acquire the lock, or return the holder's text.
+
+        Returns None without the lock if the file has just been removed.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        except FileNotFoundError:  # a holder has just ended and removed the folder
+        except FileNotFoundError:  # a holder has just removed the folder
             if self.path.is_symlink():
                 raise
             return None
@@ -98,7 +103,7 @@ class FileLock:
                 os.close(descriptor)
 
     def _lock(self, descriptor: int) -> OSError | None:
-        """Lock the open file; return why it cannot be."""
+        """Lock the open file; return the error if that fails."""
         try:
             getattr(fcntl, self._kind)(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as problem:
@@ -107,7 +112,7 @@ class FileLock:
 
 
 def _is_file(descriptor: int, path: Path) -> bool:
-    """Whether ``path`` is the open file still: its holder removes it as it leaves."""
+    """Return True if ``path`` still is the open file. A holder removes the file when it releases the lock."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except OSError:

@@ -1,7 +1,7 @@
-"""The file operations behind checkpoints, token files and run folders.
+"""File operations for checkpoints, token files and run folders.
 
-Everything that must survive a kill at any moment is written through these few functions: a test replaces
-``before_operation`` and ends the process ahead of the k-th operation, for every k.
+All files that must survive a kill at any time are written through these few functions. A test replaces
+``before_operation`` and kills the process before the k-th operation, for every k.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 _HELD_BYTES = 1 << 20
-_CRC_POLYNOMIAL = 0xEDB88320  # without its x^32; the highest bit of an int is the coefficient of x^0, as in zlib
+_CRC_POLYNOMIAL = 0xEDB88320  # without x^32; the highest bit of an int is the coefficient of x^0, as in zlib
 _ONE, _X = 1 << 31, 1 << 30
 
 
@@ -27,11 +27,11 @@ def _nothing(operation: str, path: Path) -> None:
 
 
 before_operation: Callable[[str, Path], None] = _nothing
-"""Called ahead of each operation with its name and path; tests plant crashes and full disks here."""
+"""Called before each operation with its name and path; tests inject crashes and full disks here."""
 
 
 def write_bytes(path: Path, data: bytes | memoryview) -> None:
-    """Write ``data`` to ``path`` and flush it to the disk; the file may be half there after a kill."""
+    """Write ``data`` to ``path`` and flush it to disk. A kill may leave an incomplete file."""
     before_operation("write", path)
     with open(path, "wb") as file:
         file.write(data)
@@ -41,18 +41,18 @@ def write_bytes(path: Path, data: bytes | memoryview) -> None:
 
 
 def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, int]:
-    """Write ``chunks`` one after another, flush to the disk, and return (bytes, crc32) of what was written.
+    """Write ``chunks`` to ``path``, flush to disk, and return (size in bytes, crc32) of the file.
 
-    The checksum of a chunk is taken by a second thread while the first writes it.
+    A second thread computes the checksum of a chunk while the first one writes it.
     """
     size = crc = 0
     before_operation("create", path)
-    with open(path, "wb") as file, ThreadPoolExecutor(1) as second:
+    with open(path, "wb") as file, ThreadPoolExecutor(1) as executor:
         for chunk in chunks:
             before_operation("write", path)
-            summed = second.submit(zlib.crc32, chunk, crc)
+            crc_future = executor.submit(zlib.crc32, chunk, crc)
             size += file.write(chunk)
-            crc = summed.result()
+            crc = crc_future.result()
         before_operation("fsync", path)
         file.flush()
         os.fsync(file.fileno())
@@ -60,7 +60,7 @@ def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int,
 
 
 class Stream:
-    """A file that is being written; it collects small pieces, and counts bytes and checksum on the way."""
+    """A file being written. It buffers small writes and keeps track of the size and checksum."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self.size = self.crc = 0
@@ -68,7 +68,7 @@ class Stream:
         self._file, self._path, self._held = file, path, bytearray()
 
     def write(self, data: bytes | memoryview) -> int:
-        """Take ``data`` and return its length."""
+        """Write or buffer ``data``; return its length."""
         if len(self._held) + len(data) > _HELD_BYTES:
             self.flush()
         if len(data) > _HELD_BYTES:
@@ -78,10 +78,10 @@ class Stream:
         return len(data)
 
     def flush(self) -> None:
-        """Write what has been collected."""
-        held, self._held = self._held, bytearray()
-        if held:
-            self._write(held)
+        """Write the buffered data."""
+        buffered, self._held = self._held, bytearray()
+        if buffered:
+            self._write(buffered)
 
     def _write(self, data: bytes | bytearray | memoryview) -> None:
         try:
@@ -95,10 +95,10 @@ class Stream:
 
 
 def write_by(path: Path, produce: Callable[[Stream], None]) -> tuple[int, int]:
-    """Let ``produce`` write to ``path``, flush it to the disk, and return (bytes, crc32) of what was written.
+    """Call ``produce`` to write to ``path``, flush to disk, and return (size in bytes, crc32) of the file.
 
     Raises:
-        OSError: the disk's own, also where ``produce`` made another error of it, as ``torch.save`` does.
+        OSError: the original error of the disk, even if ``produce`` converted it, as ``torch.save`` does.
     """
     before_operation("create", path)
     with open(path, "wb") as file:
@@ -117,7 +117,7 @@ def write_by(path: Path, produce: Callable[[Stream], None]) -> tuple[int, int]:
 
 
 def size_and_crc(path: Path, chunk_bytes: int = 1 << 22) -> tuple[int, int]:
-    """Read ``path`` through and return its (bytes, crc32)."""
+    """Read the whole file ``path`` and return (size in bytes, crc32)."""
     size = crc = 0
     buffer = memoryview(bytearray(chunk_bytes))
     with open(path, "rb", buffering=0) as file:
@@ -128,7 +128,7 @@ def size_and_crc(path: Path, chunk_bytes: int = 1 << 22) -> tuple[int, int]:
 
 
 def segment_crc(path: Path, start: int, stop: int, chunk_bytes: int = 1 << 20) -> int:
-    """Return the crc32 of the bytes ``start`` to ``stop`` of ``path``; of fewer where it is shorter."""
+    """Return the crc32 of the bytes ``start`` to ``stop`` of ``path``, or to its end if the file is shorter."""
     crc = 0
     buffer = memoryview(bytearray(min(chunk_bytes, stop - start)))
     with open(path, "rb", buffering=0) as file:
@@ -140,9 +140,9 @@ def segment_crc(path: Path, start: int, stop: int, chunk_bytes: int = 1 << 20) -
 
 
 def crc32_combine(first: int, second: int, second_bytes: int) -> int:
-    """Return the crc32 of A + B, given those of A and of B and the number of bytes in B; nothing is read again.
+    """Return the crc32 of the concatenation A + B from the checksums of A and B and the number of bytes in B.
 
-    A CRC-32 is a remainder of polynomials over {0, 1}: what comes before n bytes is multiplied by x^(8 n).
+    A CRC-32 is the remainder of a polynomial over {0, 1}. Appending n bytes multiplies the polynomial by x^(8 n).
 
     Source: Peterson and Brown 1961, "Cyclic codes for error detection"; IEEE 802.3 has the polynomial; Mark Adler's
     note in zlib's crc32_combine.
@@ -172,13 +172,13 @@ def _x_to(power: int) -> int:
 
 
 def make_folder(folder: Path) -> None:
-    """Create ``folder`` and what lies above it; one that exists is left as it is."""
+    """Create ``folder`` and its missing parents."""
     before_operation("make_folder", folder)
     folder.mkdir(parents=True, exist_ok=True)
 
 
 def remove_tree(folder: Path) -> None:
-    """Delete ``folder`` with all it holds, one name at a time: a kill leaves a smaller folder behind."""
+    """Delete ``folder`` and its contents, one entry at a time; a kill leaves a partly deleted folder."""
     for child in sorted(folder.iterdir()):
         if child.is_dir() and not child.is_symlink():
             remove_tree(child)
@@ -195,12 +195,12 @@ def remove_file(path: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return how many bytes may still be written on the file system of ``folder``."""
+    """Return the number of bytes that can still be written on the file system of ``folder``."""
     return shutil.disk_usage(folder).free
 
 
 def too_large_message() -> str:
-    """Return in words which limit a file has passed that the system calls too large (EFBIG), and how to lift it."""
+    """Return the text of a "file too large" error (EFBIG): the limit that was exceeded, and how to raise it."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit == resource.RLIM_INFINITY:
         return "larger than this file system lets a file be. Write to another one"
@@ -208,23 +208,23 @@ def too_large_message() -> str:
 
 
 def allow_open_files(number: int) -> int:
-    """Let this process have ``number`` files and sockets open, as far as it may; return how many it may have."""
-    own, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = number if most == resource.RLIM_INFINITY else min(number, most)
-    if own != resource.RLIM_INFINITY and own < allowed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
-    return number if own == resource.RLIM_INFINITY else max(own, allowed)
+    """Raise this process's limit on open files and sockets to ``number`` if permitted; return the resulting limit."""
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = number if hard_limit == resource.RLIM_INFINITY else min(number, hard_limit)
+    if soft_limit != resource.RLIM_INFINITY and soft_limit < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard_limit))
+    return number if soft_limit == resource.RLIM_INFINITY else max(soft_limit, allowed)
 
 
 def rename(source: Path, target: Path) -> None:
-    """Move ``source`` to ``target`` in one step and flush the folder: the commit of a protocol."""
+    """Rename ``source`` to ``target`` atomically and flush the folder. This is the commit of the save protocols."""
     before_operation("rename", target)
     os.replace(source, target)
     sync_folder(target.parent)
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """Write ``data`` beside ``path``, then rename: a reader sees the old or the new, never a part."""
+    """Write ``data`` to a temporary file and rename it to ``path``, so that readers never see a partial file."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         write_bytes(temporary, data)
@@ -236,7 +236,7 @@ def replace_bytes(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in ``folder`` to the disk."""
+    """Flush the entries of ``folder`` to disk."""
     before_operation("sync_folder", folder)
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""Names of models on the Hugging Face Hub, given where a local folder is needed; no torch."""
+"""Detect names of models on the Hugging Face Hub where a local folder is required. No torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 LOCAL = ("runs", "models", "data", "checkpoints", "examples", "tests", "tools")
-"""First parts of paths that are no owner of a model: folders of a checkout."""
+"""First components of paths that are folders of a checkout and not the owner of a model."""
 
 
 def is_name(path: Path | str) -> bool:
-    """Return True if ``path`` is not there and looks like a model on the Hub, such as Qwen/Qwen3-0.6B."""
+    """Return True if ``path`` does not exist and looks like a model on the Hub, such as Qwen/Qwen3-0.6B."""
     text = str(path)
     owner = text.partition("/")[0]
     is_local = owner in LOCAL or owner.startswith("my-") or Path(owner).exists() or Path(text).exists()
@@ -19,9 +19,9 @@ def is_name(path: Path | str) -> bool:
 
 
 def advice(path: Path | str) -> str:
-    """Return how to download the model that ``path`` names, as the end of a message; "" if it names none.
+    """Return instructions to download the model ``path`` from the Hub; "" if ``path`` is not the name of a model.
 
-    The text starts with a space.
+    The text starts with a space, so that it can be appended to a message.
     """
     if not is_name(path):
         return ""
@@ -33,7 +33,7 @@ def advice(path: Path | str) -> str:
 
 
 def load_problem(path: Path | str) -> str | None:
-    """Return the message for a --load that is no folder here but the name of a model; None for any other value."""
+    """Return the error message for a --load that names a model instead of a local folder; None for other values."""
     if not is_name(path):
         return None
     return f"--load must name a folder, got {path}, which is not one.{advice(path)}"

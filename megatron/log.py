@@ -1,4 +1,4 @@
-"""One logger: rank 0 speaks."""
+"""The project's logger: rank 0 logs everything, other ranks only warnings and errors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-# One logger for the project: rank 0 speaks, others only warn.
-#
-# ``configure(rank)`` is called once per process by the training entry; before that, messages of a
-# tool go to standard error as they are.
+# The training entry point calls ``configure(rank)`` once per process. Without it, as in a tool, messages are written to
+# standard error without a rank.
 
 _LOGGER = logging.getLogger("megatron")
 _BYTES = {"B": 1} | {f"{prefix}B": 1000**n for n, prefix in enumerate("kMGT", 1)}
@@ -19,7 +17,7 @@ _BYTES |= {f"{prefix}iB": 1024**n for n, prefix in enumerate("KMGT", 1)}
 
 
 class _CurrentStderr(logging.StreamHandler):
-    """Writes to whatever ``sys.stderr`` is now, so that forked ranks and captured tests see their own stream."""
+    """Writes to the current ``sys.stderr``, so that forked ranks and captured tests write to their own stream."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -30,19 +28,19 @@ class _CurrentStderr(logging.StreamHandler):
 
 
 LEVEL_VARIABLE = "MEGATRON_LOG_LEVEL"
-"""Environment variable with the level of rank 0; debug adds fingerprints and the like."""
+"""Environment variable with the log level of rank 0; debug adds fingerprints and other details."""
 
 
 def configure(rank: int = 0, level: str | None = None) -> None:
-    """Set up the logger of this process; ranks other than 0 say warnings and errors only, with their number.
+    """Set up the logger of this process; ranks other than 0 only log warnings and errors, prefixed with their rank.
 
     Args:
-        level: of rank 0: debug, info, warning or error; None: that of MEGATRON_LOG_LEVEL, else info.
+        level: level of rank 0: debug, info, warning or error; None uses MEGATRON_LOG_LEVEL, or info if it is not set.
     """
     level = level or os.environ.get(LEVEL_VARIABLE, "").lower()
     level = level if level in ("debug", "info", "warning", "error") else "info"
-    for own in _own_handlers():
-        _LOGGER.removeHandler(own)
+    for handler_to_remove in _own_handlers():
+        _LOGGER.removeHandler(handler_to_remove)
     handler = _CurrentStderr()
     handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[rank {rank}] %(message)s"))
     _LOGGER.addHandler(handler)
@@ -56,38 +54,38 @@ def debug(message: str) -> None:
 
 
 def info(message: str) -> None:
-    """Say ``message`` on rank 0."""
+    """Log ``message`` on rank 0."""
     _ready().info(message)
 
 
 def warning(message: str) -> None:
-    """Warn, on any rank."""
+    """Log a warning, on any rank."""
     _ready().warning("warning: " + message)
 
 
 @functools.lru_cache(maxsize=1024)
 def warn_once(message: str) -> None:
-    """Warn the first time that this text is given in this process."""
+    """Log a warning; repeated calls with the same text in this process have no effect."""
     warning(message)
 
 
 @functools.lru_cache(maxsize=1024)
 def warn_once_per_job(message: str) -> None:
-    """Warn on rank 0 only, the first time that this text is given."""
+    """Log a warning on rank 0 only; repeated calls with the same text have no effect."""
     info("warning: " + message)
 
 
 def error(message: str) -> None:
-    """Say what went wrong, on any rank."""
+    """Log an error, on any rank."""
     _ready().error(message)
 
 
 def human_bytes(value: float, units: Sequence[str] = ("B", "KiB", "MiB", "GiB"), digits: int = 2) -> str:
-    """Return 1.50 GiB for 1610612736: in the largest of ``units`` that it reaches, else in the first.
+    """Format a number of bytes with the largest unit that does not exceed it, such as 1.50 GiB for 1610612736.
 
-    Memory is counted in powers of 1024, files and what data sheets say in powers of 1000.
+    Callers use powers of 1024 for memory, and powers of 1000 for file sizes and data sheet values.
     """
-    unit = next((each for each in reversed(units) if value >= _BYTES[each]), units[0])
+    unit = next((candidate for candidate in reversed(units) if value >= _BYTES[candidate]), units[0])
     return f"{value / _BYTES[unit]:.{0 if unit == 'B' else digits}f} {unit}"
 
 
@@ -98,12 +96,12 @@ def _ready() -> logging.Logger:
 
 
 def _own_handlers() -> list[logging.Handler]:
-    """Return ours: a test runner or a user's program may have added some, too."""
+    """Return the handlers added by this module; a test runner or the user's program may have added others."""
     return [handler for handler in _LOGGER.handlers if isinstance(handler, _CurrentStderr)]
 
 
 def human_count(value: float) -> str:
-    """Return 33.6M for 33600000."""
+    """Format a number with a suffix, such as 33.6M for 33600000."""
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{unit}"
@@ -111,7 +109,7 @@ def human_count(value: float) -> str:
 
 
 def human_time(seconds: float) -> str:
-    """Return 1:02:03, or 2:03 below an hour."""
+    """Format seconds as 1:02:03, or 2:03 below an hour."""
     minutes, second = divmod(round(max(seconds, 0)), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}:{minute:02d}:{second:02d}" if hour else f"{minute}:{second:02d}"

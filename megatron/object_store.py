@@ -1,7 +1,7 @@
-"""Files of object stores by the names of ``fsspec`` (s3://bucket/key, memory://, file://): read in ranges, uploaded.
+"""Access to files in object stores by ``fsspec`` URL (s3://bucket/key, memory://, file://): ranged reads and uploads.
 
-A store may answer an error or cut a body short: such a request is sent again, and a warning says so; what it gave is
-used only if it has all of its bytes. A missing file and refused credentials are not tried again.
+A request that fails or returns a truncated body is retried with a warning; data are only used if they are complete.
+Requests for missing files and rejected credentials are not retried.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megatron import log
 from megatron.errors import DataError
 
 BLOCK_BYTES = 8 << 20
-"""Bytes of a range; the next one is fetched while one is read. A file that is read takes three of them in memory."""
+"""Bytes per ranged read. Ranges are prefetched; up to three ranges of a file are in memory."""
 
 PAUSES_S = (0.5, 2.0, 8.0)
-"""Pauses before the further attempts."""
+"""Pauses in seconds before the second and further attempts."""
 
 _KEPT_BLOCKS = 3
 _BUFFER_BYTES = 1 << 16
@@ -35,27 +35,27 @@ _T = TypeVar("_T")
 
 
 class Status(NamedTuple):
-    """What tells whether a file has changed: its bytes, and the time of the last change in ns (0: not told)."""
+    """Size in bytes and modification time in ns (0 if unknown) of a file, which show whether it has changed."""
 
     size: int
     time_ns: int
 
 
 def is_remote(path: str | Path) -> bool:
-    """Return whether ``path`` is a name of fsspec, not one of this machine's files."""
+    """Return True if ``path`` is an fsspec URL and not a local path."""
     return isinstance(path, str) and _NAME.match(path) is not None
 
 
 def status(path: str | Path) -> Status:
-    """Return size and time of a file, wherever it is.
+    """Return size and modification time of a local or remote file.
 
     Raises:
-        OSError: a file of this machine cannot be looked at.
-        DataError: one of a store cannot.
+        OSError: a local file cannot be accessed.
+        DataError: a remote file cannot be accessed.
     """
     if not is_remote(path):
-        found = Path(path).stat()
-        return Status(found.st_size, found.st_mtime_ns)
+        file_stat = Path(path).stat()
+        return Status(file_stat.st_size, file_stat.st_mtime_ns)
     store, name = _store(str(path))
     info = _tried(str(path), "looking at it", lambda: store.info(name))
     changed = next((info[key] for key in _TIMES if info.get(key) is not None), 0)
@@ -65,10 +65,10 @@ def status(path: str | Path) -> Status:
 
 
 def version(path: str) -> tuple[int, str]:
-    """Return the bytes of a file of a store, and a text that is another when it was written again.
+    """Return the size in bytes of a remote file, and a text that changes when the file is overwritten.
 
     Raises:
-        DataError: there is none, or the store cannot be asked.
+        DataError: there is no such file, or the store cannot be accessed.
     """
     store, name = _store(path)
 
@@ -81,10 +81,10 @@ def version(path: str) -> tuple[int, str]:
 
 
 def open_file(path: str | Path, buffering: int = -1) -> BinaryIO:
-    """Open a file for reading, wherever it is.
+    """Open a local or remote file for reading.
 
     Raises:
-        OSError, DataError: as by ``status``.
+        OSError, DataError: as ``status``.
     """
     if is_remote(path):
         return io.BufferedReader(RemoteFile(str(path)), _BUFFER_BYTES)
@@ -92,33 +92,35 @@ def open_file(path: str | Path, buffering: int = -1) -> BinaryIO:
 
 
 def is_file(path: str) -> bool:
-    """Return whether there is a file, and no folder, of this name in a store.
+    """Return True if ``path`` in a store is a file, and False if it is a folder.
 
     Raises:
-        DataError: there is neither, or the store cannot be asked.
+        DataError: ``path`` does not exist, or the store cannot be accessed.
     """
     store, name = _store(path)
     return _tried(path, "looking at it", lambda: store.info(name))["type"] == "file"
 
 
 def files_below(path: str) -> list[tuple[tuple[str, ...], str]]:
-    """Return the files below a folder of a store: the names that lead there from it, and the whole name; in order.
+    """Return (path components relative to ``path``, full URL) of all files below a folder of a store, sorted.
 
     Raises:
-        DataError: the store cannot be asked.
+        DataError: the store cannot be accessed.
     """
     store, name = _store(path)
     top = name.rstrip("/") + "/"
-    store.invalidate_cache()  # what was listed before may have come or gone since
+    store.invalidate_cache()  # files may have been added or removed since they were listed
     names = _tried(path, "listing it", lambda: store.find(name))
-    return sorted((tuple(each.removeprefix(top).split("/")), store.unstrip_protocol(each)) for each in names)
+    return sorted(
+        (tuple(file_name.removeprefix(top).split("/")), store.unstrip_protocol(file_name)) for file_name in names
+    )
 
 
 def sizes_below(path: str) -> dict[tuple[str, ...], int]:
-    """Return the bytes of each file below a folder of a store, by the names that lead there; none if it is not there.
+    """Return relative path components -> size in bytes of all files below a folder of a store; empty without a folder.
 
     Raises:
-        DataError: the store cannot be asked.
+        DataError: the store cannot be accessed.
     """
     store, name = _store(path)
     top = name.rstrip("/") + "/"
@@ -130,45 +132,47 @@ def sizes_below(path: str) -> dict[tuple[str, ...], int]:
         except FileNotFoundError:
             return {}
 
-    found = _tried(path, "listing it", ask)
-    inside = {each.removeprefix(top): info for each, info in found.items() if each.startswith(top)}
-    return {tuple(each.split("/")): int(info["size"]) for each, info in inside.items()}
+    info_by_name = _tried(path, "listing it", ask)
+    inside = {
+        file_name.removeprefix(top): info for file_name, info in info_by_name.items() if file_name.startswith(top)
+    }
+    return {tuple(file_name.split("/")): int(info["size"]) for file_name, info in inside.items()}
 
 
 def join(path: str, *names: str) -> str:
-    """Return the name of what lies in the folder ``path`` of a store."""
+    """Return the URL of an entry of the folder ``path`` of a store."""
     return "/".join((path.rstrip("/"), *names))
 
 
 def path_or_name(text: str) -> Path | str:
-    """Return a path, or a name of fsspec as it is: the value of a flag."""
+    """Convert the value of a flag: an fsspec URL is returned as a string, anything else as a Path."""
     return text if is_remote(text) else Path(text)
 
 
 def size_of(path: str) -> int | None:
-    """Return how many bytes a file of a store has now, None where there is none.
+    """Return the current size of a remote file in bytes; None if the file does not exist.
 
     Raises:
-        DataError: the store cannot be asked.
+        DataError: the store cannot be accessed.
     """
     store, name = _store(path)
 
     def ask() -> int | None:
         store.invalidate_cache()
         try:
-            found = store.info(name)
+            info = store.info(name)
         except FileNotFoundError:
             return None
-        return int(found["size"]) if found["type"] == "file" else None
+        return int(info["size"]) if info["type"] == "file" else None
 
     return _tried(path, "looking at it", ask)
 
 
 def read_range(path: str, start: int, stop: int) -> bytes:
-    """Return the bytes ``start`` to ``stop`` of a file of a store, all of them.
+    """Return the bytes from ``start`` to ``stop`` of a remote file. The result is always complete.
 
     Raises:
-        DataError: the store does not give them.
+        DataError: the range cannot be read.
     """
     store, name = _store(path)
 
@@ -182,30 +186,30 @@ def read_range(path: str, start: int, stop: int) -> bytes:
 
 
 def read_chunks(path: str, size: int) -> Iterator[bytes]:
-    """Yield all ``size`` bytes of a file of a store, in ranges of BLOCK_BYTES of which the next is fetched ahead.
+    """Yield all ``size`` bytes of a remote file in ranges of BLOCK_BYTES; the next ranges are prefetched.
 
     Raises:
         DataError: as ``read_range``.
     """
     starts = range(0, size, BLOCK_BYTES)
     with ThreadPoolExecutor(1) as ahead:
-        coming = deque[Future[bytes]]()
+        pending = deque[Future[bytes]]()
         for start in starts:
-            coming.append(ahead.submit(read_range, path, start, min(start + BLOCK_BYTES, size)))
-            if len(coming) == _KEPT_BLOCKS:
-                yield coming.popleft().result()
-        while coming:
-            yield coming.popleft().result()
+            pending.append(ahead.submit(read_range, path, start, min(start + BLOCK_BYTES, size)))
+            if len(pending) == _KEPT_BLOCKS:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 def upload(source: Path, path: str, *, crc32: int | None = None) -> None:
-    """Put the file ``source`` into a store, and look at what is there then: its size, with ``crc32`` every byte too.
+    """Upload the file ``source`` to a store and verify the size of the remote file; with ``crc32`` also its content.
 
-    A store shows an object once all of it has come; one that gave another size or checksum is sent once more.
+    A store shows an object only after it is complete. An upload with a wrong size or checksum is repeated.
 
     Raises:
         OSError: ``source`` cannot be read.
-        DataError: the store does not take it whole.
+        DataError: the upload failed.
     """
     size, (store, name) = source.stat().st_size, _store(path)
 
@@ -216,9 +220,9 @@ def upload(source: Path, path: str, *, crc32: int | None = None) -> None:
             if source.exists():
                 raise FileNotFoundError(f"no such bucket or folder: {error}") from error
             raise _Gone(source) from error
-        found = size_of(path)
-        if found != size:
-            raise OSError(f"{found or 0} of {size} bytes are there")
+        remote_size = size_of(path)
+        if remote_size != size:
+            raise OSError(f"{remote_size or 0} of {size} bytes are there")
         if crc32 is not None and checksum(path, size) != crc32:
             raise OSError("what is there has another checksum")
 
@@ -229,7 +233,7 @@ def upload(source: Path, path: str, *, crc32: int | None = None) -> None:
 
 
 def checksum(path: str, size: int) -> int:
-    """Return the crc32 of all ``size`` bytes of a file of a store.
+    """Return the crc32 of all ``size`` bytes of a remote file.
 
     Raises:
         DataError: as ``read_range``.
@@ -241,30 +245,30 @@ def checksum(path: str, size: int) -> int:
 
 
 def write_bytes(path: str, data: bytes) -> None:
-    """Put ``data``, which are few, into a store as the file ``path``.
+    """Write ``data`` (a small amount) to the file ``path`` of a store.
 
     Raises:
-        DataError: the store does not take it.
+        DataError: the upload failed.
     """
     store, name = _store(path)
     _tried(path, "uploading it", lambda: store.pipe_file(name, data))
 
 
 def check_writable(path: str) -> None:
-    """Put a small file beside ``path`` of a store, and delete it.
+    """Check that a store is writable: write a small file next to ``path`` and delete it.
 
     Raises:
-        DataError: the store does not take it.
+        DataError: the store rejects the write or the deletion.
     """
     write_bytes(f"{path.rstrip('/')}.probe", b"probe")
     remove(f"{path.rstrip('/')}.probe")
 
 
 def remove(path: str) -> None:
-    """Delete a file of a store; one that is not there is as good.
+    """Delete a remote file; a missing file is not an error.
 
     Raises:
-        DataError: the store refuses.
+        DataError: the store rejects the deletion.
     """
     store, name = _store(path)
 
@@ -277,11 +281,11 @@ def remove(path: str) -> None:
 
 
 class _Gone(Exception):
-    """A file of this machine has gone while it was uploaded; it holds its path."""
+    """A local file disappeared while it was uploaded; the argument is its path."""
 
 
 class RemoteFile(io.RawIOBase):
-    """One file of a store, read in ranges of BLOCK_BYTES, the next of which is fetched ahead."""
+    """A remote file for reading, fetched in ranges of BLOCK_BYTES with one range of read-ahead."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -304,10 +308,10 @@ class RemoteFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         if self._position >= self.size:
             return 0
-        number, start = divmod(self._position, BLOCK_BYTES)
-        block = self._block(number).result()
-        if (number + 1) * BLOCK_BYTES < self.size:
-            self._block(number + 1)
+        idx, start = divmod(self._position, BLOCK_BYTES)
+        block = self._block(idx).result()
+        if (idx + 1) * BLOCK_BYTES < self.size:
+            self._block(idx + 1)
         view = memoryview(buffer).cast("B")
         data = block[start : start + len(view)]
         view[: len(data)] = data
@@ -334,12 +338,12 @@ class RemoteFile(io.RawIOBase):
 
 
 def _store(path: str) -> tuple[Any, str]:
-    """Return the file system of ``path``, and the name in it; one for each process, which may not share one."""
+    """Return the file system of ``path`` and the name in it. File systems are not shared between processes."""
     try:
-        from fsspec.core import url_to_fs  # torch brings it; loaded where such a name comes
+        from fsspec.core import url_to_fs  # a dependency of torch; imported only when a URL is used
 
-        is_here = path.startswith(("file://", "local://"))
-        return url_to_fs(path, **({"auto_mkdir": True} if is_here else {}))  # a store has no folders to be made
+        is_local = path.startswith(("file://", "local://"))
+        return url_to_fs(path, **({"auto_mkdir": True} if is_local else {}))  # object stores have no folders to create
     except ImportError as error:
         raise DataError(f"{path} needs a package: {error}. For s3:// it is pip install -e '.[s3]'") from error
     except ValueError as error:
@@ -347,10 +351,10 @@ def _store(path: str) -> tuple[Any, str]:
 
 
 def _tried(path: str, what: str, ask: Callable[[], _T]) -> _T:
-    """Return what ``ask`` gives, asking again after PAUSES_S when it fails.
+    """Call ``ask`` and return its result, retrying after PAUSES_S if it fails.
 
     Raises:
-        DataError: it fails for good.
+        DataError: all attempts failed, or the error is permanent (missing file, rejected credentials).
     """
     pauses: Iterator[float] = iter(PAUSES_S)
     while True:
@@ -360,7 +364,7 @@ def _tried(path: str, what: str, ask: Callable[[], _T]) -> _T:
             raise
         except (FileNotFoundError, IsADirectoryError) as error:
             raise DataError(f"{path} does not exist; check the name") from error
-        except Exception as error:  # a store's own package raises its own kinds, too
+        except Exception as error:  # a store's package also raises its own exception types
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
                 raise DataError(f"{path}: the store refuses access ({reason}). Check the credentials.") from error

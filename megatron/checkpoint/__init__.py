@@ -1,6 +1,6 @@
-"""Checkpoints of named global tensors, without the layout that saved them.
+"""Checkpoints of named global tensors, loadable in any parallel layout.
 
-Names resolve on first use (PEP 562), so that ``checkpoint_args``, which reads sizes, needs no torch.
+Names resolve on first use (PEP 562), so that ``checkpoint_args``, which only reads settings, does not import torch.
 """
 
 from __future__ import annotations

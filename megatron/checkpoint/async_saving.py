@@ -1,7 +1,7 @@
-"""AsyncSaver: stage the tensors on the host, then write and commit in a background thread.
+"""Asynchronous saves: copy the tensors to the host, then write and commit them in a background thread.
 
 The background thread runs ``saving.write_checkpoint``, with the same bytes and the same commit as a synchronous save,
-so a kill at any moment leaves the older checkpoints unchanged. One save runs at a time: the next one waits for it.
+so a kill at any time leaves the older checkpoints unchanged. One save runs at a time: the next one waits for it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from megatron.checkpoint.tensor_record import TensorRecord
 from megatron.mpu.groups import Group
 
 PATIENCE = timedelta(hours=2)
-"""How long a rank's background save waits for the slowest disk of another; a rank that dies is noticed at once."""
+"""Timeout of a background save's collectives, long enough for a rank with a slow disk. A dead rank raises at once."""
 
 
 @dataclass(frozen=True)
 class Staged:
-    """The tensors have been copied: training may continue and change them.
+    """Result of ``AsyncSaver.save``: the tensors are copied to the host, so training may modify the originals.
 
     Args:
-        seconds: time of the copy.
+        seconds: duration of the copy.
         num_bytes: bytes copied on this rank.
     """
 
@@ -44,7 +44,12 @@ class Staged:
 
 @dataclass(frozen=True)
 class Committed:
-    """A checkpoint is committed to disk, ``seconds`` after its copy was made."""
+    """A checkpoint that a background save has committed to disk.
+
+    Args:
+        seconds: time from the end of the copy to the commit.
+        num_bytes: bytes copied on this rank.
+    """
 
     step: int
     path: Path
@@ -53,26 +58,26 @@ class Committed:
 
 
 class AsyncSaver:
-    """Saves in the background, one checkpoint at a time. Collective to construct.
+    """Saves checkpoints in the background, one at a time. The constructor is collective.
 
-    It uses its own gloo group, because its collectives run concurrently with those of training. Host memory: a copy of
-    the tensors that this rank writes, allocated until ``close``.
+    It uses its own gloo group, because its collectives run concurrently with the collectives of training. It allocates
+    host memory for a copy of the tensors that this rank writes and frees it in ``close``.
     """
 
     def __init__(self, world: Group) -> None:
         self._world = world
         if world.handle is not None:
-            own = dist.new_group(list(world.ranks), backend="gloo", timeout=PATIENCE)
-            self._world = replace(world, handle=own)
+            handle = dist.new_group(list(world.ranks), backend="gloo", timeout=PATIENCE)
+            self._world = replace(world, handle=handle)
         self._staging = StagingBuffer()
         self._thread: Thread | None = None
         self._outcomes: deque[Committed | BaseException] = deque()
 
     def save(self, root: Path, captured: CapturedState, retention: RetentionPolicy = ALL) -> Staged:
-        """Copy the tensors, start to write them in the background, and return after the copy. Collective.
+        """Copy the tensors, start writing them in the background, and return after the copy. Collective.
 
-        Waits for the previous save first. ``poll`` and ``finish`` report a failure, also one of the copy, on all ranks
-        alike.
+        Waits for the previous save first. Errors, including errors of the copy, are raised on all ranks by ``poll`` and
+        ``finish``.
         """
         self._join()
         began = time.perf_counter()
@@ -84,19 +89,19 @@ class AsyncSaver:
             target=self._write,
             args=(write, captured.step, num_bytes),
             name=f"save-{captured.step}",
-            daemon=True,  # a failing job does not wait for a disk
+            daemon=True,  # a failing job must not wait for the disk
         )
         self._thread.start()
         return staged
 
     def poll(self) -> Committed | None:
-        """Return what has become durable since the last call, or None; never blocks. Not collective.
+        """Return the checkpoint that was committed since the last call, or None; never blocks. Not collective.
 
-        Ranks may see it some steps apart.
+        Ranks may see the same commit at different steps.
 
         Raises:
-            CheckpointError: the save failed, once; older checkpoints are as they were.
-            RuntimeError: of the process group, when another rank died.
+            CheckpointError: the save failed; raised once. Older checkpoints are unchanged.
+            RuntimeError: raised by the process group when another rank died.
         """
         if not self._outcomes:
             return None
@@ -106,19 +111,19 @@ class AsyncSaver:
         return outcome
 
     def finish(self) -> Committed | None:
-        """Wait for the save under way; return the last that has become durable since the last call. Collective.
+        """Wait for the running save; return the last checkpoint committed since the last call, or None. Collective.
 
         Raises:
             as ``poll``.
         """
         self._join()
         last = None
-        while (found := self.poll()) is not None:
-            last = found
+        while (committed := self.poll()) is not None:
+            last = committed
         return last
 
     def close(self) -> None:
-        """Wait for the save under way and give back memory and process group. Collective."""
+        """Wait for the running save, then free the host memory and destroy the process group. Collective."""
         self._join()
         self._staging = StagingBuffer()
         if self._world.handle is not None:
@@ -131,9 +136,10 @@ class AsyncSaver:
             self._thread = None
 
     def _copy(self, records: list[TensorRecord]) -> tuple[Callable[[], list[TensorRecord]], int]:
-        """Return what gives the copied records, and their bytes.
+        """Copy the tensors; return (function that returns the copied records, number of bytes copied).
 
-        A failure is raised in the save, which tells all ranks: one that raised it here would let the others wait.
+        If the copy fails, the error is raised by the returned function: the background save calls it and propagates the
+        error to all ranks. Raising it here would leave the other ranks waiting.
         """
         try:
             copied, num_bytes = self._staging.copy(records)
@@ -145,7 +151,7 @@ class AsyncSaver:
         began = time.perf_counter()
         try:
             self._outcomes.append(Committed(step, write(), time.perf_counter() - began, num_bytes))
-        except BaseException as error:  # raised again by poll in the thread that trains
+        except BaseException as error:  # ``poll`` raises it again in the training thread
             self._outcomes.append(error)
 
 

@@ -1,4 +1,4 @@
-"""The mean of the weights of checkpoints, or their moving average, as a checkpoint."""
+"""Average the weights of several checkpoints (mean or moving average) and save the result as a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,61 +20,61 @@ from megatron.errors import CheckpointError
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
 
-# | average | of w_1 ... w_K, the oldest first |
+# | average | of the weights w_1 ... w_K, oldest first |
 # |---|---|
 # | mean | (w_1 + ... + w_K) / K |
 # | ema D | m_1 = w_1; m_k = D m_{k-1} + (1 - D) w_k |
 #
-# Each in fp64, rounded once to the type of the last checkpoint's weight.
+# Averages are computed in fp64 and rounded once, to the element type of the last checkpoint's weight.
 #
-# Source of the mean at the end of a run: Izmailov et al. 2018, "Averaging weights leads to wider optima and better
-# generalization"; of several runs: Wortsman et al. 2022, "Model soups".
+# Source of the mean over the end of a run: Izmailov et al. 2018, "Averaging weights leads to wider optima and better
+# generalization"; over several runs: Wortsman et al. 2022, "Model soups".
 
 _DROPPED = ("callbacks", "guard", "scaler", "unasked")
-"""Metadata entries about training that an average does not have."""
+"""Metadata entries about the state of training, which an average does not have."""
 
 
 def newest_of(run: Path, count: int) -> list[Checkpoint]:
-    """Return the last ``count`` checkpoints of a run, the oldest first, verified.
+    """Return the last ``count`` checkpoints of a run, oldest first, verified.
 
     Raises:
-        CheckpointError: there are fewer, or one does not verify.
+        CheckpointError: the run has fewer checkpoints, or one does not verify.
     """
-    found = newest_first(list_checkpoints(checkpoints_in(run)))
-    if len(found) < count:
-        held = ", ".join(path.name for path in reversed(found)) or "none"
-        raise CheckpointError(f"--last {count} needs so many checkpoints in {run}, got {held}. Ask for fewer")
-    return [open_checkpoint(path, SINGLE) for path in reversed(found[:count])]
+    paths = newest_first(list_checkpoints(checkpoints_in(run)))
+    if len(paths) < count:
+        names = ", ".join(path.name for path in reversed(paths)) or "none"
+        raise CheckpointError(f"--last {count} needs so many checkpoints in {run}, got {names}. Ask for fewer")
+    return [open_checkpoint(path, SINGLE) for path in reversed(paths[:count])]
 
 
 def of_steps(run: Path, steps: Sequence[int]) -> list[Checkpoint]:
-    """Return the checkpoints of ``steps``, in the order of the steps, verified; of several of one step the newest.
+    """Return the checkpoints of ``steps`` in ascending order, verified; the newest one if a step was saved repeatedly.
 
     Raises:
-        CheckpointError: one is not there, or does not verify.
+        CheckpointError: a checkpoint is missing or does not verify.
     """
     by_step: dict[int, Path] = {}
     for path in reversed(newest_first(list_checkpoints(checkpoints_in(run)))):
         by_step[step_of(path)] = path
     missing = [str(step) for step in sorted(set(steps)) if step not in by_step]
     if missing:
-        held = ", ".join(map(str, sorted(by_step))) or "none"
-        raise CheckpointError(f"--steps {' '.join(missing)}: no such checkpoint in {run}; it has those of {held}")
+        available = ", ".join(map(str, sorted(by_step))) or "none"
+        raise CheckpointError(f"--steps {' '.join(missing)}: no such checkpoint in {run}; it has those of {available}")
     return [open_checkpoint(by_step[step], SINGLE) for step in sorted(set(steps))]
 
 
 def average(checkpoints: Sequence[Checkpoint], output: Path, *, ema: float | None = None) -> Path:
-    """Write the average of ``checkpoints`` to the new run folder ``output``; return the checkpoint.
+    """Write the average of ``checkpoints`` to the new run folder ``output``; return the path of the checkpoint.
 
-    It has the metadata of the last one without its optimizer.
+    The average has the metadata of the last checkpoint, without an optimizer.
 
     Args:
-        checkpoints: the oldest first, at least two.
-        ema: the decay of a moving average; None: the mean.
+        checkpoints: at least two, oldest first.
+        ema: decay of a moving average; None for the mean.
 
     Raises:
-        CheckpointError: they are not of one model.
-        ConfigError: ``output`` holds something.
+        CheckpointError: the checkpoints are not of the same model.
+        ConfigError: ``output`` is not empty.
     """
     require_free(output)
     last = checkpoints[-1]
@@ -119,8 +119,8 @@ def _check_same(one: Checkpoint, other: Checkpoint, names: Sequence[str]) -> Non
 
 
 def _metadata(checkpoints: Sequence[Checkpoint], ema: float | None) -> dict[str, Any]:
-    kind = "mean" if ema is None else f"moving average, decay {ema:g},"
-    kept = {name: value for name, value in checkpoints[-1].metadata.items() if name not in _DROPPED}
+    description = "mean" if ema is None else f"moving average, decay {ema:g},"
+    retained = {name: value for name, value in checkpoints[-1].metadata.items() if name not in _DROPPED}
     averaged = [str(checkpoint.path) for checkpoint in checkpoints]
-    optimizer = f"none ({kind} of {len(averaged)} checkpoints)"
-    return {**kept, "scaler": {}, "optimizer": optimizer, "optimizer_steps": 0, "averaged": averaged}
+    optimizer = f"none ({description} of {len(averaged)} checkpoints)"
+    return {**retained, "scaler": {}, "optimizer": optimizer, "optimizer_steps": 0, "averaged": averaged}

@@ -1,16 +1,17 @@
-"""Settings that --load or --resume bring, next to those that the user gives (no torch).
+"""Settings that --load or --resume takes from a checkpoint or Hugging Face folder (the source). No torch.
 
-| setting | nobody gave it | given and another |
+| setting | if the user does not set it | if the user sets another value |
 |---|---|---|
-| what weights must share (``Config.identity``) | the source's, ahead of the run script's recipe | an error, code 3 |
-| of these, what fits other weights as well (``REFITTED``) | the same | with --finetune the given one |
-| the vocabulary | the same, but with --resize-vocab | with --resize-vocab the given one |
-| ``OF_WEIGHTS`` | the same | the given one |
+| settings that weights must share (``Config.identity``) | the source's, overriding the recipe's | error, exit code 3 |
+| subset of these without effect on shapes (``REFITTED``) | the source's | error; with --finetune the user's |
+| the vocabulary size | the source's, except with --resize-vocab | error; with --resize-vocab the user's |
+| ``OF_WEIGHTS`` | the source's | the user's |
 
-A name given by ``--model`` must agree with the source: a family with that of the source, a model type with that of a
-Hugging Face folder or with the settings of a run. Without ``--model`` any decoder takes the settings of the source.
+``--model`` must agree with the source. If its value is a family, it must be the source's family. If it is a model type,
+it must be the model type of the Hugging Face folder, or match the settings of the run. Without ``--model``, a source of
+any common decoder family is accepted.
 
-A run that is continued also keeps the settings of ``config.changed_defaults`` with which it was started.
+A resumed run also keeps the values that the settings in ``config.changed_defaults`` had when it was started.
 """
 
 from __future__ import annotations
@@ -51,25 +52,25 @@ RUNS = Path("runs")
 
 @marked(is_of_this_rank=False)
 def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str, Any]:
-    """Return the sizes of the source that the flags name, as far as nobody gave them; none where there is no source.
+    """Return field -> value of the model settings to take from the source; empty without a source.
 
-    What was brought goes to ``found.notes``.
+    Only fields that the user did not set are returned. A line in ``found.notes`` lists these fields.
 
     Args:
-        found: what the command line and --config say.
-        defaults: field -> value of the recipe; the source wins over it.
-        name: of the run, for --resume.
+        found: the values of the command line and --config.
+        defaults: field -> value of the run script's recipe; the source overrides it.
+        name: name of the run, for --resume.
 
     Raises:
-        CheckpointError: the source is of another family or of an unknown model, or contradicts itself; or a given size
-            differs.
+        CheckpointError: the source's family does not match, its model is unknown, its config.json contradicts its
+            tensors, or the user set a value that differs from the source's.
     """
     flags = {**defaults, **found.values}
     path = source_of(flags, name)
     source = None if path is None else read_source(path, found.family, found.values.get("architecture", ""))
-    asked = [flag for flag in CHECKPOINT_SCHEDULE if flag in found.converted]
+    schedule_flags = [flag for flag in CHECKPOINT_SCHEDULE if flag in found.converted]
     if source is None:
-        found.ignored |= dict.fromkeys(asked, "no checkpoint is loaded")
+        found.ignored |= dict.fromkeys(schedule_flags, "no checkpoint is loaded")
         problem = None if path is None else hub.load_problem(path)
         if problem and not (flags.get("dry_run") or flags.get("load_if_exists")):
             raise CheckpointError(problem)
@@ -77,18 +78,18 @@ def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str,
             found.notes.append(f"{path} holds no model yet, so the sizes are those of the flags")
         return {}
     _require_fixed(found, source)
-    sizes = source.sizes()
+    settings = source.sizes()
     if flags.get("resize_vocab"):
-        del sizes["vocab_size"]
-    _require_agreement(found, source, sizes, is_anew=bool(flags.get("finetune")))
-    brought = {field: value for field, value in sizes.items() if field not in found.values}
+        del settings["vocab_size"]
+    _require_agreement(found, source, settings, is_anew=bool(flags.get("finetune")))
+    brought = {field: value for field, value in settings.items() if field not in found.values}
     found.notes.append(f"sizes of {source.place}: {shlex.join(words_of(brought, source.config))}")
     starts_new_run = flags.get("finetune") or flags.get("load_weights_only")
     if starts_new_run or not source.optimizer:
-        found.ignored |= dict.fromkeys(asked, "no learning-rate schedule is loaded")
+        found.ignored |= dict.fromkeys(schedule_flags, "no learning-rate schedule is loaded")
     if starts_new_run:
         return brought
-    if asked and source.optimizer:
+    if schedule_flags and source.optimizer:
         _take_schedule(found, source)
     return {**brought, **_keep_settings(found, source, flags)}
 
@@ -98,26 +99,26 @@ SCHEDULE = (
     "lr_decay_iters", "lr_decay_samples", "wsd_decay_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_samples",
     "lr_wsd_decay_style", "weight_decay",
 )  # fmt: skip
-"""Fields of the optimizer that ``--use-checkpoint-opt_param-scheduler`` takes from the checkpoint."""
+"""Optimizer fields that ``--use-checkpoint-opt_param-scheduler`` takes from the checkpoint."""
 
 
 def _take_schedule(found: Scan, source: Source) -> None:
-    """Set ``found.schedule``, and move the flags that it replaces to the ignored flags.
+    """Set ``found.schedule`` to the source's schedule, and mark flags with other values as ignored.
 
     Source: Megatron-LM, core/optimizer_param_scheduler.py, ``OptimizerParamScheduler.load_state_dict``.
     """
     saved = {name: source.optimizer[name] for name in SCHEDULE if name in source.optimizer}
     for length in ("decay", "warmup"):
-        if saved.get(f"lr_{length}_samples") is not None:  # the number of steps was derived from it
+        if saved.get(f"lr_{length}_samples") is not None:  # the saved number of steps was derived from the samples
             saved[f"lr_{length}_iters"] = None
     for flag in ("--lr-decay-tokens", "--lr-warmup-tokens"):
         if found.converted.pop(flag, None) is not None:
             found.ignored[flag] = SCHEDULE_REPLACES
     for name in SCHEDULE:
-        given, typed = found.values.pop(name, None), found.spelling.pop(name, None)
-        if typed is not None and name in saved and given != saved[name]:
-            found.ignored[typed] = SCHEDULE_REPLACES
-    for name in ("lr_decay_iters", "lr_decay_samples"):  # for ``translate.lengths``
+        flag_value, spelling = found.values.pop(name, None), found.spelling.pop(name, None)
+        if spelling is not None and name in saved and flag_value != saved[name]:
+            found.ignored[spelling] = SCHEDULE_REPLACES
+    for name in ("lr_decay_iters", "lr_decay_samples"):  # read by ``translate.lengths``
         if saved.get(name) is not None:
             found.values[name], found.spelling[name] = saved[name], f"{name} {saved[name]} of {source.place}"
     found.schedule = saved
@@ -128,10 +129,13 @@ def _take_schedule(found: Scan, source: Source) -> None:
 
 
 def _keep_settings(found: Scan, source: Source, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that the run keeps although their default has changed; one line reports them."""
-    given = {**found.values, **found.schedule}
+    """Return field -> value of the settings that a resumed run keeps although their defaults have changed.
+
+    A note lists the values that differ from the current defaults.
+    """
+    user_settings = {**found.values, **found.schedule}
     implied = {name: source.optimizer[name] for name in found.implied if name in source.optimizer}
-    kept = {name: value for name, value in {**implied, **source.kept}.items() if name not in given}
+    kept = {name: value for name, value in {**implied, **source.kept}.items() if name not in user_settings}
     defaults = {**{option.name: option.default for _, option in all_options()}, **found.implied, **flags}
     if changed := list(describe_kept(kept, defaults, source.optimizer.get("optimizer"))):
         found.notes.append(f"settings of {source.place} that this run keeps: {', '.join(changed)}")
@@ -139,9 +143,9 @@ def _keep_settings(found: Scan, source: Source, flags: Mapping[str, Any]) -> dic
 
 
 def source_of(flags: Mapping[str, Any], name: str) -> Path | str | None:
-    """Return what a start goes on from, by field -> value; None where it begins from scratch.
+    """Return the source that the flags (field -> value) name; None if the run starts from scratch.
 
-    With --resume alone it is the newest run of this name, or what an earlier start of this job has chosen.
+    With --resume only, the source is the one that an earlier start of this job chose, or the newest run of this name.
     """
     if flags.get("load"):
         return object_store.path_or_name(flags["load"])
@@ -149,9 +153,9 @@ def source_of(flags: Mapping[str, Any], name: str) -> Path | str | None:
         return None
     if flags.get("save"):
         return Path(flags["save"])
-    note = RUNS / ".by-launch" / (os.environ.get("MEGATRON_RUN_ID") or "-")
-    if note.is_file():
-        _, *chosen = note.read_text().splitlines()
+    choice_file = RUNS / ".by-launch" / (os.environ.get("MEGATRON_RUN_ID") or "-")
+    if choice_file.is_file():
+        _, *chosen = choice_file.read_text().splitlines()
         return Path(chosen[0]) if chosen else None
     saved = {run: [*(run / CHECKPOINTS).glob("step-*"), *run.glob("global_step*")] for run in RUNS.glob(f"{name}-*")}
     times = {run: max(path.stat().st_mtime for path in paths) for run, paths in saved.items() if paths}
@@ -159,35 +163,35 @@ def source_of(flags: Mapping[str, Any], name: str) -> Path | str | None:
 
 
 def read_source(path: Path | str, family: str, model: str = "") -> Source | None:
-    """Return what ``path``, a Hugging Face folder, a run folder or a checkpoint, says of its model.
+    """Return the settings of the model in ``path``: a Hugging Face folder, a run folder or a checkpoint.
 
-    Returns None where it holds none, or one that no family of ours describes.
+    Returns None if ``path`` has no model, or a model of a family that is not supported.
 
     Args:
         model: value of ``--model``, which the source must agree with; empty without the flag.
 
     Raises:
-        CheckpointError: it is not of ``family``; or of a Hugging Face folder an unknown model, a missing file, or
-            sizes that contradict the tensors.
+        CheckpointError: the model is not of ``family``; or a Hugging Face folder has an unknown model, a missing file,
+            or a config.json that contradicts the tensors.
     """
     if isinstance(path, Path) and is_huggingface(path):
         return read_huggingface(path, family, model)
     newest = newest_metadata(path) if isinstance(path, Path) else remote.newest_metadata(path)
     if newest is None:
         return None
-    place, state = newest
+    settings_file, state = newest
     try:
         config = saved_config(state)
     except CheckpointError:
         return None
-    require_family(config.family, family, f"{place}: family {config.family}", model)
+    require_family(config.family, family, f"{settings_file}: family {config.family}", model)
     settings = former.settings(state["config"])
     stated = {name for section in settings.values() if isinstance(section, dict) for name in section}
-    return Source(place, config, stated, kept_settings(state["config"]), settings.get("optimizer", {}))
+    return Source(settings_file, config, stated, kept_settings(state["config"]), settings.get("optimizer", {}))
 
 
 def is_huggingface(path: Path) -> bool:
-    """Tell whether ``path`` is a folder of Hugging Face's, also of a model that we do not have."""
+    """Return True if ``path`` is a Hugging Face folder, even if its model is not supported."""
     if not (path / CONFIG).is_file():
         return False
     has_tensors = any((path / name).is_file() for name in (WEIGHTS, INDEX))
@@ -195,7 +199,7 @@ def is_huggingface(path: Path) -> bool:
 
 
 def family_in(path: Path) -> str | None:
-    """Return the family of the model that ``path`` holds; None where it holds none of ours."""
+    """Return the family of the model in ``path``; None without a model of a supported family."""
     if is_huggingface(path):
         return family_by_type().get(read_json(path, CONFIG).get("model_type", ""))
     newest = newest_metadata(path)
@@ -205,15 +209,15 @@ def family_in(path: Path) -> str | None:
 
 
 def _require_fixed(found: Scan, source: Source) -> None:
-    """Check that the source has the settings that every model of the type of ``--model`` has.
+    """Check that the source has the settings that are fixed for the model type given by ``--model``.
 
-    A setting that the command line gives is compared by ``_require_agreement``.
+    ``_require_agreement`` checks the settings given on the command line.
 
     Raises:
-        CheckpointError: listing the settings that differ.
+        CheckpointError: lists the settings that differ.
     """
-    named = architecture(found.values.get("architecture", ""))
-    fixed = {} if named is None else named.fixed
+    model_type = architecture(found.values.get("architecture", ""))
+    fixed = {} if model_type is None else model_type.fixed
     saved = source.sizes()
     differing = [
         f"{name} {saved[name]} instead of {value}"
@@ -228,10 +232,13 @@ def _require_fixed(found: Scan, source: Source) -> None:
 
 
 def _require_agreement(found: Scan, source: Source, sizes: Mapping[str, Any], *, is_anew: bool) -> None:
-    """Check that what was given is what the source says.
+    """Check that the values given by the user agree with the source.
+
+    Args:
+        is_anew: --finetune is given, so ``REFITTED`` settings may differ.
 
     Raises:
-        CheckpointError: listing every size that differs, with both values and both places.
+        CheckpointError: lists every setting that differs, with both values and where each comes from.
     """
     refitted, sides = source.config.refitted, source.config.own.SIDES
     free = {*OF_WEIGHTS} - {*source.config.identity()} | ({*refitted} if is_anew else set())
@@ -240,28 +247,30 @@ def _require_agreement(found: Scan, source: Source, sizes: Mapping[str, Any], *,
         for name, value in sizes.items()
         if name in found.values and name not in free and not _is_same(source.config, name, found.values[name], value)
     }
-    given = found.values.get("num_layers")  # stands for the layers of a side that nobody gave
-    other = [f"{sizes.get(side)} of {side}" for side in sides if side not in found.values and sizes.get(side) != given]
-    if sides and given is not None and other:
-        differing["num_layers"] = ", ".join(other)
+    num_layers = found.values.get("num_layers")  # default for the layers of a T5's encoder and decoder
+    other_sides = [
+        f"{sizes.get(side)} of {side}" for side in sides if side not in found.values and sizes.get(side) != num_layers
+    ]
+    if sides and num_layers is not None and other_sides:
+        differing["num_layers"] = ", ".join(other_sides)
     if not differing:
         return
-    cures = ["Leave them out: what nobody gives comes from the checkpoint"]
+    fixes = ["Leave them out: what nobody gives comes from the checkpoint"]
     if not is_anew and any(name in refitted for name in differing):
-        cures.append("add --finetune, which starts anew from the weights with others of --rotary-base and its like")
+        fixes.append("add --finetune, which starts anew from the weights with others of --rotary-base and its like")
     if is_anew and "vocab_size" in differing:
-        cures.append("add --resize-vocab, which takes tables of another size")
+        fixes.append("add --resize-vocab, which takes tables of another size")
     table = "\n".join(
         f"  {name}: saved {value}, now {found.values[name]} ({found.spelling.get(name, 'given')})"
         for name, value in differing.items()
     )
     raise CheckpointError(
         f"sizes must be those of the checkpoint, {len(differing)} differ from {source.place}:\n{table}\n"
-        f"{', or '.join(cures)}"
+        f"{', or '.join(fixes)}"
     )
 
 
 def _is_same(config: Config, name: str, given: Any, value: Any) -> bool:
-    """Tell whether ``given`` means ``value``: a setting may have two words."""
+    """Return True if ``given`` is equivalent to ``value``; some settings accept two spellings of a value."""
     section = config.model if hasattr(config.model, name) else config.own
     return bool(getattr(replace(section, **{name: given}), name) == value)

@@ -1,7 +1,7 @@
-"""Save and load through torch.distributed.checkpoint (imported on first use, 0.6 s).
+"""Save and load through torch.distributed.checkpoint (DCP). Importing it takes 0.6 s, so this module is imported late.
 
-DCP gathers plans and results over the ranks and makes an error on one rank an error on all. What is on the disk is
-this project's: planners and storage are its own, so nothing is ever pickled to a file or unpickled from one.
+DCP gathers plans and results from all ranks and raises an error of one rank on all ranks. The planners and the storage
+classes are this project's own and never pickle to a file or unpickle from one.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from megatron.checkpoint.rank_errors import summary
 from megatron.errors import CheckpointError, marked
 from megatron.mpu.groups import Group
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process alone is no accident here
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # saving in a single process is intended
 
 
 def save(writer: ShardWriter, planner: RecordSavePlanner, world: Group) -> Path:
-    """Let every rank of ``world`` write its share; return the committed checkpoint. Collective.
+    """Write the shards of all ranks of ``world``; return the path of the committed checkpoint. Collective.
 
     Raises:
-        CheckpointError: on all ranks alike; names the ranks that failed and why.
+        CheckpointError: names the ranks that failed and the causes; raised on all ranks.
     """
     with _failures_in_words(world):
         metadata = torch_dcp.save(
             {}, storage_writer=writer, planner=planner, process_group=world.handle, no_dist=world.handle is None
         )
-    assert metadata.storage_meta is not None and metadata.storage_meta.checkpoint_id is not None  # ShardWriter.finish
+    assert metadata.storage_meta is not None and metadata.storage_meta.checkpoint_id is not None  # set by ShardWriter
     return Path(metadata.storage_meta.checkpoint_id)
 
 
 def load(reader: ShardReader, planner: RecordLoadPlanner, world: Group) -> None:
-    """Let every rank of ``world`` read what its planner asks for. Collective.
+    """Read the tensors that each rank's planner requests. Collective.
 
     Raises:
         CheckpointError: as ``save``.
@@ -54,8 +54,8 @@ def _failures_in_words(world: Group) -> Iterator[None]:
     try:
         yield
     except CheckpointException as caught:
-        own = caught.failures.get(world.rank, (None, None))[0]
-        if own is not None and not isinstance(own, Exception):
-            raise own from caught  # Ctrl-C and the like end this rank as they would anywhere
-        with marked(is_of_this_rank=False):  # DCP tells the failures of all ranks to each
+        local_error = caught.failures.get(world.rank, (None, None))[0]
+        if local_error is not None and not isinstance(local_error, Exception):
+            raise local_error from caught  # KeyboardInterrupt and the like end this rank as usual
+        with marked(is_of_this_rank=False):  # DCP sends the failures of all ranks to every rank
             raise CheckpointError(summary(caught.failures, world.size)) from caught

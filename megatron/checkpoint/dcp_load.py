@@ -1,6 +1,6 @@
 """Storage reader and planner for ``torch.distributed.checkpoint.load``.
 
-The planner that ``torch.distributed.checkpoint.load`` calls; DCP finds the overlaps.
+The planner requests this rank's shards. DCP computes which saved pieces overlap with them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron.mpu.shard import Shard
 
 
 class ShardReader(StorageReader):
-    """Reads slices of the safetensors files in ``path``; one slice at a time is in memory beside its target."""
+    """Reads slices of the safetensors files in ``path``, one slice at a time to limit memory."""
 
     def __init__(self, path: Path, content: Manifest) -> None:
         self._path = path
@@ -55,36 +55,36 @@ class ShardReader(StorageReader):
         self._patience = FileVisibility()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """DCP's hook; a reader reads one checkpoint."""
+        """Do nothing (DCP's hook): a reader reads one checkpoint."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: DCP never picks this reader by a path alone."""
+        """Return False, so that DCP never selects this reader from a path."""
         return False
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what the manifest says, which has been verified."""
+        """Return the metadata of the manifest, which has been verified."""
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """DCP's hook; nothing to prepare."""
+        """Do nothing (DCP's hook)."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy every slice of ``plan`` to where it belongs, converted to the type that is there."""
+        """Copy every slice of ``plan`` into its target tensor, converted to the target's element type."""
         with in_words(), torch.no_grad():
             for item in plan.items:
-                cuts = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
-                part = self._read(self._metadata.storage_data[item.storage_index], cuts)
+                slices = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
+                values = self._read(self._metadata.storage_data[item.storage_index], slices)
                 target = planner.resolve_tensor(item)
-                planner.commit_tensor(item, target.copy_(part))
+                planner.commit_tensor(item, target.copy_(values))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -92,11 +92,13 @@ class ShardReader(StorageReader):
     def _read(self, piece: Piece, cuts: tuple[slice, ...]) -> torch.Tensor:
         if piece.file not in self._open:
             self._open[piece.file] = ShardFile(self._path / piece.file, self._patience)
-        part = self._open[piece.file].read(piece.key, cuts)
-        said = tuple(cut.stop - cut.start for cut in cuts)
-        if tuple(part.shape) != said:
-            raise CheckpointError(f"{self._path / piece.file}: {piece.key} gave {tuple(part.shape)} instead of {said}")
-        return part
+        values = self._open[piece.file].read(piece.key, cuts)
+        expected = tuple(cut.stop - cut.start for cut in cuts)
+        if tuple(values.shape) != expected:
+            raise CheckpointError(
+                f"{self._path / piece.file}: {piece.key} gave {tuple(values.shape)} instead of {expected}"
+            )
+        return values
 
 
 def _tensor_metadata(entry: Entry) -> TensorStorageMetadata:
@@ -108,10 +110,10 @@ def _tensor_metadata(entry: Entry) -> TensorStorageMetadata:
 
 
 class RecordLoadPlanner(LoadPlanner):
-    """Plans the reading of TensorRecords, padding left out.
+    """Plans the reading of TensorRecords, without their padding.
 
     Args:
-        check: raises when a name or shape does not fit the checkpoint. It is called before anything is read.
+        check: raises if a name or shape does not match the checkpoint. It is called before anything is read.
     """
 
     def __init__(self, records: list[TensorRecord], check: Callable[[Iterable[tuple[str, Shard]]], None]) -> None:
@@ -120,36 +122,36 @@ class RecordLoadPlanner(LoadPlanner):
         self._reads: list[ReadItem] = []
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Take the checkpoint's metadata; the records are in the place of a state dict."""
-        assert metadata is not None  # ShardReader always has it
+        """Store the checkpoint's metadata. ``state_dict`` is not used: the planner has its records."""
+        assert metadata is not None  # ShardReader always provides it
         self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """Find what to read for each record; nobody else needs to know, so an empty plan goes to rank 0."""
+        """Compute this rank's read items; return an empty plan, since rank 0 does not need the items."""
         with in_words():
             self._check((record.name, record.shard) for record in self._records)
-            self._reads = [item for place in range(len(self._records)) for item in self._items(place)]
+            self._reads = [item for idx in range(len(self._records)) for item in self._items(idx)]
             return LoadPlan([])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans unchanged."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Return what this rank reads."""
+        """Return the plan with this rank's read items."""
         return replace(central_plan, items=self._reads)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return the part of the record's tensor that ``read_item`` fills."""
         record = self._records[read_item.dest_index.index or 0]
-        part = record.shard.unpadded(record.tensor.detach())
-        return part[tuple(slice(o, o + n) for o, n in zip(read_item.dest_offsets, read_item.lengths, strict=True))]
+        unpadded = record.shard.unpadded(record.tensor.detach())
+        return unpadded[tuple(slice(o, o + n) for o, n in zip(read_item.dest_offsets, read_item.lengths, strict=True))]
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """DCP's hook; ``tensor`` is a view of the record's, so there is nothing left to do."""
+        """Do nothing (DCP's hook): ``tensor`` is a view of the record's tensor."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Refuse: this project's checkpoints hold tensors, and JSON in their manifest."""
+        """Raise TypeError: checkpoints of this project have no byte entries, only tensors and a JSON manifest."""
         raise TypeError("a checkpoint holds no bytes beside tensors")
 
     def _items(self, place: int) -> list[ReadItem]:
@@ -157,5 +159,5 @@ class RecordLoadPlanner(LoadPlanner):
         if math.prod(part_shape(shard)) == 0:
             return []
         wanted = ChunkStorageMetadata(torch.Size(offsets(shard)), torch.Size(part_shape(shard)))
-        found = create_read_items_for_chunk_list(name, self._metadata.state_dict_metadata[name], [wanted])  # type: ignore[arg-type]
-        return [replace(item, dest_index=MetadataIndex(name, wanted.offsets, place)) for item in found]
+        items = create_read_items_for_chunk_list(name, self._metadata.state_dict_metadata[name], [wanted])  # type: ignore[arg-type]
+        return [replace(item, dest_index=MetadataIndex(name, wanted.offsets, place)) for item in items]

@@ -1,15 +1,15 @@
 """Storage writer and planner for ``torch.distributed.checkpoint.save``.
 
-| call | on | does |
+| call | on | effect |
 |---|---|---|
-| prepare_global_plan | rank 0 | checks the free space, makes the temporary folder; all ranks get its name |
-| write_data | every rank | writes its file, flushes it, tells size and checksum |
-| finish | rank 0 | writes the manifest, flushes file and folder, renames the folder: the commit |
-| abandon | rank 0 | after an error on any rank: removes the temporary folder |
+| prepare_global_plan | rank 0 | checks the free space, creates the temporary folder; all ranks receive its name |
+| write_data | every rank | writes its file, flushes it, reports its size and checksum |
+| finish | rank 0 | writes the manifest, flushes the file and the folder, renames the folder (the commit) |
+| abandon | rank 0 | removes the temporary folder after an error on any rank |
 
-DCP's own check of a plan logs only which tensor is wrong; ``RecordSavePlanner`` names it in the error. Write items stay
-on their rank: rank 0 receives the claims of each rank as plain values, because reading DCP's items of thousands of
-ranks takes minutes.
+DCP's own validation of a plan only logs which tensor is wrong; ``RecordSavePlanner`` names it in the error. Write items
+are not sent to rank 0, because unpickling the items of thousands of ranks takes minutes. Instead, rank 0 receives a
+``Claim`` for each record, as a tuple of plain values.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from megatron.errors import CheckpointError
 from megatron.log import human_bytes
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_MANIFEST_BYTES_PER_TENSOR = 400  # generous; for the check of the free space only
+_MANIFEST_BYTES_PER_TENSOR = 400  # generous estimate, only for the check of the free space
 _format_bytes = partial(human_bytes, units=("B", "kB", "MB", "GB"), digits=1)
 
 
@@ -71,26 +71,26 @@ class ShardWriter(StorageWriter):
 
     def __init__(self, root: Path, step: int, metadata: dict[str, Any], rank: int) -> None:
         self._root, self._step, self._metadata, self._rank = root, step, metadata, rank
-        self._temporary: Path | None = None  # on rank 0, once it may be there
+        self._temporary: Path | None = None  # on rank 0: set before the folder is created
         self._num_bytes = 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """DCP's hook; a writer writes one checkpoint."""
+        """Do nothing (DCP's hook): a writer writes one checkpoint."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: DCP never picks this writer by a path alone."""
+        """Return False, so that DCP never selects this writer from a path."""
         return False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """DCP's hook; nothing to prepare."""
+        """Do nothing (DCP's hook)."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that the disk has room, make the temporary folder, and tell all ranks its name."""
+        """Check the free disk space, create the temporary folder, and add its path to the plan of every rank."""
         with in_words(is_of_this_rank=False):
             self._num_bytes = len(json.dumps(self._metadata)) + sum(plan.planner_data for plan in plans)
             files.make_folder(self._root)
@@ -106,7 +106,7 @@ class ShardWriter(StorageWriter):
             return [replace(plan, storage_data=self._temporary, planner_data=None) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file, if it owns anything."""
+        """Write this rank's file, unless it owns no tensors."""
         done: Future[list[WriteResult]] = Future()
         with in_words():
             tensors = {_key(item): cast(torch.Tensor, planner.resolve_data(item)) for item in plan.items}
@@ -120,28 +120,33 @@ class ShardWriter(StorageWriter):
             return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest and rename; DCP tells ``metadata`` to all ranks, with the path as ``checkpoint_id``."""
+        """Write the manifest, commit, and store the path in ``metadata``, which DCP then sends to all ranks."""
         with in_words(is_of_this_rank=False):
-            assert self._temporary is not None  # DCP calls prepare_global_plan on this rank before
-            facts = {result.index.fqn: result.storage_data for of_rank in results for result in of_rank}
+            assert self._temporary is not None  # set by prepare_global_plan on this rank
+            facts = {result.index.fqn: result.storage_data for rank_results in results for result in rank_results}
             sequence = folders.last_sequence(folders.list_checkpoints(self._root)) + 1
             content = Manifest(sequence, self._step, self._metadata, facts, metadata.planner_data)
             files.write_bytes(self._temporary / MANIFEST_NAME, manifest_to_bytes(content))
             files.sync_folder(self._temporary)
             target = folders.free_name(self._root, self._step)
             folders.commit_checkpoint(self._temporary, target)
-            metadata.planner_data = None  # no other rank needs the index
+            metadata.planner_data = None  # other ranks do not need the index
             metadata.storage_meta = StorageMeta(checkpoint_id=target)
 
     def abandon(self, why: str) -> str:
-        """Remove the temporary folder; return what was needed and is free or allowed, where that is ``why``."""
+        """Remove the temporary folder; return an addition to the error message.
+
+        Args:
+            why: text of the error. If it reports a full disk or a file size limit, the returned text states the bytes
+                needed and free, or the limit; otherwise it is "".
+        """
         if self._temporary is None:
             return ""
         with suppress(OSError):
             files.remove_tree(self._temporary)
         if f"[Errno {errno.EFBIG}]" in why:
             return f" (a file of it is {files.too_large_message()})"
-        if not any(f"[Errno {number}]" in why for number in _NO_ROOM):
+        if not any(f"[Errno {code}]" in why for code in _NO_ROOM):
             return ""
         with suppress(OSError):
             free = _format_bytes(files.free_bytes(self._root))
@@ -150,19 +155,19 @@ class ShardWriter(StorageWriter):
 
 
 def _key(item: WriteItem) -> str:
-    """Return the name of ``item`` in its file."""
+    """Return the key of ``item`` in its safetensors file."""
     shape, start = item.tensor_data.chunk.sizes, item.index.offset  # type: ignore[union-attr]
     return shard_file.key_of(item.index.fqn, max(start or torch.Size([0]), default=0) if shape else 0)
 
 
 def _num_bytes(item: WriteItem) -> int:
     data = item.tensor_data
-    assert data is not None  # this project's planner makes items of tensors only
+    assert data is not None  # this project's planner only makes items of tensors
     return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 class RecordSavePlanner(SavePlanner):
-    """Plans the save of TensorRecords; ``source`` is asked for them once."""
+    """Plans the save of TensorRecords; ``source`` is called once to get the records."""
 
     def __init__(self, source: Callable[[], list[TensorRecord]]) -> None:
         self._source = source
@@ -170,35 +175,38 @@ class RecordSavePlanner(SavePlanner):
         self._items: list[WriteItem] = []
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """DCP's hook; the records come from ``source``, since a state dict has no place for their shards."""
+        """Do nothing (DCP's hook): the records come from ``source``, since a state dict cannot represent shards."""
 
     def create_local_plan(self) -> SavePlan:
-        """Return as planner data what this rank holds, and the bytes that it writes."""
+        """Return a plan whose planner data are the claims of this rank's records and the bytes that it will write."""
         with in_words():
             records = self._source()
             claims = [claim(record) for record in records]
-            mine = list(owned(records).values())
-            self._items = [_item(record) for record in mine]
-            self._tensors = {item.index: record.tensor for item, record in zip(self._items, mine, strict=True)}
+            owned_records = list(owned(records).values())
+            self._items = [_item(record) for record in owned_records]
+            self._tensors = {item.index: record.tensor for item, record in zip(self._items, owned_records, strict=True)}
             num_bytes = sum(_num_bytes(item) + _MANIFEST_BYTES_PER_TENSOR for item in self._items)
-            return SavePlan([], planner_data=([one.packed() for one in claims], num_bytes))
+            return SavePlan([], planner_data=([local_claim.packed() for local_claim in claims], num_bytes))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check what all ranks hold; the index of the manifest is the planner data of what comes back.
+        """Check the claims of all ranks; return the plans, and metadata with the manifest's index as planner data.
 
-        The plans keep the bytes, for the writer's check of the free space.
+        In the returned plans, the planner data is the number of bytes to write, which ``ShardWriter`` compares with the
+        free space.
         """
         with in_words(is_of_this_rank=False):
-            index = global_index([[Claim.unpacked(*one) for one in plan.planner_data[0]] for plan in all_plans])
+            index = global_index(
+                [[Claim.unpacked(*packed_claim) for packed_claim in plan.planner_data[0]] for plan in all_plans]
+            )
             plans = [replace(plan, planner_data=plan.planner_data[1]) for plan in all_plans]
             return plans, Metadata({}, planner_data=index)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return what this rank writes, where rank 0 says."""
+        """Return this rank's write items, with the target folder chosen by rank 0."""
         return replace(new_plan, items=self._items)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        """Return the tensor where it lies: whoever writes it copies it to the host when its turn comes."""
+        """Return the tensor on its device. The writer copies it to the host just before writing it."""
         return self._tensors[write_item.index]
 
 
@@ -210,25 +218,29 @@ def _item(record: TensorRecord) -> WriteItem:
 
 
 def global_index(claims_of_ranks: list[list[Claim]]) -> dict[str, Entry]:
-    """Return the entry of each global tensor.
+    """Return the manifest entry of each global tensor.
 
     Raises:
-        CheckpointError: ranks disagree on a tensor, or it is not written exactly once; all such tensors are named.
+        CheckpointError: ranks disagree on a tensor, or a tensor is not written exactly once; lists all such tensors.
     """
-    held: dict[str, list[tuple[int, Claim]]] = {}
+    holders_by_name: dict[str, list[tuple[int, Claim]]] = {}
     for rank, claims in enumerate(claims_of_ranks):
-        for one in claims:
-            held.setdefault(one.name, []).append((rank, one))
+        for held_claim in claims:
+            holders_by_name.setdefault(held_claim.name, []).append((rank, held_claim))
     problems, index = [], {}
-    for name, holders in held.items():
-        kinds = {(one.dtype, one.shard.global_shape) for _, one in holders}
-        mine = [(rank, one) for rank, one in holders if one.is_owner]
-        dtype, shape = next(iter(kinds))
-        problem = f"ranks disagree: {sorted(kinds)}" if len(kinds) > 1 else None
-        problem = problem or tiling_problem(shape, [one.shard for _, one in mine])
+    for name, holders in holders_by_name.items():
+        variants = {(held_claim.dtype, held_claim.shard.global_shape) for _, held_claim in holders}
+        owner_claims = [(rank, held_claim) for rank, held_claim in holders if held_claim.is_owner]
+        dtype, shape = next(iter(variants))
+        problem = f"ranks disagree: {sorted(variants)}" if len(variants) > 1 else None
+        problem = problem or tiling_problem(shape, [held_claim.shard for _, held_claim in owner_claims])
         if problem:
-            problems.append(f"{name} (owners: ranks {[rank for rank, _ in mine]}): {problem}")
-        index[name] = Entry(dtype, shape, tuple(_piece(rank, one) for rank, one in mine if not is_empty(one.shard)))
+            problems.append(f"{name} (owners: ranks {[rank for rank, _ in owner_claims]}): {problem}")
+        index[name] = Entry(
+            dtype,
+            shape,
+            tuple(_piece(rank, held_claim) for rank, held_claim in owner_claims if not is_empty(held_claim.shard)),
+        )
     if problems:
         raise CheckpointError("each global tensor must be written exactly once: " + "; ".join(problems))
     return index

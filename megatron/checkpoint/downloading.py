@@ -1,4 +1,4 @@
-"""A checkpoint of an object store brought into a folder, by all ranks together, every byte compared."""
+"""Download a checkpoint from an object store with all ranks, verifying the checksum of every file."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megatron.mpu.groups import Group
 
 
 def fetch_newest(source: str, root: Path, world: Group, *, strict: bool = False) -> Path:
-    """Download the newest checkpoint of ``source`` whose bytes fit its checksums into ``root``. Collective.
+    """Download the newest checkpoint of ``source`` whose checksums match into ``root``; return its path. Collective.
 
-    The ranks share its files. One that is in ``root`` already is not downloaded.
+    The files are distributed over the ranks. A checkpoint that is already in ``root`` is not downloaded again.
 
     Args:
-        strict: the newest must fit; none older is taken.
+        strict: raise if the checksums of the newest checkpoint do not match, instead of trying older ones.
 
     Raises:
-        CheckpointError: there is none; on all ranks alike.
+        CheckpointError: no checkpoint can be downloaded; raised on all ranks.
     """
     candidates = gather_verdict(world, lambda: None, lambda _: remote.require(source))
 
@@ -36,7 +36,7 @@ def fetch_newest(source: str, root: Path, world: Group, *, strict: bool = False)
 
 
 def _fetch(one: RemoteCheckpoint, root: Path, world: Group) -> Path:
-    """Download ``one``, each rank some of its files, and let it be a checkpoint of ``root``. Collective."""
+    """Download ``one``, with each rank fetching some of its files, and commit it in ``root``. Collective."""
 
     def prepared(_: list[None]) -> tuple[Path, Path | None]:
         target = root / one.name
@@ -54,15 +54,15 @@ def _fetch(one: RemoteCheckpoint, root: Path, world: Group) -> Path:
         return target
 
     def commit(problems: list[list[str]]) -> None:
-        if found := [text for each in problems for text in each]:
+        if all_problems := [text for rank_problems in problems for text in rank_problems]:
             files.remove_tree(temporary)
-            raise CheckpointError(f"{one.path} is damaged: " + ", ".join(found))
+            raise CheckpointError(f"{one.path} is damaged: " + ", ".join(all_problems))
         files.write_bytes(temporary / MANIFEST_NAME, one.manifest)
         files.sync_folder(temporary)
         commit_checkpoint(temporary, target)
 
-    own = sorted(one.files)[world.rank :: world.size]
-    gather_verdict(world, lambda: [text for name in own if (text := _download(one, name, temporary))], commit)
+    local_names = sorted(one.files)[world.rank :: world.size]
+    gather_verdict(world, lambda: [text for name in local_names if (text := _download(one, name, temporary))], commit)
     if world.rank == 0:
         total = sum(size for size, _ in one.files.values())
         log.info(f"downloaded {one.path} to {target}: {total / 1e6:.1f} MB, all checksums fit")
@@ -70,8 +70,8 @@ def _fetch(one: RemoteCheckpoint, root: Path, world: Group) -> Path:
 
 
 def _download(one: RemoteCheckpoint, name: str, folder: Path) -> str:
-    """Download a file; return what is wrong with it, "" where nothing is."""
+    """Download a file; return an error message, or "" if its checksum matches."""
     size, crc32 = one.files[name]
     chunks = object_store.read_chunks(object_store.join(one.path, name), size)
-    _, found = files.write_chunks(folder / name, chunks)
-    return "" if found == crc32 else f"{name} was altered: its checksum does not fit"
+    _, actual_crc32 = files.write_chunks(folder / name, chunks)
+    return "" if actual_crc32 == crc32 else f"{name} was altered: its checksum does not fit"

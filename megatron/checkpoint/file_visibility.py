@@ -1,8 +1,8 @@
 """Wait for files that another machine has written to a network file system.
 
-A network file system may show a folder before its files, or a file before its last bytes, for as long as its caches
-live. So a file that must be there is waited for, but only on a network file system: on a local disk a missing file is
-missing, and is said at once.
+Because of its caches, a network file system may show a folder before its files, or a file before its last bytes. A file
+that must exist is therefore waited for, but only on a network file system. On a local disk a missing file is reported
+at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 WAIT_S = 120.0
-"""How long files on a network file system are waited for. NFS caches attributes for up to 60 s by default."""
+"""Maximum wait for files on a network file system, in seconds. NFS caches attributes for up to 60 s by default."""
 MOUNTS = Path("/proc/self/mountinfo")
 _NETWORK = (
     "nfs",
@@ -32,13 +32,16 @@ _LOCAL_FUSE = ("fuseblk", "fuse.overlayfs", "fuse-overlayfs")
 
 
 class FileVisibility:
-    """Waits for the files of one checkpoint, for all of them together ``WAIT_S`` from the first that is missed on."""
+    """Waits for the files of one checkpoint, for at most ``WAIT_S`` in total after the first missing file."""
 
     def __init__(self) -> None:
         self._end: float | None = None
 
     def wait_for(self, path: Path, size: int = 0) -> None:
-        """Return once ``path`` is there with at least ``size`` bytes, or when waiting is of no use; raise nothing."""
+        """Wait until ``path`` has at least ``size`` bytes; never raises.
+
+        Returns after ``WAIT_S`` at the latest, and at once on a local disk.
+        """
         if _is_visible(path, size) or not is_on_network(path):
             return
         self._end = self._end or time.monotonic() + WAIT_S
@@ -56,19 +59,19 @@ def _is_visible(path: Path, size: int) -> bool:
 
 
 def is_on_network(path: Path) -> bool:
-    """Tell by its mount whether ``path`` lies on a file system that other machines write too."""
-    kind = _mounted_as(path.resolve())
-    return kind.startswith(_NETWORK) and kind not in _LOCAL_FUSE
+    """Return True if the mount of ``path`` is a network file system, which other machines may write to."""
+    fs_type = _mounted_as(path.resolve())
+    return fs_type.startswith(_NETWORK) and fs_type not in _LOCAL_FUSE
 
 
 def _mounted_as(path: Path) -> str:
-    """Return the type of the file system that holds ``path``, such as "ext4"; empty where the system does not say."""
+    """Return the type of the file system of ``path``, such as "ext4"; empty if the system does not report it."""
     try:
         mounts = [line.split(" - ", 1) for line in MOUNTS.read_text().splitlines()]
     except OSError:
         return ""
-    kinds = {_unescaped(before.split()[4]): after.split()[0] for before, after in mounts}
-    return next((kinds[str(place)] for place in (path, *path.parents) if str(place) in kinds), "")
+    fs_types = {_unescaped(before.split()[4]): after.split()[0] for before, after in mounts}
+    return next((fs_types[str(folder)] for folder in (path, *path.parents) if str(folder) in fs_types), "")
 
 
 def _unescaped(mount_point: str) -> str:

@@ -1,14 +1,14 @@
-"""Names of checkpoint folders, and the newest one.
+"""Names of checkpoint folders, and the order in which to try them.
 
-| name | is |
+| name | meaning |
 |---|---|
-| ``step-00000020`` | a checkpoint; ``step-00000020-1`` the same step saved once more |
+| ``step-00000020`` | a checkpoint; ``step-00000020-1`` is the same step, saved once more |
 | ``.tmp-...`` | a save that was killed; the next save removes it |
-| ``.deleted-...`` | a removal that was killed; the next save goes on with it |
-| ``.latest.tmp-...``, ``.probe-...`` | likewise of the hint, and of the check at the start |
-| ``latest`` | a hint for people; nothing relies on it |
+| ``.deleted-...`` | a deletion that was killed; the next save finishes it |
+| ``.latest.tmp-...``, ``.probe-...`` | leftovers of writing the hint and of ``check_writable``; removed likewise |
+| ``latest`` | a hint for people; no code relies on it |
 
-Anything else belongs to somebody else and is left alone.
+Entries with other names do not belong to this project and are never touched.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ _STALE = (".tmp-", ".deleted-", f".{LATEST}.tmp-", ".probe-")
 
 
 def checkpoints_in(source: Path) -> Path:
-    """Return the folder of checkpoints, or the one checkpoint, that ``source`` means, which may be a run folder."""
+    """Return the folder of checkpoints of the run folder ``source``; any other path is returned unchanged."""
     inner = source / CHECKPOINTS
     return inner if inner.is_dir() else source
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Return the folders in ``root`` that carry a checkpoint's name, whole or not; none where there is no ``root``."""
+    """Return the folders in ``root`` with a checkpoint's name, complete or not; empty if ``root`` does not exist."""
     return [path for path in root.iterdir() if _CHECKPOINT.fullmatch(path.name)] if root.is_dir() else []
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Return those whose manifest verifies, the last saved first."""
-    found = [(metadata.read_sequence(path), path) for path in paths]
-    return [path for _, path in sorted(((s, p) for s, p in found if s is not None), reverse=True)]
+    """Return the checkpoints whose manifest verifies, last saved first."""
+    by_sequence = [(metadata.read_sequence(path), path) for path in paths]
+    return [path for _, path in sorted(((s, p) for s, p in by_sequence if s is not None), reverse=True)]
 
 
 def last_sequence(paths: Iterable[Path]) -> int:
-    """Return the highest sequence number, 0 where no manifest verifies."""
+    """Return the highest sequence number; 0 if no manifest verifies."""
     return max((metadata.read_sequence(path) or 0 for path in paths), default=0)
 
 
 def in_turn(paths: Iterable[Path]) -> list[Path]:
-    """Return the order in which to try checkpoints: the last saved first.
+    """Return all checkpoints in the order in which to try them: last saved first.
 
-    One without a manifest that verifies cannot say when it was saved. It comes first if it may be the last one, going
-    by its step and the times of its files, so that nobody takes an older one without a word.
+    A checkpoint whose manifest does not verify has no known sequence number. If its step or its modification times
+    suggest that it is the newest, it comes first, so that an older checkpoint is not loaded without a warning.
     """
     paths = list(paths)
-    whole = newest_first(paths)
-    broken = sorted(set(paths) - set(whole), key=_written_at, reverse=True)
-    ahead = [path for path in broken if not whole or _may_be_newer(path, whole[0])]
-    return [*ahead, *whole, *(path for path in broken if path not in ahead)]
+    verified = newest_first(paths)
+    broken = sorted(set(paths) - set(verified), key=_written_at, reverse=True)
+    maybe_newer = [path for path in broken if not verified or _may_be_newer(path, verified[0])]
+    return [*maybe_newer, *verified, *(path for path in broken if path not in maybe_newer)]
 
 
 def _may_be_newer(path: Path, other: Path) -> bool:
@@ -70,37 +70,37 @@ def _may_be_newer(path: Path, other: Path) -> bool:
 
 
 def _written_at(path: Path) -> int:
-    """Return when the last file in ``path`` was written, in ns."""
+    """Return the modification time of the last file written in ``path``, in ns."""
     with suppress(OSError):
         return max((child.stat().st_mtime_ns for child in path.iterdir()), default=0)
     return 0
 
 
 def step_of(path: Path) -> int:
-    """Return the step that the name of a checkpoint, in either format, says."""
+    """Return the step in the name of a checkpoint (native or DeepSpeed's format)."""
     return int(re.findall(r"\d+", path.name)[0])
 
 
 def free_name(root: Path, step: int) -> Path:
-    """Return the path for a new checkpoint of ``step``: an existing one is never written over."""
+    """Return an unused path for a new checkpoint of ``step``, so that an existing one is never overwritten."""
     path = root / f"step-{step:08d}"
-    number = 0
+    suffix = 0
     while path.exists():
-        number += 1
-        path = root / f"step-{step:08d}-{number}"
+        suffix += 1
+        path = root / f"step-{step:08d}-{suffix}"
     return path
 
 
 def temporary_name(target: Path) -> Path:
-    """Return the folder in which the checkpoint ``target`` is put together, on the same file system."""
+    """Return the temporary folder in which the checkpoint ``target`` is assembled, on the same file system."""
     return target.with_name(f".tmp-{target.name}-{os.getpid()}")
 
 
 def commit_checkpoint(temporary: Path, target: Path) -> None:
-    """Let what was put together in ``temporary`` be the checkpoint ``target``: from the rename on it is.
+    """Commit the checkpoint assembled in ``temporary`` by renaming it to ``target``.
 
     Raises:
-        OSError: it was not renamed.
+        OSError: the rename failed.
     """
     try:
         files.rename(temporary, target)
@@ -111,7 +111,7 @@ def commit_checkpoint(temporary: Path, target: Path) -> None:
 
 
 def remove_stale(root: Path, prefixes: tuple[str, ...] = _STALE) -> None:
-    """Delete what killed saves and removals left in ``root``; what cannot be deleted costs a warning only."""
+    """Delete what killed saves and deletions left in ``root``. A failure to delete is only logged as a warning."""
     for path in sorted(root.iterdir()):
         if path.name.startswith(prefixes):
             try:
@@ -121,7 +121,7 @@ def remove_stale(root: Path, prefixes: tuple[str, ...] = _STALE) -> None:
 
 
 def write_latest(root: Path, path: Path) -> None:
-    """Point the hint at ``path``; a failure costs nothing but the hint."""
+    """Write the name of ``path`` to the ``latest`` hint. A failure is only logged as a warning."""
     try:
         files.replace_bytes(root / LATEST, f"{path.name}\n".encode())
     except OSError as error:
@@ -129,14 +129,14 @@ def write_latest(root: Path, path: Path) -> None:
 
 
 def read_latest(root: Path) -> str | None:
-    """Return the name in the hint, None where there is no hint."""
+    """Return the name in the ``latest`` hint; None if there is no hint."""
     with suppress(OSError):
         return (root / LATEST).read_bytes()[:200].decode(errors="replace").strip()
     return None
 
 
 def check_writable(root: Path) -> None:
-    """Create ``root`` and write a probe file in it, so that a bad target is found at the start, not at the first save.
+    """Create ``root`` and write a probe file, so that an unwritable target fails at start-up and not at the first save.
 
     Raises:
         ConfigError: ``root`` cannot be created or written.
@@ -148,7 +148,7 @@ def check_writable(root: Path) -> None:
         try:
             files.write_bytes(Path(probe), b"probe")
         finally:
-            with suppress(FileNotFoundError):  # who holds the folder's lock takes it for a leftover
+            with suppress(FileNotFoundError):  # the holder of the folder's lock may have removed it as a leftover
                 os.unlink(probe)
     except OSError as error:
         raise ConfigError(f"--save must name a folder that can be written, got {root}: {error}") from error

@@ -1,12 +1,12 @@
-"""Settings as earlier versions saved them -> as they are now: for checkpoints, run folders and what else names them.
+"""Convert settings and state saved by earlier versions to their current form.
 
-| was | is |
+| earlier | now |
 |---|---|
 | sections "llama" and "mpt" | fields of "model" |
 | ``t5.position_embedding_type``, "learned" | ``model.position_embedding_type``, "learned_absolute" |
-| a decoder's field that was not there yet | its default in the family |
-| "progress" in samples alone | in tokens, too: "tokens_consumed" |
-| "progress" without "samples_skipped" | the samples that the learning rate of that run had not counted |
+| a decoder field that did not exist yet | the family's default |
+| "progress" only in samples | also in tokens: "tokens_consumed" |
+| "progress" without "samples_skipped" | with "samples_skipped": samples that the learning-rate schedule did not count |
 """
 
 from __future__ import annotations
@@ -24,48 +24,50 @@ _POSITIONS = "position_embedding_type"
 
 
 def settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``Config.to_dict()`` of today of one that any version saved, as far as it says anything."""
-    family, found = saved.get("family", FIRST_FAMILY), dict(saved)
+    """Return the current form of ``Config.to_dict()`` for settings saved by any version; absent fields stay absent."""
+    family, converted = saved.get("family", FIRST_FAMILY), dict(saved)
     model = dict(saved.get("model", {}))
     for name in FAMILIES:
-        own = found.get(name, {})
-        model |= {field: value for field, value in own.items() if field in IDENTITY}
-        left = {field: value for field, value in own.items() if field not in IDENTITY}
-        if name in found:
-            found[name] = left
-            if not left:
-                del found[name]
-    return {**found, "model": _completed(model, family)} if model else found
+        family_fields = converted.get(name, {})
+        model |= {field: value for field, value in family_fields.items() if field in IDENTITY}
+        remaining = {field: value for field, value in family_fields.items() if field not in IDENTITY}
+        if name in converted:
+            converted[name] = remaining
+            if not remaining:
+                del converted[name]
+    return {**converted, "model": _completed(model, family)} if model else converted
 
 
 def identity(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``Config.identity()`` of today of one that any version saved."""
+    """Return the current form of ``Config.identity()`` for an identity saved by any version."""
     return _completed(saved, saved.get("family", FIRST_FAMILY))
 
 
 def progress(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the "progress" of today of the state of a checkpoint that any version saved.
+    """Return the current form of "progress" in a checkpoint's ``state`` saved by any version.
 
-    Without "tokens_consumed" and the lengths of samples in ``state``, "tokens_consumed" is left out.
+    If ``state`` has neither "tokens_consumed" nor the sequence lengths, the result has no "tokens_consumed".
     """
-    found = dict(state["progress"])
-    each = _tokens_per_sample(state.get("config", {}))
-    if "tokens_consumed" not in found and each:
-        found["tokens_consumed"] = each * found["samples_consumed"]
-    if "samples_skipped" not in found and "updates" in found:
-        found["samples_skipped"] = _samples_skipped(state)
-    return found
+    converted = dict(state["progress"])
+    tokens_per_sample = _tokens_per_sample(state.get("config", {}))
+    if "tokens_consumed" not in converted and tokens_per_sample:
+        converted["tokens_consumed"] = tokens_per_sample * converted["samples_consumed"]
+    if "samples_skipped" not in converted and "updates" in converted:
+        converted["samples_skipped"] = _samples_skipped(state)
+    return converted
 
 
 def _samples_skipped(state: Mapping[str, Any]) -> int:
-    """Return the samples of which no update was made, as far as an earlier version's checkpoint shows them.
+    """Return the number of samples in skipped steps, reconstructed from an earlier version's checkpoint.
 
-    If the batch sizes of the run did not change, its learning rate continues exactly where it was.
+    The number is exact if the run's batch size did not change; the learning rate then continues without a jump.
+    Otherwise it is an estimate.
     """
     progress, batch = state["progress"], state.get("config", {}).get("batch", {})
     consumed, step, skipped = progress["samples_consumed"], progress["step"], progress["step"] - progress["updates"]
-    has_left_out_samples = state.get("guard", {}).get("returns", 0) > 0  # by a rollback, which counts no steps for them
-    names = {each.name for each in fields(BatchConfig)}
+    # a rollback skips samples without incrementing the step
+    has_left_out_samples = state.get("guard", {}).get("returns", 0) > 0
+    names = {field.name for field in fields(BatchConfig)}
     try:
         sizes = BatchConfig(**{name: value for name, value in batch.items() if name in names}).sizes(
             state["layout"]["data"]
@@ -78,19 +80,19 @@ def _samples_skipped(state: Mapping[str, Any]) -> int:
 
 
 def _tokens_per_sample(saved: Mapping[str, Any]) -> int:
-    own = saved.get(saved.get("family", FIRST_FAMILY), {})
-    if "enc_seq_length" in own:
-        return int(own["enc_seq_length"]) + int(own["dec_seq_length"])
+    family_settings = saved.get(saved.get("family", FIRST_FAMILY), {})
+    if "enc_seq_length" in family_settings:
+        return int(family_settings["enc_seq_length"]) + int(family_settings["dec_seq_length"])
     return int(saved.get("batch", {}).get("seq_length", 0))
 
 
 def _completed(model: Mapping[str, Any], family: str) -> dict[str, Any]:
-    found = dict(model)
-    if found.get(_POSITIONS) == "learned":
-        found[_POSITIONS] = LEARNED
+    completed = dict(model)
+    if completed.get(_POSITIONS) == "learned":
+        completed[_POSITIONS] = LEARNED
     if family not in FAMILIES or FAMILIES[family].kind != "decoder":
-        return found
-    usual = {field.name: field.default for field in fields(DecoderFeatures)} | dict(FAMILIES[family].config.DEFAULTS)
-    if "num_attention_heads" in found:
-        usual["num_query_groups"] = found["num_attention_heads"]
-    return {**{name: usual[name] for name in IDENTITY}, **found}
+        return completed
+    defaults = {field.name: field.default for field in fields(DecoderFeatures)} | dict(FAMILIES[family].config.DEFAULTS)
+    if "num_attention_heads" in completed:
+        defaults["num_query_groups"] = completed["num_attention_heads"]
+    return {**{name: defaults[name] for name in IDENTITY}, **completed}

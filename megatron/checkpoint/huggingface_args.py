@@ -1,4 +1,4 @@
-"""Model sizes from a Hugging Face folder: config.json checked against the headers of the safetensors files."""
+"""Read model settings from a Hugging Face folder; check config.json against the headers of the safetensors files."""
 
 from __future__ import annotations
 
@@ -32,32 +32,44 @@ from megatron.models.registry import costs_of
 
 
 def read_huggingface(path: Path, family: str, model: str) -> Source:
-    theirs, known = read_json(path, CONFIG), family_by_type()
-    kind = theirs.get("model_type")
-    if kind not in known:
+    """Return the settings of the model in the Hugging Face folder ``path``.
+
+    Args:
+        family: family that the program trains.
+        model: value of ``--model``; empty without the flag.
+
+    Raises:
+        CheckpointError: the model is unknown, it does not match ``family`` or ``model``, or its config.json does not
+            describe its tensors.
+    """
+    hf_config, family_of_type = read_json(path, CONFIG), family_by_type()
+    model_type = hf_config.get("model_type")
+    if model_type not in family_of_type:
         raise CheckpointError(
-            f"{path / CONFIG}: model_type must be one of {', '.join(known)}, got {kind!r}. Its architecture is not here"
+            f"{path / CONFIG}: model_type must be one of {', '.join(family_of_type)}, got {model_type!r}. Its "
+            "architecture is not here"
         )
-    require_family(known[kind], family, f"{path / CONFIG}: model_type {kind}", model)
-    if model and model not in (kind, known[kind]):
+    require_family(family_of_type[model_type], family, f"{path / CONFIG}: model_type {model_type}", model)
+    if model and model not in (model_type, family_of_type[model_type]):
         raise CheckpointError(
-            f"{path / CONFIG}: model_type {kind} is not --model {model}. Use --model {kind}, or name another folder"
+            f"{path / CONFIG}: model_type {model_type} is not --model {model}. Use --model {model_type}, or name "
+            "another folder"
         )
     try:
-        config = config_from_huggingface(theirs)
+        config = config_from_huggingface(hf_config)
     except CheckpointError as error:
         raise CheckpointError(f"{path / CONFIG}: {error}") from error
     tensors = read_headers(path)
     config = _with_biases(config, tensors)
     if not _fits(config, tensors):
-        raise CheckpointError(_misfit(path, theirs, config, tensors))
+        raise CheckpointError(_misfit(path, hf_config, config, tensors))
     fields = {option.name for _, option in all_options()}
     return Source(path / CONFIG, config, fields)
 
 
 @dataclass(frozen=True)
 class Header:
-    """Where a tensor lies: ``start`` and ``stop`` in bytes of ``file``."""
+    """Location and type of a tensor: ``start`` and ``stop`` are offsets in bytes in ``file``."""
 
     file: Path
     dtype: str
@@ -67,10 +79,10 @@ class Header:
 
 
 def read_headers(folder: Path) -> dict[str, Header]:
-    """Return name -> header of every tensor of a Hugging Face folder; of the tensors themselves nothing is read.
+    """Return name -> header of every tensor in a Hugging Face folder, without reading the tensors.
 
     Raises:
-        CheckpointError: a file is missing, cut off, no safetensors, or lacks what the index says.
+        CheckpointError: a file is missing, truncated, not a safetensors file, or lacks tensors that the index lists.
     """
     if not uses_index(folder):
         return _header_of(folder, WEIGHTS)
@@ -80,10 +92,10 @@ def read_headers(folder: Path) -> dict[str, Header]:
             f"{folder / INDEX} is not an index of safetensors: weight_map must say which file of the folder has which "
             "tensor"
         )
-    held = {name: _header_of(folder, name) for name in sorted(set(index.values()))}
-    if missing := sorted(key for key, name in index.items() if key not in held[name]):
+    headers_of_file = {name: _header_of(folder, name) for name in sorted(set(index.values()))}
+    if missing := sorted(key for key, name in index.items() if key not in headers_of_file[name]):
         raise CheckpointError(f"{folder}: the files lack what the index says they hold: {', '.join(missing)}")
-    return {key: held[name][key] for key, name in index.items()}
+    return {key: headers_of_file[name][key] for key, name in index.items()}
 
 
 def _header_of(folder: Path, name: str) -> dict[str, Header]:
@@ -95,22 +107,27 @@ def _header_of(folder: Path, name: str) -> dict[str, Header]:
             length, size = int.from_bytes(file.read(8), "little"), path.stat().st_size
             if not 0 < length <= size - 8:
                 raise ValueError("the file is shorter than its header")
-            said = json.loads(file.read(length))
-        found = {
-            key: Header(path, one["dtype"], tuple(one["shape"]), *(8 + length + at for at in one["data_offsets"]))
-            for key, one in said.items()
+            fields = json.loads(file.read(length))
+        headers = {
+            key: Header(
+                path,
+                tensor_fields["dtype"],
+                tuple(tensor_fields["shape"]),
+                *(8 + length + offset for offset in tensor_fields["data_offsets"]),
+            )
+            for key, tensor_fields in fields.items()
             if key != "__metadata__"
         }
-        end = max((header.stop for header in found.values()), default=8 + length)
+        end = max((header.stop for header in headers.values()), default=8 + length)
         if end != size:
             raise ValueError(f"it has {size} bytes, and {end} by its header")
-        return found
+        return headers
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
 
 
 def _with_biases(config: Config, tensors: Mapping[str, Header]) -> Config:
-    """Return ``config`` as it is, or with biases where it says that there are none and some are not zero."""
+    """Return ``config``, with biases enabled if config.json disables them but the tensors include nonzero biases."""
     biases = format_of(config).biases
     if config.model.hidden_bias or biases is NOTHING:
         return config
@@ -120,25 +137,25 @@ def _with_biases(config: Config, tensors: Mapping[str, Header]) -> Config:
 
 
 def _is_set(header: Header) -> bool:
-    """Tell whether a tensor has a number that is neither 0 nor -0."""
+    """Return True if a tensor has an element that is neither 0 nor -0."""
     with open(header.file, "rb") as file:
         file.seek(header.start)
         data = file.read(header.stop - header.start)
     width = max(len(data) // max(prod(header.shape), 1), 1)
-    signs = data[width - 1 :: width]  # little-endian: the byte with the sign is the last of each number
-    return bool(signs.strip(b"\0\x80")) or any(data[at::width].strip(b"\0") for at in range(width - 1))
+    signs = data[width - 1 :: width]  # little-endian: the last byte of each number contains the sign
+    return bool(signs.strip(b"\0\x80")) or any(data[offset::width].strip(b"\0") for offset in range(width - 1))
 
 
 def _fits(config: Config, tensors: Mapping[str, Header]) -> bool:
-    """Tell whether names and numbers of the tensors are those of the model."""
-    expected, found = _expected(config), _found(config, tensors)
-    word = format_of(config).word
-    if expected != found.keys() or len(found[word].shape) != 2:
+    """Return True if the names and the number of elements of the tensors match the model."""
+    expected, headers = _expected(config), _found(config, tensors)
+    word_name = format_of(config).word
+    if expected != headers.keys() or len(headers[word_name].shape) != 2:
         return False
-    if found[word].shape != (config.model.vocab_size, config.model.hidden_size):
+    if headers[word_name].shape != (config.model.vocab_size, config.model.hidden_size):
         return False
-    whole = replace(config, model=replace(config.model, make_vocab_size_divisible_by=1))
-    return bool(sum(prod(header.shape) for header in found.values()) == costs_of(whole).num_parameters)
+    unpadded = replace(config, model=replace(config.model, make_vocab_size_divisible_by=1))
+    return bool(sum(prod(header.shape) for header in headers.values()) == costs_of(unpadded).num_parameters)
 
 
 def _expected(config: Config) -> set[str]:
@@ -147,64 +164,72 @@ def _expected(config: Config) -> set[str]:
 
 
 def _found(config: Config, tensors: Mapping[str, Header]) -> dict[str, Header]:
-    """Return the tensors that count by their full names: no copies, no biases that a model of ours lacks."""
+    """Return full name -> header of the tensors that our model uses.
+
+    Copies of the word table, and biases that our model does not have, are left out. If the folder has no head and the
+    format ties a missing head to the word table, the head gets the header of the word table.
+    """
     hf_format, expected = format_of(config), _expected(config)
-    found = {full: tensors[name] for full, name in full_names(tensors, config).items()}
-    if hf_format.ties_missing_head and hf_format.head in expected and hf_format.word in found:
-        found.setdefault(hf_format.head, found[hf_format.word])
+    by_full_name = {full: tensors[name] for full, name in full_names(tensors, config).items()}
+    if hf_format.ties_missing_head and hf_format.head in expected and hf_format.word in by_full_name:
+        by_full_name.setdefault(hf_format.head, by_full_name[hf_format.word])
     redundant = copies(config)
     return {
         full: header
-        for full, header in found.items()
+        for full, header in by_full_name.items()
         if full not in redundant and (full in expected or not hf_format.biases.fullmatch(full))
     }
 
 
 def _misfit(path: Path, theirs: Mapping[str, Any], config: Config, tensors: Mapping[str, Header]) -> str:
-    """Return what is told of a folder whose config.json is not of its tensors: the key that would mend it, or names."""
-    mended = dict(_mended(theirs, config, tensors))
-    if mended:
-        got = ", ".join(f"{key} {theirs[key]}" for key in mended)
-        fitting = " or ".join(f"{key} {other}" for key, other in mended.items())
+    """Return the error message for a config.json that does not match its tensors.
+
+    The message lists each key of config.json whose correction would be sufficient. Without such a key, it lists the
+    missing and unexpected tensors.
+    """
+    fixes = dict(_mended(theirs, config, tensors))
+    if fixes:
+        got = ", ".join(f"{key} {theirs[key]}" for key in fixes)
+        suggestion = " or ".join(f"{key} {other}" for key, other in fixes.items())
         return (
             f"{path / CONFIG}: the sizes must be those of the tensors, got {got}, and the tensors are those of "
-            f"{fitting}. Fetch the folder again, or correct the key"
+            f"{suggestion}. Fetch the folder again, or correct the key"
         )
-    expected, found = _expected(config), _found(config, tensors)
-    problems = [f"{name}: missing" for name in sorted(expected - found.keys())]
-    problems += [f"{name}: no such tensor in this model" for name in sorted(found.keys() - expected)]
-    shapes = [f"{name} {list(header.shape)} in {header.file.name}" for name, header in found.items()]
-    what = "; ".join(problems[:8] or [f"the shapes {', '.join(shapes[:8])}"])
+    expected, headers = _expected(config), _found(config, tensors)
+    problems = [f"{name}: missing" for name in sorted(expected - headers.keys())]
+    problems += [f"{name}: no such tensor in this model" for name in sorted(headers.keys() - expected)]
+    shapes = [f"{name} {list(header.shape)} in {header.file.name}" for name, header in headers.items()]
+    description = "; ".join(problems[:8] or [f"the shapes {', '.join(shapes[:8])}"])
     more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-    advice = missing_head(expected - found.keys(), config) or ". Fetch the folder again"
-    return f"{path / CONFIG} does not describe the tensors of its folder: {what}{more}{advice}"
+    advice = missing_head(expected - headers.keys(), config) or ". Fetch the folder again"
+    return f"{path / CONFIG} does not describe the tensors of its folder: {description}{more}{advice}"
 
 
 def _mended(theirs: Mapping[str, Any], config: Config, tensors: Mapping[str, Header]) -> Iterator[tuple[str, int]]:
-    """Yield the keys of config.json of which another value alone makes it fit, and that value."""
+    """Yield each (key, value) such that changing only this key of config.json makes it match the tensors."""
     for key, value in theirs.items():
         if type(value) is not int or key.endswith("_id"):
             continue
         for other in sorted(_sizes_in(tensors, config) - {value}):
             try:
-                is_it = _fits(_with_biases(config_from_huggingface({**theirs, key: other}), tensors), tensors)
+                fits = _fits(_with_biases(config_from_huggingface({**theirs, key: other}), tensors), tensors)
             except CheckpointError:
                 continue
-            if is_it:
+            if fits:
                 yield key, other
                 break
 
 
 def _sizes_in(tensors: Mapping[str, Header], config: Config) -> set[int]:
-    """Return the numbers that a size may be: lengths of tensors, of their parts by head, and numbers of layers."""
+    """Return candidates for a setting's value: lengths of dimensions, lengths per head, and numbers of layers."""
     lengths = {length for header in tensors.values() for length in header.shape}
     heads = {config.model.kv_hidden_size, config.model.num_attention_heads}
     parts = {length // head for length in lengths for head in heads if head and length % head == 0}
     layers: dict[str, int] = {}
     for name in tensors:
         words = name.split(".")
-        number = next((at for at, word in enumerate(words) if word.isdecimal()), None)
-        if number is not None:
-            kind = ".".join(words[:number])
-            layers[kind] = max(layers.get(kind, 0), int(words[number]) + 1)
+        idx = next((position for position, word in enumerate(words) if word.isdecimal()), None)
+        if idx is not None:
+            layer_prefix = ".".join(words[:idx])
+            layers[layer_prefix] = max(layers.get(layer_prefix, 0), int(words[idx]) + 1)
     return lengths | parts | {*layers.values()}

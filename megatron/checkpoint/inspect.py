@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how two differ."""
+"""Describe the contents of a checkpoint, and compare two checkpoints."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from megatron.checkpoint.one_process import WEIGHTS, read_whole
 from megatron.checkpoint.opened_checkpoint import Checkpoint
 from megatron.checkpoint.tensor_record import DTYPE_NAMES
 
-# What a checkpoint holds, in numbers: where the run stood, which layout saved it, and each tensor's size and norm.
+# Contents of a checkpoint: the progress of the run, the layout that saved it, and the size and norm of each tensor.
 
-_CHUNK = 1 << 22  # elements that are fp64 at a time
+_CHUNK = 1 << 22  # elements converted to fp64 at a time
 
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """One tensor; what only numbers with a fraction have is None for others."""
+    """Statistics of one tensor; the norm and the largest value are None unless the tensor is floating-point."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     num_files: int
-    norm: float | None = None  # root of the sum of squares
-    largest: float | None = None  # of the absolute values that are finite
+    norm: float | None = None  # L2 norm of all finite elements
+    largest: float | None = None  # largest absolute value of the finite elements
     num_not_finite: int = 0
 
 
 def run_facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the run's entries of the metadata as plain data; None for entries that an older version did not store."""
+    """Return the metadata of the run as plain data; entries that an older version did not store are None."""
     metadata = checkpoint.metadata
     progress = metadata.get("progress", {})
     order = metadata.get("data_order")
@@ -54,22 +54,22 @@ def run_facts(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def file_facts(checkpoint: Checkpoint) -> dict[str, int]:
-    """Return the bytes of each file; all have been read against their checksums when the checkpoint was opened."""
+    """Return the size of each file in bytes. Opening the checkpoint has verified the files' checksums."""
     return {name: facts.size for name, facts in _manifest(checkpoint).files.items()}
 
 
 def tensor_facts(checkpoint: Checkpoint) -> list[TensorFacts]:
-    """Return the facts of every tensor, reading one at a time."""
+    """Return the statistics of every tensor, reading one tensor at a time."""
     index = _manifest(checkpoint).index
     return [_facts(checkpoint, name, len({p.file for p in index[name].pieces})) for name in checkpoint.names()]
 
 
 def num_elements(facts: list[TensorFacts]) -> dict[str, int]:
-    """Return how many numbers each kind of tensor has; the kind is what its name begins with."""
+    """Return the number of elements per group of tensors; the group is the part of the name before the first "/"."""
     counts: dict[str, int] = {}
-    for one in facts:
-        kind = one.name.partition("/")[0]
-        counts[kind] = counts.get(kind, 0) + math.prod(one.shape)
+    for tensor in facts:
+        group = tensor.name.partition("/")[0]
+        counts[group] = counts.get(group, 0) + math.prod(tensor.shape)
     return counts
 
 
@@ -80,34 +80,34 @@ def _manifest(checkpoint: Checkpoint) -> metadata.Manifest:
 
 def _facts(checkpoint: Checkpoint, name: str, num_files: int) -> TensorFacts:
     tensor = read_whole(checkpoint, name)
-    held = (name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), num_files)
+    description = (name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), num_files)
     if not tensor.is_floating_point():
-        return TensorFacts(*held)
+        return TensorFacts(*description)
     squares = largest = 0.0
     num_not_finite = 0
-    for part in tensor.flatten().split(_CHUNK):
-        values = part.double()
+    for chunk in tensor.flatten().split(_CHUNK):
+        values = chunk.double()
         finite = values[values.isfinite()]
         num_not_finite += values.numel() - finite.numel()
         squares += float(finite.square().sum())
         largest = max(largest, float(finite.abs().max()) if finite.numel() else 0.0)
-    return TensorFacts(*held, norm=math.sqrt(squares), largest=largest, num_not_finite=num_not_finite)
+    return TensorFacts(*description, norm=math.sqrt(squares), largest=largest, num_not_finite=num_not_finite)
 
 
-# Do two checkpoints hold the same tensors, and how far do they lie apart?
+# Comparison of the tensors and metadata of two checkpoints.
 
 ONE_SIDE, SHAPE, VALUES = "in one only", "shape", "values"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is not the same bits in both.
+    """A tensor whose bits differ between two checkpoints.
 
     Args:
         kind: ``ONE_SIDE``, ``SHAPE`` or ``VALUES`` (element types may differ as well).
-        first, second: type and shape in each, None where it is not there.
-        largest: absolute difference of an element; NaN where one alone is not a number.
-        relative: root of the sum of squared differences over that of the first's squares.
+        first, second: type and shape in each checkpoint; None where the tensor is missing.
+        largest: largest absolute difference of an element; NaN if only one of the two elements is NaN.
+        relative: L2 norm of the difference divided by the L2 norm of the first tensor.
     """
 
     name: str
@@ -119,30 +119,30 @@ class Difference:
 
 
 def tensor_differences(first: Checkpoint, second: Checkpoint, *, weights_only: bool = False) -> list[Difference]:
-    """Return the tensors that differ, in the order of ``first``, then those of ``second`` alone; none: bit-equal."""
+    """Return the differing tensors in the order of ``first``, then those only in ``second``; empty if bit-identical."""
     names = dict.fromkeys([*first.names(), *second.names()])
-    kept = [name for name in names if name.startswith(WEIGHTS) or not weights_only]
-    found = (_difference(name, first, second) for name in kept)
-    return [difference for difference in found if difference is not None]
+    compared_names = [name for name in names if name.startswith(WEIGHTS) or not weights_only]
+    differences = (_difference(name, first, second) for name in compared_names)
+    return [difference for difference in differences if difference is not None]
 
 
 def metadata_differences(first: Checkpoint, second: Checkpoint) -> dict[str, tuple[Any, Any]]:
-    """Return the metadata entries that differ: key -> values of both. They do not make tensors unequal."""
+    """Return key -> (value in ``first``, value in ``second``) for the metadata entries that differ."""
     keys = [*first.metadata, *(key for key in second.metadata if key not in first.metadata)]
     values = {key: (first.metadata.get(key), second.metadata.get(key)) for key in keys}
     return {key: pair for key, pair in values.items() if pair[0] != pair[1]}
 
 
 def _difference(name: str, first: Checkpoint, second: Checkpoint) -> Difference | None:
-    tensors = [_format_tensor(checkpoint, name) for checkpoint in (first, second)]
-    if None in tensors:
-        return Difference(name, ONE_SIDE, tensors[0], tensors[1])
+    descriptions = [_format_tensor(checkpoint, name) for checkpoint in (first, second)]
+    if None in descriptions:
+        return Difference(name, ONE_SIDE, descriptions[0], descriptions[1])
     if first.shape(name) != second.shape(name):
-        return Difference(name, SHAPE, tensors[0], tensors[1])
-    one, other = read_whole(first, name), read_whole(second, name)
-    if one.dtype == other.dtype and torch.equal(_bits(one), _bits(other)):
+        return Difference(name, SHAPE, descriptions[0], descriptions[1])
+    first_tensor, second_tensor = read_whole(first, name), read_whole(second, name)
+    if first_tensor.dtype == second_tensor.dtype and torch.equal(_bits(first_tensor), _bits(second_tensor)):
         return None
-    return Difference(name, VALUES, tensors[0], tensors[1], *_apart(one, other))
+    return Difference(name, VALUES, descriptions[0], descriptions[1], *_apart(first_tensor, second_tensor))
 
 
 def _format_tensor(checkpoint: Checkpoint, name: str) -> str | None:
@@ -156,12 +156,12 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
-    """Return the largest difference, and the relative one."""
-    largest = apart = size = torch.zeros((), dtype=torch.float64)
+    """Return the largest absolute difference and the relative difference."""
+    largest = squared_diff = squares = torch.zeros((), dtype=torch.float64)
     for a, b in zip(one.flatten().split(_CHUNK), other.flatten().split(_CHUNK), strict=True):
         a, b = a.double(), b.double()
-        is_same = (a == b) | (a.isnan() & b.isnan())  # infinities among them
+        is_same = (a == b) | (a.isnan() & b.isnan())  # includes equal infinities
         differences = (a - b).masked_fill(is_same, 0.0).abs()
-        largest = torch.maximum(largest, differences.max())  # keeps NaN
-        apart, size = apart + differences.square().sum(), size + a.square().sum()
-    return float(largest), float((apart / size).sqrt()) if apart > 0 or apart.isnan() else 0.0
+        largest = torch.maximum(largest, differences.max())  # propagates NaN
+        squared_diff, squares = squared_diff + differences.square().sum(), squares + a.square().sum()
+    return float(largest), float((squared_diff / squares).sqrt()) if squared_diff > 0 or squared_diff.isnan() else 0.0

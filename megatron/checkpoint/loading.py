@@ -28,33 +28,37 @@ if TYPE_CHECKING:
 def open_latest(
     root: Path, world: Group, *, strict: bool = False, accept: Callable[[Path], bool] | None = None
 ) -> Checkpoint:
-    """Return the newest checkpoint in ``root`` that verifies, or ``root`` itself if it is one. Collective.
+    """Return the newest checkpoint in ``root`` that verifies, or ``root`` itself if it is a checkpoint. Collective.
 
-    All ranks get the same one. Each that had to be passed over is named in a warning with its reason.
+    All ranks get the same checkpoint. A warning names every newer checkpoint that was skipped, with the reason.
 
     Args:
-        strict: nothing is passed over: the newest must verify.
-        accept: which ones to look at; asked on rank 0.
+        strict: raise if the newest checkpoint does not verify, instead of trying older ones.
+        accept: predicate that selects the checkpoints to try; called on rank 0.
 
     Raises:
-        CheckpointError: there is no folder ``root``, no checkpoint in it, or none that verifies.
+        CheckpointError: ``root`` does not exist, contains no checkpoint, or none of its checkpoints verifies.
     """
     root = Path(root)
     candidates = gather_verdict(world, lambda: None, lambda _: _candidates(root, accept))
-    found = open_first(candidates, world, root, strict=strict)
-    if world.rank == 0 and accept is None and found.path != root:
-        _compare_hint(root, found)
-    return found
+    checkpoint = open_first(candidates, world, root, strict=strict)
+    if world.rank == 0 and accept is None and checkpoint.path != root:
+        _compare_hint(root, checkpoint)
+    return checkpoint
 
 
 def open_first(candidates: list[Path], world: Group, root: Path, *, strict: bool = False) -> Checkpoint:
-    """Return the first of ``candidates``, the same on all ranks, that verifies; else as ``open_latest``. Collective."""
+    """Return the first of ``candidates`` that verifies, with warnings and errors as in ``open_latest``. Collective.
+
+    Args:
+        candidates: paths of checkpoints, the same on all ranks.
+    """
     if candidates == [root]:
         return open_checkpoint(root, world)
 
     def opened(path: Path) -> tuple[Checkpoint, str]:
-        found = open_checkpoint(path, world)
-        return found, f"{path.name} (step {found.step})"
+        checkpoint = open_checkpoint(path, world)
+        return checkpoint, f"{path.name} (step {checkpoint.step})"
 
     return first_that_verifies(candidates, opened, world, root, strict=strict)
 
@@ -72,18 +76,20 @@ def first_that_verifies(
     *,
     strict: bool = False,
 ) -> Opened:
-    """Return what ``opened`` makes of the first of ``candidates`` for which it raises no CheckpointError. Collective.
+    """Call ``opened`` for the candidates in turn until it raises no CheckpointError; return its result. Collective.
 
     Args:
-        opened: also returns what the candidate is called in the warning that names those that were passed over.
+        opened: opens a candidate; returns the result and a name for the candidate. A warning about skipped candidates
+            uses the name.
 
     Raises:
-        CheckpointError: of none, or ``strict`` and not of the first; on all ranks alike.
+        NewerFormatError: a later version wrote the candidate; older candidates are not tried.
+        CheckpointError: no candidate verifies, or ``strict`` and the first one does not; raised on all ranks.
     """
     reasons = []
-    for one in candidates:
+    for candidate in candidates:
         try:
-            found, name = opened(one)
+            result, name = opened(candidate)
         except NewerFormatError:
             raise
         except CheckpointError as error:
@@ -93,38 +99,38 @@ def first_that_verifies(
             continue
         if reasons and world.rank == 0:
             log.warning(f"going back to {name}, since: " + " | ".join(reasons))
-        return found
+        return result
     raise CheckpointError(f"no checkpoint in {root} verifies: " + " | ".join(reasons))
 
 
 def _candidates(root: Path, accept: Callable[[Path], bool] | None) -> list[Path]:
-    """Return what may be opened in ``root``, the newest first. Rank 0 only."""
+    """Return the checkpoints in ``root`` in the order in which to try them, newest first. Rank 0 only."""
     if not root.is_dir():
-        found_instead = "a file" if root.exists() else "not there"
-        raise CheckpointError(f"checkpoints must lie in a folder; {root} is {found_instead}")
+        actual = "a file" if root.exists() else "not there"
+        raise CheckpointError(f"checkpoints must lie in a folder; {root} is {actual}")
     if (root / metadata.MANIFEST_NAME).exists():
         return [root]
-    found = [path for path in folders.in_turn(folders.list_checkpoints(root)) if accept is None or accept(path)]
-    if not found:
+    checkpoints = [path for path in folders.in_turn(folders.list_checkpoints(root)) if accept is None or accept(path)]
+    if not checkpoints:
         raise CheckpointError(
             f"no checkpoint found in {root}: a checkpoint is a folder like step-00000020{_deepspeed_hint(root)}"
         )
-    return found
+    return checkpoints
 
 
 def _deepspeed_hint(root: Path) -> str:
-    """Return the end of a message if ``root`` holds checkpoints of DeepSpeed's engine, else an empty text."""
-    theirs = list(root.glob("global_step*"))
-    ours = folders.in_turn(path for path in theirs if (path / metadata.MANIFEST_NAME).exists())
-    if ours:
-        return f". {in_deepspeed_format(ours[0])}"
-    if theirs:
-        return f"; {theirs[0].name} was written by DeepSpeed: tools/import_checkpoint.py takes its weights"
+    """Return an addition to an error message if ``root`` has checkpoints of DeepSpeed's engine, otherwise ""."""
+    engine_folders = list(root.glob("global_step*"))
+    with_manifest = folders.in_turn(path for path in engine_folders if (path / metadata.MANIFEST_NAME).exists())
+    if with_manifest:
+        return f". {in_deepspeed_format(with_manifest[0])}"
+    if engine_folders:
+        return f"; {engine_folders[0].name} was written by DeepSpeed: tools/import_checkpoint.py takes its weights"
     return ""
 
 
 def in_deepspeed_format(path: Path) -> str:
-    """Return the message for a checkpoint that DeepSpeed's engine wrote, where one of our own format is needed."""
+    """Return the error message for a checkpoint in DeepSpeed's format where the native format is needed."""
     return (
         f"{path} is in DeepSpeed's format, which only training reads. Resume it in a new run folder, which gets a "
         f"checkpoint that every tool reads: --load {path} --checkpoint-format native --save NEW_FOLDER"
@@ -139,10 +145,10 @@ def _compare_hint(root: Path, found: Checkpoint) -> None:
 
 @marked(is_of_this_rank=False)
 def open_checkpoint(path: Path, world: Group) -> Checkpoint:
-    """Verify the checkpoint in the folder ``path``, the ranks sharing its files, and return it. Collective.
+    """Verify the checkpoint in the folder ``path`` and return it. Its files are distributed over the ranks. Collective.
 
     Raises:
-        CheckpointError: on all ranks alike; naming each file that is missing, truncated or altered.
+        CheckpointError: names each file that is missing, truncated or altered; raised on all ranks.
     """
     path = Path(path)
     raw = gather_verdict(world, lambda: None, lambda _: manifest_bytes(path))
@@ -154,7 +160,7 @@ def open_checkpoint(path: Path, world: Group) -> Checkpoint:
 
 
 def manifest_bytes(path: Path) -> bytes:
-    """Return the content of the manifest in ``path``. Rank 0 only, so that all ranks see the same."""
+    """Return the content of the manifest in ``path``. Only rank 0 reads it, so that all ranks use the same bytes."""
     try:
         return (path / metadata.MANIFEST_NAME).read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Manifest: ``manifest.json`` of a checkpoint."""
+"""Manifest: the parsed ``manifest.json`` of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FIELDS = {"crc32", "format_version", "sequence", "step", "state", "files", "ind
 
 
 class NewerFormatError(CheckpointError):
-    """A checkpoint that a later version of this program wrote."""
+    """The checkpoint was written by a later version of this program."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a global tensor: where it lies in the tensor, and in which file under which key."""
+    """A part of a global tensor: its position (``shard``), its file, and its key in the file."""
 
     file: str
     key: str
@@ -33,7 +33,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Entry:
-    """A named global tensor: its element type (as safetensors names it), shape and pieces."""
+    """A named global tensor: its element type (safetensors' name), its shape and its pieces."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What was written: the loader compares."""
+    """Size in bytes and checksum of a file as written; verified when the checkpoint is opened."""
 
     size: int
     crc32: int
@@ -50,7 +50,7 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of one ``manifest.json``; the key of ``metadata`` in the file is ``state``."""
+    """The content of one ``manifest.json``. In the file, ``metadata`` has the key ``state``."""
 
     sequence: int
     step: int
@@ -60,7 +60,7 @@ class Manifest:
 
 
 def manifest_to_bytes(manifest: Manifest) -> bytes:
-    """Return the file's content."""
+    """Return the manifest serialized as the bytes of ``manifest.json``."""
     lines = [
         f'"format_version": {FORMAT_VERSION}, "sequence": {manifest.sequence}, "step": {manifest.step}',
         f'"state": {json.dumps(manifest.metadata)}',
@@ -85,11 +85,15 @@ def _entry_fields(entry: Entry) -> dict[str, Any]:
 
 
 def manifest_from_bytes(content: bytes, path: Path) -> Manifest:
-    """Return the manifest in ``content``; ``path`` is for messages.
+    """Parse a manifest.
+
+    Args:
+        content: bytes of ``manifest.json``.
+        path: path of the file, used in error messages.
 
     Raises:
-        NewerFormatError: a later version wrote it.
-        CheckpointError: it is not whole, was altered, or describes what cannot be.
+        NewerFormatError: a later version wrote the manifest.
+        CheckpointError: the manifest is truncated or altered, or its content is not valid.
     """
     if not is_whole(content):
         raise CheckpointError(f"{path} is damaged: its checksum does not fit ({len(content)} bytes)")
@@ -118,7 +122,11 @@ def manifest_from_bytes(content: bytes, path: Path) -> Manifest:
 
 
 def _plain(name: str) -> str:
-    """Return ``name`` when it is a file name inside the checkpoint's own folder."""
+    """Return ``name`` if it is a plain file name, which cannot point outside the checkpoint's folder.
+
+    Raises:
+        ValueError: ``name`` has a path separator, or is the name of the manifest.
+    """
     if Path(name).name != name or name == MANIFEST_NAME:
         raise ValueError(f"a shard must be a plain file name, got {name!r}")
     return name

@@ -19,10 +19,10 @@ _ABSENT = "absent"
 
 
 def compare_model_config(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Check that the model that was saved has the sizes of the model of this run.
+    """Check that the saved model has the same settings as the model of this run.
 
     Raises:
-        CheckpointError: listing every key that differs with both values.
+        CheckpointError: lists every key that differs, with both values.
     """
     keys = [*saved, *(key for key in now if key not in saved)]
     different = [key for key in keys if saved.get(key, _ABSENT) != now.get(key, _ABSENT)]
@@ -35,16 +35,17 @@ def compare_model_config(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def check_model(saved: Mapping[str, Any], config: Config) -> None:
-    """Check that weights fit the model of ``config``, as closely as its flags ask for.
+    """Check that saved weights fit the model of ``config``.
 
-    ``--resize-vocab`` takes another vocabulary, ``--finetune`` another value of what no weight's shape depends on
-    (``FamilyConfig.REFITTED``). Families of the common decoder are one model where their settings are.
+    ``--resize-vocab`` allows another vocabulary size. ``--finetune`` allows other values of the settings that have no
+    effect on the weights' shapes (``Config.refitted``). Families of the common decoder are interchangeable if their
+    settings are equal.
 
     Args:
-        saved: ``Config.identity()`` of the model that the weights are of.
+        saved: ``Config.identity()`` of the model that saved the weights.
 
     Raises:
-        CheckpointError: listing every key that differs with both values.
+        CheckpointError: lists every key that differs, with both values.
     """
     flags, now = config.checkpoint, config.identity()
     free: tuple[str, ...] = ("vocab_size",) if flags.resize_vocab else ()
@@ -52,12 +53,12 @@ def check_model(saved: Mapping[str, Any], config: Config) -> None:
     try:
         saved = former.identity(saved)
         if is_common_decoder(saved.get("family", FIRST_FAMILY)) and is_common_decoder(config.family):
-            saved, now = ({key: each[key] for key in each if key != "family"} for each in (saved, now))
+            saved, now = ({key: settings[key] for key in settings if key != "family"} for settings in (saved, now))
         compare_model_config({**saved, **{key: now[key] for key in free if key in saved}}, now)
     except CheckpointError as error:
-        fitting = [key for key in config.refitted if saved.get(key, _ABSENT) != now[key]]
-        if not fitting or flags.finetune:
+        refittable = [key for key in config.refitted if saved.get(key, _ABSENT) != now[key]]
+        if not refittable or flags.finetune:
             raise
         raise CheckpointError(
-            f"{error} The weights fit another {', '.join(fitting)} as well: --finetune starts anew from them so"
+            f"{error} The weights fit another {', '.join(refittable)} as well: --finetune starts anew from them so"
         ) from None

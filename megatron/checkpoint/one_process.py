@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 
 DEEPSPEED = "deepspeed"
-"""The entry "format" in the metadata of a checkpoint that DeepSpeed's engine wrote."""
+"""Value of the metadata entry "format" of a checkpoint written by DeepSpeed's engine."""
 WEIGHTS = "weights/"
-"""What the names of weights begin with."""
+"""Prefix of the names of weights."""
 
 
 def open_folder(path: Path, world: Group = SINGLE, *, any_format: bool = False) -> Checkpoint:
-    """Return the checkpoint that ``path`` means: a run folder, its checkpoints folder, or one checkpoint. Collective.
+    """Open the checkpoint in ``path``: a run folder, its checkpoints folder, or one checkpoint. Collective.
 
     Args:
-        any_format: also accept a checkpoint in DeepSpeed's format, which has metadata but no tensors that we read.
+        any_format: also accept a checkpoint in DeepSpeed's format, which has metadata but no tensors that can be read.
 
     Raises:
-        CheckpointError: there is none there, or none that verifies.
+        CheckpointError: ``path`` has no checkpoint, or none that verifies.
     """
     if not path.is_dir():
-        found = "a file" if path.exists() else "not there"
+        actual = "a file" if path.exists() else "not there"
         raise CheckpointError(
-            f"{path} is {found}: name a run folder, its checkpoints folder, or one checkpoint.{hub.advice(path)}"
+            f"{path} is {actual}: name a run folder, its checkpoints folder, or one checkpoint.{hub.advice(path)}"
         )
     checkpoint = open_latest(checkpoints_in(path), world)
     if checkpoint.metadata.get("format") == DEEPSPEED and not any_format:
@@ -47,7 +47,7 @@ def open_folder(path: Path, world: Group = SINGLE, *, any_format: bool = False) 
 
 
 def open_written(path: Path) -> Checkpoint:
-    """Return the checkpoint ``path`` that this process has just written, without reading it through.
+    """Open the checkpoint ``path`` that this process has just written, without verifying its files.
 
     Raises:
         CheckpointError: its manifest cannot be read.
@@ -56,15 +56,15 @@ def open_written(path: Path) -> Checkpoint:
 
 
 def read_whole(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """Return the tensor ``name`` as it was saved, without padding."""
+    """Return the full tensor ``name``, without padding."""
     return checkpoint.read(name, Shard(checkpoint.shape(name)))
 
 
 def weight_names(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of the weights, without what they begin with."""
+    """Return the names of the weights, without the prefix ``WEIGHTS``."""
     return [name.removeprefix(WEIGHTS) for name in checkpoint.names() if name.startswith(WEIGHTS)]
 
 
 def read_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return all weights by the names that they have in the model."""
+    """Return all weights, keyed by their names in the model."""
     return {name: read_whole(checkpoint, WEIGHTS + name) for name in weight_names(checkpoint)}

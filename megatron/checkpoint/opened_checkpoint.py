@@ -1,4 +1,4 @@
-"""Checkpoint: a verified checkpoint, its step, its metadata, and slices of its tensors. Nothing is ever written."""
+"""A verified checkpoint opened for reading: step, metadata, and slices of tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class Checkpoint:
-    """A verified checkpoint: ``step``, ``sequence``, ``metadata`` and named global tensors; any shard can be read."""
+    """A verified checkpoint: ``step``, ``sequence``, ``metadata`` and named global tensors; any shard can be read.
+
+    The checkpoint's folder is never written to.
+    """
 
     def __init__(self, path: Path, content: Manifest, world: Group = SINGLE) -> None:
         self.path = path
@@ -44,7 +47,7 @@ class Checkpoint:
     def read(self, name: str, shard: Shard, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the part ``shard`` of the tensor ``name``, without padding, on the CPU. Not collective.
 
-        Whoever saved it may have cut it otherwise; only the bytes asked for are read.
+        The shard need not match the shards that were saved; only the requested bytes are read.
 
         Args:
             dtype: convert to this type; None keeps the saved one.
@@ -55,7 +58,7 @@ class Checkpoint:
         return result
 
     def load(self, records: Iterable[TensorRecord]) -> None:
-        """Copy every record's part into its tensor, converted to its type; padding rows are left as they are.
+        """Copy the saved values into every record's tensor, converted to its type; padding rows are left unchanged.
 
         Collective over the ranks that opened the checkpoint.
 
@@ -65,10 +68,10 @@ class Checkpoint:
         self._load(list(records), self._world)
 
     def check(self, wanted: Iterable[tuple[str, Shard]]) -> None:
-        """Check that every wanted tensor is here with its global shape.
+        """Check that the checkpoint has every wanted tensor with its global shape.
 
         Raises:
-            CheckpointError: listing every name that is missing and every shape that differs.
+            CheckpointError: lists every missing name and every shape that differs.
         """
         problems = []
         for name, shard in wanted:
@@ -93,7 +96,7 @@ class Checkpoint:
 
     def _load(self, records: list[TensorRecord], world: Group) -> None:
         from megatron.checkpoint import (
-            dcp,  # 0.6 s, so not before something is read
+            dcp,  # importing it takes 0.6 s; deferred to the first read
             dcp_load,
         )
 

@@ -1,4 +1,4 @@
-"""An error on one rank is an error on all; causes in words."""
+"""Propagate an error on one rank to all ranks, with its cause as text."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ import torch.distributed as dist
 from megatron.errors import CheckpointError, marked
 from megatron.mpu.groups import Group
 
-# What ranks failed at, in words that can travel from one to the other.
+# Causes of failures as text, which can be sent from one rank to another.
 
 
 def cause(error: BaseException) -> str:
-    """Return what went wrong in one line."""
+    """Return the cause of ``error`` as text."""
     return str(error) if isinstance(error, CheckpointError | OSError) else f"{type(error).__name__}: {error}"
 
 
 @contextmanager
 def in_words(*, is_of_this_rank: bool = True) -> Iterator[None]:
-    """Raise what goes wrong within as a CheckpointError: other exceptions may not survive the way to another rank."""
+    """Convert exceptions raised in the block to CheckpointError; other types may not pickle to another rank.
+
+    Args:
+        is_of_this_rank: the error concerns this rank only, so messages to all ranks name the rank.
+    """
     with marked(is_of_this_rank=is_of_this_rank):
         try:
             yield
@@ -32,17 +36,17 @@ def in_words(*, is_of_this_rank: bool = True) -> Iterator[None]:
 
 
 def summary(failures: Mapping[int, tuple[BaseException, Any]], num_ranks: int) -> str:
-    """Return the causes with their ranks; ranks that failed alike are named together.
+    """Return a text that lists each cause once, with the ranks that failed for it.
 
     Args:
-        failures: what each rank failed at, as ``torch.distributed.checkpoint`` gathers it.
+        failures: rank -> (error, traceback), as ``torch.distributed.checkpoint`` gathers them.
     """
     ranks: dict[tuple[str, bool], list[int]] = {}
     for rank, (error, _) in sorted(failures.items()):
         ranks.setdefault((cause(error), getattr(error, "is_of_this_rank", True)), []).append(rank)
     return "; ".join(
-        f"{_whose(own)}{text}" if is_of_a_rank and len(own) < num_ranks else text
-        for (text, is_of_a_rank), own in ranks.items()
+        f"{_whose(failed_ranks)}{text}" if is_of_a_rank and len(failed_ranks) < num_ranks else text
+        for (text, is_of_a_rank), failed_ranks in ranks.items()
     )
 
 
@@ -50,24 +54,28 @@ def _whose(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: "
 
 
-# One verdict for all ranks: each does its share, rank 0 judges, and an error anywhere is an error everywhere.
+# Joint decisions: every rank computes its share, rank 0 decides, and an error on any rank is raised on all ranks.
 
 Share = TypeVar("Share")
 Verdict = TypeVar("Verdict")
 
 
 def gather_verdict(world: Group, local: Callable[[], Share], judge: Callable[[list[Share]], Verdict]) -> Verdict:
-    """Return ``judge(shares)`` of rank 0 on every rank, ``shares`` being what ``local()`` gave on each. Collective.
+    """Return rank 0's ``judge(shares)`` on every rank. Collective.
+
+    Args:
+        local: computes this rank's share.
+        judge: called on rank 0 with the shares of all ranks, in rank order.
 
     Raises:
-        CheckpointError: on all ranks alike, when ``local`` failed on any rank or ``judge`` on rank 0; the ranks and
-            their causes are named, and on the culprit the cause is chained.
+        CheckpointError: ``local`` failed on any rank, or ``judge`` failed on rank 0. It is raised on all ranks, names
+            the ranks that failed and their causes, and is chained to the original exception on the failing rank.
     """
     share: Any = None
     failure: Exception | None = None
     try:
         share = local()
-    except Exception as error:  # told to all ranks below: one that left here would let the others wait
+    except Exception as error:  # sent to all ranks below; raising here would leave the others waiting in the gather
         failure = error
     gathered = _gather(world, (share, cause(failure) if failure else None))
     verdict: Any = None
@@ -78,7 +86,7 @@ def gather_verdict(world: Group, local: Callable[[], Share], judge: Callable[[li
         except Exception as error:
             failure = failure or error
             problem = error if isinstance(error, CheckpointError) else CheckpointError(cause(error))
-            problem.is_of_this_rank = False  # it names its ranks, and goes to all
+            problem.is_of_this_rank = False  # its text names the ranks, and it is raised on all of them
     verdict, problem = world.broadcast_object((verdict, problem))
     if problem:
         raise problem from (failure if failure is not problem else None)
@@ -93,7 +101,7 @@ def _shares(answers: list[tuple[Any, str | None]]) -> list[Any]:
 
 
 def _gather(world: Group, value: Any) -> list[Any]:
-    """Return the values of all ranks in rank order on rank 0, nothing elsewhere."""
+    """Return the values of all ranks in rank order on rank 0, and an empty list on other ranks."""
     if world.size == 1:
         return [value]
     values: list[Any] | None = [None] * world.size if world.rank == 0 else None

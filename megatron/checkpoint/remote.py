@@ -1,11 +1,13 @@
-"""Checkpoints in an object store: which of them are whole, and their deletion. No torch.
+"""Find, verify and delete checkpoints in an object store. No torch.
+
+Layout of a run in a store:
 
     s3://bucket/run/checkpoints/step-00000020/rank-00000.safetensors
     s3://bucket/run/checkpoints/step-00000020/manifest.json             uploaded last, deleted first
-    s3://bucket/run/hf/step-00000020/config.json                        likewise
+    s3://bucket/run/hf/step-00000020/config.json                        uploaded last, deleted first
 
-A checkpoint counts as whole if its manifest fits its checksum and all files that it names are there in their sizes.
-What is downloaded (``megatron.checkpoint.downloading``) is compared with the checksums of the manifest.
+A checkpoint is complete if its manifest matches its checksum and all files that the manifest lists have their sizes.
+``megatron.checkpoint.downloading`` compares downloaded files with the checksums of the manifest.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _NAME = re.compile(r"step-(\d{8,})(-\d+)?")
 
 
 class RemoteCheckpoint(NamedTuple):
-    """One that is whole; ``files`` are the (bytes, crc32) of each, by name."""
+    """A complete checkpoint in a store; ``files`` maps the name of each file to (size in bytes, crc32)."""
 
     path: str
     sequence: int
@@ -42,26 +44,26 @@ class RemoteCheckpoint(NamedTuple):
 
 
 def find(source: str) -> list[RemoteCheckpoint]:
-    """Return the whole checkpoints of ``source``, the last saved first; what is not whole is named in a warning.
+    """Return the complete checkpoints in ``source``, last saved first; warn about each incomplete one.
 
     Args:
-        source: the place of a run in a store, its folder of checkpoints, or one checkpoint.
+        source: address of a run in a store, of its folder of checkpoints, or of one checkpoint.
 
     Raises:
-        DataError: the store cannot be asked.
+        DataError: the store cannot be read.
     """
     sizes = object_store.sizes_below(source)
     folders: dict[tuple[str, ...], dict[str, int]] = {}
     for parts, size in sizes.items():
         folders.setdefault(parts[:-1], {})[parts[-1]] = size
-    found = []
-    for folder, held in folders.items():
+    checkpoints = []
+    for folder, file_sizes in folders.items():
         path = object_store.join(source, *folder)
         is_inside = folder[:-1] in ((), (CHECKPOINTS,)) and _NAME.fullmatch(path.rpartition("/")[2])
-        if MANIFEST_NAME in held and is_inside:
-            one = _read(path, held)
-            found += [one] if one is not None else []
-    return sorted(found, key=lambda one: (one.sequence, one.step), reverse=True)
+        if MANIFEST_NAME in file_sizes and is_inside:
+            one = _read(path, file_sizes)
+            checkpoints += [one] if one is not None else []
+    return sorted(checkpoints, key=lambda one: (one.sequence, one.step), reverse=True)
 
 
 def _read(path: str, held: dict[str, int]) -> RemoteCheckpoint | None:
@@ -71,44 +73,47 @@ def _read(path: str, held: dict[str, int]) -> RemoteCheckpoint | None:
         log.warning(f"{path} is not whole and is passed over: its {MANIFEST_NAME} does not fit its checksum")
         return None
     fields = json.loads(content)
-    named = {name: (int(size), int(crc, 16)) for name, (size, crc) in fields["files"].items()}
-    missing = {name: size for name, (size, _) in named.items() if held.get(name) != size}
-    wrong = [f"{name} has {held.get(name, 0)} of {size} bytes" for name, size in missing.items()]
-    if wrong:
-        log.warning(f"{path} is not whole and is passed over: {', '.join(wrong)}")
+    expected = {name: (int(size), int(crc, 16)) for name, (size, crc) in fields["files"].items()}
+    missing = {name: size for name, (size, _) in expected.items() if held.get(name) != size}
+    problems = [f"{name} has {held.get(name, 0)} of {size} bytes" for name, size in missing.items()]
+    if problems:
+        log.warning(f"{path} is not whole and is passed over: {', '.join(problems)}")
         return None
-    return RemoteCheckpoint(path, sequence, int(fields["step"]), content, named)
+    return RemoteCheckpoint(path, sequence, int(fields["step"]), content, expected)
 
 
 def newest_metadata(source: str) -> tuple[str, dict[str, Any]] | None:
-    """Return path and metadata of the newest complete manifest in ``source``; None if there is none."""
-    found = find(source)
-    return (object_store.join(found[0].path, MANIFEST_NAME), found[0].metadata) if found else None
+    """Return path and metadata of the newest complete checkpoint in ``source``; None without a complete checkpoint."""
+    checkpoints = find(source)
+    return (object_store.join(checkpoints[0].path, MANIFEST_NAME), checkpoints[0].metadata) if checkpoints else None
 
 
 def require(source: str) -> list[RemoteCheckpoint]:
-    """Return what ``find`` does, which must be one checkpoint at least.
+    """Return the result of ``find`` for ``source``, which must have a complete checkpoint.
 
     Raises:
-        CheckpointError: there is none, or the store cannot be asked.
+        CheckpointError: ``source`` has no complete checkpoint, or the store cannot be read.
     """
     try:
-        found = find(source)
+        checkpoints = find(source)
     except DataError as error:
         raise CheckpointError(str(error)) from error
-    if not found:
+    if not checkpoints:
         raise CheckpointError(
             f"no whole checkpoint found in {source}: one is a folder like {CHECKPOINTS}/step-00000020 with a "
             f"{MANIFEST_NAME}, which is uploaded last"
         )
-    return found
+    return checkpoints
 
 
 def remove(path: str, last: str = MANIFEST_NAME) -> None:
-    """Delete what lies below ``path``: ``last`` first, without which nothing counts as whole.
+    """Delete all objects below ``path``, starting with ``last``, so that a partly deleted folder counts as incomplete.
+
+    Args:
+        last: name of the file that was uploaded last, which marks the folder as complete.
 
     Raises:
-        DataError: the store refuses.
+        DataError: the store rejects the deletion.
     """
     names = ["/".join(parts) for parts in object_store.sizes_below(path)]
     for name in sorted(names, key=lambda name: name != last):
@@ -116,16 +121,20 @@ def remove(path: str, last: str = MANIFEST_NAME) -> None:
 
 
 def remove_old(source: str, counts: Callable[[RemoteCheckpoint], bool], number: int, every: int | None) -> list[str]:
-    """Delete all but the last ``number`` whole checkpoints of those that count; return the names of what has gone.
+    """Delete all but the last ``number`` of the complete checkpoints selected by ``counts``; return the deleted names.
 
     Args:
-        counts: which are counted and may be deleted.
-        every: one whose step is a multiple of this stays.
+        counts: predicate; only checkpoints for which it is True are counted and may be deleted.
+        every: keep each checkpoint whose step is a multiple of this.
 
     Raises:
-        DataError: the store refuses.
+        DataError: the store rejects the deletion.
     """
-    old = [one for one in [one for one in find(source) if counts(one)][number:] if not every or one.step % every]
-    for one in old:
-        remove(one.path)
-    return [one.name for one in old]
+    old = [
+        checkpoint
+        for checkpoint in [checkpoint for checkpoint in find(source) if counts(checkpoint)][number:]
+        if not every or checkpoint.step % every
+    ]
+    for checkpoint in old:
+        remove(checkpoint.path)
+    return [checkpoint.name for checkpoint in old]

@@ -1,4 +1,4 @@
-"""RetentionPolicy: which checkpoints are kept, and the deletion of the others."""
+"""RetentionPolicy: selects the checkpoints that are kept; the others are deleted."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from megatron.config.checkpoint import DEFAULT_KEPT
 from megatron.errors import CheckpointError, ConfigError
 
 AUTOMATIC = "unasked"
-"""Key in the metadata of a checkpoint that no flag asked for."""
+"""Metadata key of a checkpoint that was saved by default, without a flag that requests it."""
 
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Which checkpoints are kept after a save.
+    """Selects the checkpoints that are kept after a save.
 
     Args:
         last: number of complete checkpoints to keep (at least 1); None keeps all but those limited by ``automatic``.
         every: keep each checkpoint whose step is a multiple of this.
         loaded: the checkpoint that the run started from, which is always kept.
-        automatic: without ``last``: number of checkpoints to keep among those that no flag asked for; None keeps all.
-        earlier: checkpoints up to this sequence number belong to an earlier run: neither counted nor deleted.
+        automatic: without ``last``: number of checkpoints to keep among those saved by default; None keeps all.
+        earlier: checkpoints up to this sequence number belong to an earlier run and are neither counted nor deleted.
 
     Raises:
         ConfigError: ``last`` or ``every`` is below 1.
@@ -54,30 +54,30 @@ class RetentionPolicy:
 
     def counts(self, content: Manifest | RemoteCheckpoint) -> bool:
         """Return True if the checkpoint counts toward the limit on the number of checkpoints."""
-        is_one = self.last is not None or bool(content.metadata.get(AUTOMATIC))
-        return is_one and content.sequence > self.earlier
+        is_limited = self.last is not None or bool(content.metadata.get(AUTOMATIC))
+        return is_limited and content.sequence > self.earlier
 
 
 ALL = RetentionPolicy()
 
 
 def remove(path: Path) -> None:
-    """Delete the checkpoint ``path``: the rename takes it away in one step, then its files go."""
-    gone = path.with_name(f".deleted-{path.name}-{os.getpid()}")
-    files.rename(path, gone)
-    files.remove_tree(gone)
+    """Delete the checkpoint ``path``. It is renamed first, so that it disappears in one step."""
+    renamed = path.with_name(f".deleted-{path.name}-{os.getpid()}")
+    files.rename(path, renamed)
+    files.remove_tree(renamed)
 
 
 def remove_old(paths: Iterable[Path], keep: RetentionPolicy) -> None:
-    """Delete those checkpoints that need not stay.
+    """Delete the checkpoints that ``keep`` does not retain.
 
-    A damaged one does not count among the last ones. One whose manifest cannot be read, because it is broken or a later
-    version wrote it, is left alone.
+    A damaged checkpoint does not count toward the limit. A checkpoint whose manifest cannot be read, because it is
+    damaged or was written by a later version, is not deleted.
     """
-    number = keep.automatic if keep.last is None else keep.last
-    if number is None:
+    limit = keep.automatic if keep.last is None else keep.last
+    if limit is None:
         return
-    kept = 0
+    num_kept = 0
     for path in newest_first(paths):
         try:
             content = metadata.manifest_from_bytes((path / metadata.MANIFEST_NAME).read_bytes(), path)
@@ -85,14 +85,14 @@ def remove_old(paths: Iterable[Path], keep: RetentionPolicy) -> None:
             continue
         if not keep.counts(content):
             continue
-        if kept >= number and not keep.protects(path):
+        if num_kept >= limit and not keep.protects(path):
             remove(path)
         elif _has_files(path, content):
-            kept += 1
+            num_kept += 1
 
 
 def _has_files(path: Path, content: Manifest) -> bool:
-    """Tell whether the files of ``path`` are there and have their sizes (their bytes are not read)."""
+    """Return True if all files of ``path`` exist and have their sizes. Their contents are not read."""
     try:
         return all((path / name).stat().st_size == facts.size for name, facts in content.files.items())
     except OSError:
@@ -100,6 +100,6 @@ def _has_files(path: Path, content: Manifest) -> bool:
 
 
 def retention_of(flags: CheckpointConfig, *, loaded: Path | None = None, earlier: int = 0) -> RetentionPolicy:
-    """Return the retention policy of the flags; ``loaded`` and ``earlier`` as in ``RetentionPolicy``."""
+    """Return the retention policy set by the flags; ``loaded`` and ``earlier`` are as in ``RetentionPolicy``."""
     automatic = DEFAULT_KEPT if flags.is_default_interval else None
     return RetentionPolicy(flags.keep_last, flags.keep_every, loaded, automatic, earlier)

@@ -1,6 +1,7 @@
-"""Data, tokenizer and split that the user does not give come from the run that --resume or --load continues; no torch.
+"""Defaults of the data, tokenizer and split with --resume or --load: the settings of the continued run.
 
-The run scripts ask ``python -m megatron.checkpoint.run_data NAME FLAGS`` whether that run has data of the user's own.
+No torch. The run scripts call ``python -m megatron.checkpoint.run_data NAME FLAGS`` to find out whether the continued
+run uses the user's data or the sample data.
 """
 
 from __future__ import annotations
@@ -30,34 +31,34 @@ GROUPS = (
     ("tokenizer_type", "tokenizer_path", "vocab_file", "merge_file"),
     ("enc_seq_length", "dec_seq_length", "noise_density", "mean_span_length", "denoisers"),
 )
-"""Fields that belong together: if the user gives one of a group, none of the group comes from the run."""
+"""Groups of related fields: if the user sets one field of a group, no field of the group is taken from the run."""
 OF_HOST = (
     "data_impl", "data_cache_path", "object_storage_cache_path", "object_storage_cache_gb", "num_workers",
     "prefetch_factor",
 )  # fmt: skip
-"""Fields of ``DataConfig`` that say how this host reads the data, not which data."""
+"""Fields of ``DataConfig`` that control how this host reads the data, not which data is read."""
 OF_SAMPLES = ("seq_length", "seed", "vocab_extra_ids", "mask_prob", "whole_word_masking", "short_seq_prob")
-"""Fields of other sections that decide which samples a corpus gives."""
+"""Fields of other sections that determine the samples of a corpus."""
 FIELDS = frozenset(
     [option.name for option in options_of(DataConfig) if option.name not in OF_HOST]
     + [name for group in GROUPS for name in group]
     + [*OF_SAMPLES]
 )
 SAMPLE_DATA = ("data", "sample", "gpt2_text_document")
-"""Last parts of the path of the run scripts' sample data."""
+"""Last components of the path of the run scripts' sample data."""
 
 
 @marked(is_of_this_rank=False)
 def bring_data(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str, Any]:
-    """Return the data settings of the run that is continued or evaluated, as far as the user does not give them.
+    """Return field -> value of the data settings to take from the continued or evaluated run.
 
-    A fine-tuning starts a new run, so nothing comes from the former one. Settings of the run win over ``defaults``,
-    and a line in ``found.notes`` lists those that differ from them.
+    Only fields that the user does not set are returned. They override ``defaults``; a line is added to ``found.notes``
+    that lists the differing values. Fine-tuning starts a new run, so it takes no settings.
 
     Args:
         found: the values of the command line and --config.
         defaults: field -> value of the run script's recipe.
-        name: of the run, for --resume.
+        name: name of the run, for --resume.
 
     Raises:
         DataError: an object store cannot be read.
@@ -68,28 +69,28 @@ def bring_data(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict
     if path is None or saved is None:
         return {}
     options = {option.name: option for option in options_in(found.family)}
-    given = {field for group in GROUPS for field in group if any(member in found.values for member in group)}
-    brought = {
+    excluded = {field for group in GROUPS for field in group if any(member in found.values for member in group)}
+    taken = {
         field: value
         for field, value in saved.items()
-        if field in options and field not in found.values and field not in given
+        if field in options and field not in found.values and field not in excluded
     }
     for field in ("data_path", "tokenizer_path"):
-        if field in brought and _is_moved(brought[field], defaults.get(field)):
-            brought[field] = defaults[field]
-    new = {}
-    for field, value in brought.items():
-        usual = defaults.get(field, options[field].default)
-        if value != usual and not is_derived(options[field], usual):  # a derived length is not the user's choice
-            new[field] = value
-    if new:
-        words = [word for field, value in new.items() for word in _words(options[field].flag, value)]
+        if field in taken and _is_moved(taken[field], defaults.get(field)):
+            taken[field] = defaults[field]
+    changed = {}
+    for field, value in taken.items():
+        default = defaults.get(field, options[field].default)
+        if value != default and not is_derived(options[field], default):  # the user did not set a derived length
+            changed[field] = value
+    if changed:
+        words = [word for field, value in changed.items() for word in _words(options[field].flag, value)]
         found.notes.append(f"data settings of {path}: {shlex.join(words)}")
-    return brought
+    return taken
 
 
 def settings_of(path: Path | str) -> dict[str, Any] | None:
-    """Return field -> value of the data settings in the newest checkpoint of a run; None if there is none.
+    """Return field -> value of the data settings in the newest checkpoint of a run; None without a checkpoint.
 
     Args:
         path: a run folder, its folder of checkpoints, a checkpoint, or the address of a run in an object store.
@@ -104,19 +105,19 @@ def settings_of(path: Path | str) -> dict[str, Any] | None:
 
 
 def has_own_data(name: str, words: list[str], env: Mapping[str, str]) -> bool:
-    """Return True if a start with the flags ``words`` continues a run on other data than the sample data.
+    """Return True if the flags ``words`` continue a run whose data are not the sample data.
 
     Args:
-        name: of the run without ``--model``, such as gpt2.
+        name: name of the run without ``--model``, such as gpt2.
         words: flags of the training program.
-        env: environment with MEGATRON_DEFAULTS.
+        env: environment variables, including MEGATRON_DEFAULTS.
     """
     program = name if name in FAMILIES else "gpt2"
     choice = choose(words, env, program)
     name = name if choice.family == program else choice.family
-    found = scan(words, (), choice.family)
-    config_file.take(found)
-    flags = {**script_defaults.of_environment(env, found, (), choice.recipe), **found.values}
+    scanned = scan(words, (), choice.family)
+    config_file.take(scanned)
+    flags = {**script_defaults.of_environment(env, scanned, (), choice.recipe), **scanned.values}
     path = None if flags.get("finetune") else source_of(flags, name)
     saved = None if path is None else settings_of(path)
     corpora = [saved[field] for field in CORPORA if saved.get(field)] if saved else []
@@ -128,7 +129,7 @@ def _is_sample(path: str) -> bool:
 
 
 def _is_moved(saved: object, here: object) -> bool:
-    """Return True if a file of the sample data is gone and this checkout has the same one at another path."""
+    """Return True if ``saved`` is a sample data file that no longer exists and that this checkout has at ``here``."""
     if not isinstance(saved, str) or not isinstance(here, str):
         return False
     old, new = Path(saved.strip("'\"")), Path(here.strip("'\""))
@@ -137,7 +138,7 @@ def _is_moved(saved: object, here: object) -> bool:
 
 
 def _words(flag: str, value: Any) -> Iterator[str]:
-    """Yield the words of a command line that set a flag; none for an unset value."""
+    """Yield the command-line words that set a flag; none for an unset value."""
     if value is True:
         yield flag
     elif value is not None and value is not False:
@@ -148,6 +149,6 @@ if __name__ == "__main__":
     try:
         is_own = has_own_data(sys.argv[1], sys.argv[2:], os.environ)
     except JobError:
-        is_own = False  # the program reports the error
+        is_own = False  # the training program reports the error
     if is_own:
         sys.stdout.write("own\n")

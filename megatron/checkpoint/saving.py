@@ -1,13 +1,13 @@
-"""Save shards to a temporary folder, write one manifest, commit by one rename.
+"""Save a checkpoint: write shards to a temporary folder, write one manifest, commit by renaming the folder.
 
 1. Every rank reports its tensors. Rank 0 checks that each global tensor is written exactly once and that the disk has
    enough space, and creates the temporary folder.
 2. Every rank writes its file, flushes it, and reports its size and checksum.
-3. Rank 0 writes the manifest, flushes file and folder, and renames the folder. The rename is the commit.
+3. Rank 0 writes the manifest, flushes the file and the folder, and renames the folder. The rename is the commit.
 
 ``torch.distributed.checkpoint`` (DCP) runs these steps with a planner and a writer of this project. An error on any
-rank before the commit is an error on all ranks and leaves older checkpoints unchanged. An error after the commit (the
-hint to the newest checkpoint, the deletion of old ones) is a warning.
+rank before the commit is raised on all ranks and leaves older checkpoints unchanged. An error after the commit (writing
+the ``latest`` hint, deleting old checkpoints) is logged as a warning.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from megatron.mpu.groups import Group
 
 @dataclass(frozen=True)
 class CapturedState:
-    """The state of a run at one step, as a saver writes it.
+    """Training state at one step, ready to be saved.
 
     Args:
-        records: the tensors that this rank holds; a tensor held by several ranks is written by its owners.
-        metadata: values that JSON can hold (tuples are loaded as lists); rank 0's are written.
+        records: this rank's tensors; a tensor held by several ranks is written by its owner.
+        metadata: JSON-serializable values (tuples are loaded as lists); only rank 0's are written.
     """
 
     step: int
@@ -40,7 +40,7 @@ class CapturedState:
 
 
 class SyncSaver:
-    """Writes checkpoints while training waits. ``AsyncSaver.save`` takes the same arguments and returns earlier."""
+    """Saves checkpoints synchronously. ``AsyncSaver.save`` takes the same arguments and returns earlier."""
 
     def __init__(self, world: Group) -> None:
         self._world = world
@@ -49,7 +49,7 @@ class SyncSaver:
         """Write ``root/step-00000020``, commit it, delete old checkpoints, and return its path. Collective.
 
         Raises:
-            CheckpointError: on all ranks alike, when any rank failed. The checkpoints in ``root`` are unchanged.
+            CheckpointError: any rank failed; raised on all ranks. The checkpoints in ``root`` are unchanged.
         """
         return write_checkpoint(
             root, captured.step, lambda: captured.records, captured.metadata, self._world, retention
@@ -70,7 +70,7 @@ def save(
         records, metadata: as in ``CapturedState``.
 
     Raises:
-        CheckpointError: on all ranks alike, when any rank failed. The checkpoints in ``root`` are unchanged.
+        CheckpointError: any rank failed; raised on all ranks. The checkpoints in ``root`` are unchanged.
     """
     return write_checkpoint(root, step, lambda: records, metadata, world, retention)
 
@@ -84,9 +84,12 @@ def write_checkpoint(
     world: Group,
     retention: RetentionPolicy,
 ) -> Path:
-    """Write, commit and clean up one checkpoint; an exception of ``get_records`` fails it on all ranks. Collective."""
+    """Write and commit one checkpoint, then delete old ones. Collective.
+
+    An exception raised by ``get_records`` on any rank fails the save on all ranks.
+    """
     from megatron.checkpoint import (
-        dcp,  # 0.6 s, so not before the first save
+        dcp,  # importing it takes 0.6 s; deferred to the first save
         dcp_save,
     )
 
@@ -95,15 +98,15 @@ def write_checkpoint(
     try:
         path = dcp.save(writer, dcp_save.RecordSavePlanner(get_records), world)
     except CheckpointError as error:
-        left = world.broadcast_object(writer.abandon(str(error)) if world.rank == 0 else "")
-        raise CheckpointError(f"the checkpoint of step {step} was not saved to {root}: {error}{left}") from error
+        details = world.broadcast_object(writer.abandon(str(error)) if world.rank == 0 else "")
+        raise CheckpointError(f"the checkpoint of step {step} was not saved to {root}: {error}{details}") from error
     if world.rank == 0:
         _clean_up(root, path, retention)
     return path
 
 
 def _clean_up(root: Path, path: Path, retention: RetentionPolicy) -> None:
-    """Point the hint at ``path`` and delete old checkpoints: the save has succeeded whatever happens here."""
+    """Update the ``latest`` hint and delete old checkpoints; errors are only logged, since the save has succeeded."""
     folders.write_latest(root, path)
     try:
         remove_old(folders.list_checkpoints(root), retention)

@@ -1,4 +1,4 @@
-"""Source: the settings that a checkpoint or Hugging Face folder brings to a run."""
+"""Source: the settings that a run takes from a checkpoint or Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from megatron.errors import CheckpointError
 from megatron.models.registry import FAMILIES, is_common_decoder
 
 OF_WEIGHTS = ("max_position_embeddings", "layernorm_epsilon", "apply_residual_connection_post_layernorm")
-"""Fields of the model with which weights were trained, beside those that they must share."""
+"""Model fields, in addition to ``Config.identity``, that are taken from the source unless the user sets them."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a folder says of its model.
+    """The model settings of a checkpoint or Hugging Face folder.
 
     Args:
-        place: the file that says it.
-        stated: the fields that it says; of a run of an earlier version fewer than the model has.
-        kept: field -> value of the settings that a continued run keeps (``config.changed_defaults``).
-        optimizer: field -> value of the optimizer section of a run; empty for a Hugging Face folder.
+        place: the file with the settings.
+        stated: names of the fields in that file; files of earlier versions may lack fields of the model.
+        kept: field -> value of the settings that a resumed run keeps (``config.changed_defaults``).
+        optimizer: field -> value of a run's optimizer section; empty for a Hugging Face folder.
     """
 
     place: Path | str
@@ -33,13 +33,22 @@ class Source:
     optimizer: Mapping[str, Any] = field(default_factory=dict)
 
     def sizes(self) -> dict[str, Any]:
-        """Return field -> value of what the source brings."""
+        """Return field -> value of the model settings that a run takes from the source."""
         flat = {**vars(self.config.model), **vars(self.config.own)}
         names = dict.fromkeys([*self.config.identity(), *OF_WEIGHTS])
         return {name: flat[name] for name in names if name in flat and name in self.stated}
 
 
 def require_family(family: str, wanted: str, said: str, model: str) -> None:
+    """Check that a model of ``family`` can be used where ``wanted`` is needed.
+
+    Args:
+        said: subject of the error message: the source and its model type.
+        model: value of ``--model``; empty without the flag.
+
+    Raises:
+        CheckpointError: the families differ and are not both common decoders, or ``--model`` names another decoder.
+    """
     if model and family != wanted and FAMILIES[family].kind == "decoder":
         raise CheckpointError(
             f"{said} is {FAMILIES[family].title}, and --model {model} selects {FAMILIES[wanted].title}. Use --model "

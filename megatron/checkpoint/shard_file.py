@@ -1,7 +1,8 @@
-"""ShardFile: one rank's tensors in one safetensors file.
+"""ShardFile: the tensors of one rank in one safetensors file.
 
-The format: 8 bytes, little-endian length of the header; the header, JSON padded with spaces to a multiple of 8;
-then the tensors' bytes without gaps. A reader that knows safetensors reads the file; it cannot carry code.
+File format: 8 bytes with the length of the header (little-endian), the header (JSON padded with spaces to a multiple of
+8 bytes), and the bytes of the tensors without gaps. Any safetensors reader can read the file. Reading the file never
+executes code.
 
 Source: https://github.com/huggingface/safetensors, "Format".
 """
@@ -21,7 +22,7 @@ from megatron.checkpoint.file_visibility import FileVisibility
 from megatron.checkpoint.tensor_record import DTYPE_NAMES
 from megatron.errors import CheckpointError
 
-CHUNK_BYTES = 1 << 22  # a chunk stays in the cache between its checksum and its write
+CHUNK_BYTES = 1 << 22  # small enough to stay in the CPU cache between its checksum and its write
 
 
 def shard_file_name(rank: int) -> str:
@@ -30,12 +31,12 @@ def shard_file_name(rank: int) -> str:
 
 
 def key_of(name: str, start: int) -> str:
-    """Return the key of the part of the tensor ``name`` that begins at ``start`` of the dimension that is cut."""
+    """Return the key of the part of tensor ``name`` that starts at index ``start`` of the partitioned dimension."""
     return f"{name}[{start}:]" if start else name
 
 
 def header(tensors: dict[str, torch.Tensor]) -> bytes:
-    """Return the first bytes of the file that holds ``tensors`` in this order."""
+    """Return the header of a file with ``tensors`` in this order, including the 8 bytes of its length."""
     fields: dict[str, Any] = {}
     offset = 0
     for key, tensor in tensors.items():
@@ -49,7 +50,7 @@ def header(tensors: dict[str, torch.Tensor]) -> bytes:
 
 
 def write_shard_file(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, int]:
-    """Write ``tensors`` to ``path``, flush, and return (bytes, crc32)."""
+    """Write ``tensors`` to ``path``, flush, and return (size in bytes, crc32)."""
     return files.write_chunks(path, _chunks(tensors))
 
 
@@ -63,7 +64,7 @@ def _chunks(tensors: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
 
 
 class ShardFile:
-    """An open safetensors file; slices come from the memory map, so only what is asked for is read."""
+    """An open safetensors file. It is memory-mapped, so that only the requested slices are read."""
 
     def __init__(self, path: Path, patience: FileVisibility | None = None) -> None:
         self._path = path
@@ -74,7 +75,7 @@ class ShardFile:
             raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
 
     def read(self, key: str, cuts: tuple[slice, ...]) -> torch.Tensor:
-        """Return ``tensor[cuts]`` of the tensor ``key``; no cuts: the tensor of no dimensions."""
+        """Return ``tensor[cuts]`` of the tensor ``key``. An empty ``cuts`` reads the full tensor (a scalar)."""
         try:
             return self._file.get_slice(key)[cuts] if cuts else self._file.get_tensor(key)
         except SafetensorError as error:

@@ -12,34 +12,37 @@ from megatron.checkpoint.tensor_record import TensorRecord, owned
 
 
 class StagingBuffer:
-    """Host memory for one copy of what a rank owns, kept from save to save: only the first one pays for the pages."""
+    """Host memory for a copy of the tensors that a rank owns.
+
+    It is reused from save to save, so that only the first save pays the page faults.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, records: list[TensorRecord]) -> tuple[list[TensorRecord], int]:
-        """Return ``records`` with the values of now, and how many bytes were copied.
+        """Return ``records`` with copies of the current values, and the number of bytes copied.
 
-        What this rank does not own has shape and type only. The copies are good until the next call.
+        Records that this rank does not own get a meta tensor. The copies are valid until the next call.
         """
         mine = owned(records)
         num_bytes = sum(record.tensor.nbytes for record in mine.values())
         self._make_room(num_bytes, any(device.can_pin(record.tensor.device.type) for record in mine.values()))
         copies: dict[int, TensorRecord] = {}
         start = 0
-        for place, record in mine.items():  # the widest types come first, so that each start is a multiple of the type
+        for idx, record in mine.items():  # largest element size first, so that every start is aligned
             stop = start + record.tensor.nbytes
-            held = self._memory[start:stop].view(record.tensor.dtype).view(record.tensor.shape)
-            held.copy_(record.tensor, non_blocking=True)
-            copies[place] = replace(record, tensor=held)
+            staged = self._memory[start:stop].view(record.tensor.dtype).view(record.tensor.shape)
+            staged.copy_(record.tensor, non_blocking=True)
+            copies[idx] = replace(record, tensor=staged)
             start = stop
-        for source in {record.tensor.device for record in mine.values()}:
-            device.finish_copies(source)
+        for source_device in {record.tensor.device for record in mine.values()}:
+            device.finish_copies(source_device)
         return [copies.get(i) or _without_values(record) for i, record in enumerate(records)], num_bytes
 
     def _make_room(self, num_bytes: int, is_pinned: bool) -> None:
         if self._memory.numel() < num_bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # first give back what is too small
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the smaller buffer before allocating
             if is_pinned:
                 self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
             else:
@@ -47,7 +50,7 @@ class StagingBuffer:
 
 
 def _large_pages(num_bytes: int) -> mmap.mmap:
-    """Return fresh memory in pages of 2 MiB where the system has them: their first use costs a tenth of small ones'."""
+    """Return newly mapped memory. It uses 2 MiB pages if available, which reduces page fault costs to a tenth."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -24,19 +24,19 @@ DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The names that safetensors gives to the element types that a checkpoint may hold."""
+"""safetensors' names of the element types that a checkpoint supports."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """One named global tensor as this rank holds it.
+    """This rank's part of one named global tensor.
 
     Args:
-        name: layout-free name, such as ``layers.3.mlp.up.weight``.
-        tensor: the local part, padding rows included.
-        shard: where the local part lies in the global tensor.
-        is_owner: this rank writes its part. Of the ranks that hold the same part exactly one says so.
+        name: name that does not depend on the layout, such as ``layers.3.mlp.up.weight``.
+        tensor: the local part, including padding rows.
+        shard: position of the local part in the global tensor.
+        is_owner: this rank writes its part. Exactly one of the ranks that hold the same part is its owner.
     """
 
     name: str
@@ -47,7 +47,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Claim:
-    """What one rank tells the others about a record: everything but the values."""
+    """The description of a record that is sent to other ranks: everything but the values."""
 
     name: str
     dtype: str
@@ -55,14 +55,14 @@ class Claim:
     is_owner: bool
 
     def packed(self) -> tuple[Any, ...]:
-        """Return it as plain values, which are quick to pickle."""
+        """Return the claim as a tuple of plain values, which pickle quickly."""
         shard = self.shard
-        cut = shard.global_shape, shard.partition_dim, shard.start, shard.length
-        return self.name, self.dtype, cut, self.is_owner
+        shard_fields = shard.global_shape, shard.partition_dim, shard.start, shard.length
+        return self.name, self.dtype, shard_fields, self.is_owner
 
     @classmethod
     def unpacked(cls, name: str, dtype: str, cut: tuple[Any, ...], is_owner: bool) -> Claim:
-        """Return the claim that was packed so."""
+        """Return the claim for the values returned by ``packed``."""
         return cls(name, dtype, Shard(*cut), is_owner)
 
 
@@ -70,30 +70,30 @@ def claim(record: TensorRecord) -> Claim:
     """Return the claim of ``record``.
 
     Raises:
-        CheckpointError: the local tensor does not have the shape that its shard says, or a type that no file can hold.
+        CheckpointError: the shape of the local tensor does not match its shard, or its element type is not supported.
     """
     dtype = DTYPE_NAMES.get(record.tensor.dtype)
     if dtype is None:
         raise CheckpointError(f"{record.name}: a checkpoint holds {', '.join(DTYPES)}; got {record.tensor.dtype}")
-    found, said = list(record.tensor.shape), list(part_shape(record.shard))
+    actual, shape = list(record.tensor.shape), list(part_shape(record.shard))
     dim = record.shard.partition_dim
-    if dim is not None and len(found) == len(said) and found[dim] > said[dim]:
-        found[dim] = said[dim]  # the rest is padding
-    if found != said:
+    if dim is not None and len(actual) == len(shape) and actual[dim] > shape[dim]:
+        actual[dim] = shape[dim]  # rows beyond the shard are padding
+    if actual != shape:
         raise CheckpointError(
-            f"{record.name}: its shard {record.shard} has the shape {said}, the tensor has {list(record.tensor.shape)}"
+            f"{record.name}: its shard {record.shard} has the shape {shape}, the tensor has {list(record.tensor.shape)}"
         )
     return Claim(record.name, dtype, record.shard, record.is_owner)
 
 
 def owned(records: list[TensorRecord]) -> dict[int, TensorRecord]:
-    """Return what this rank writes, by its place in ``records``: without padding, the widest types first.
+    """Return the records that this rank writes, without padding: index in ``records`` -> record.
 
-    In this order all tensors of a file lie aligned, as safetensors asks.
+    They are sorted by element size, largest first, so that all tensors of a file are aligned, as safetensors requires.
     """
     mine = {
-        place: replace(record, tensor=record.shard.unpadded(record.tensor.detach()))
-        for place, record in enumerate(records)
+        idx: replace(record, tensor=record.shard.unpadded(record.tensor.detach()))
+        for idx, record in enumerate(records)
         if record.is_owner and not is_empty(record.shard)
     }
     return dict(sorted(mine.items(), key=lambda item: -item[1].tensor.element_size()))
@@ -101,14 +101,14 @@ def owned(records: list[TensorRecord]) -> dict[int, TensorRecord]:
 
 def spans(shard: Shard) -> list[tuple[int, int]]:
     """Return the (start, stop) of ``shard`` along every dimension of the global tensor."""
-    whole = [(0, size) for size in shard.global_shape]
+    bounds = [(0, size) for size in shard.global_shape]
     if shard.partition_dim is not None:
-        whole[shard.partition_dim] = (shard.start, shard.start + shard.length)
-    return whole
+        bounds[shard.partition_dim] = (shard.start, shard.start + shard.length)
+    return bounds
 
 
 def offsets(shard: Shard) -> tuple[int, ...]:
-    """Return where ``shard`` begins along every dimension of the global tensor."""
+    """Return the start of ``shard`` along every dimension of the global tensor."""
     return tuple(start for start, _ in spans(shard))
 
 
@@ -118,24 +118,24 @@ def part_shape(shard: Shard) -> tuple[int, ...]:
 
 
 def is_empty(shard: Shard) -> bool:
-    """Tell whether ``shard`` holds nothing but padding."""
+    """Return True if ``shard`` consists of padding only."""
     return shard.partition_dim is not None and shard.length == 0
 
 
 def tiling_problem(global_shape: tuple[int, ...], shards: list[Shard]) -> str | None:
-    """Return why ``shards`` do not cover the tensor of ``global_shape`` exactly once, or None when they do."""
-    filled = [shard for shard in shards if not is_empty(shard)]
-    if not filled:
+    """Return the reason why ``shards`` do not cover a tensor of ``global_shape`` exactly once; None if they do."""
+    nonempty = [shard for shard in shards if not is_empty(shard)]
+    if not nonempty:
         return None if 0 in global_shape else "no rank writes it"
-    if len(filled) == 1 and not filled[0].is_partitioned:
+    if len(nonempty) == 1 and not nonempty[0].is_partitioned:
         return None
-    dims = {shard.partition_dim for shard in filled}
+    dims = {shard.partition_dim for shard in nonempty}
     if len(dims) > 1 or None in dims:
-        return f"{len(filled)} ranks write it, cut along different dimensions or whole: {dims}"
-    dim = filled[0].partition_dim
+        return f"{len(nonempty)} ranks write it, cut along different dimensions or whole: {dims}"
+    dim = nonempty[0].partition_dim
     size = global_shape[dim]  # type: ignore[index]
     end = 0
-    for shard in sorted(filled, key=lambda shard: shard.start):
+    for shard in sorted(nonempty, key=lambda shard: shard.start):
         if shard.start != end:
             fault = "twice" if shard.start < end else "by nobody"
             return f"indices {min(end, shard.start)} to {max(end, shard.start)} of dimension {dim} are written {fault}"

@@ -1,16 +1,16 @@
-"""Uploads of a run folder's checkpoints and exports to an object store, in the background, by all ranks.
+"""Upload a run folder's checkpoints and exports to an object store, in the background, by all ranks.
 
-What is to be uploaded waits in the run folder, as further links to its files, so that neither a removal of old
-checkpoints nor a kill takes it away:
+Folders to upload are queued in the run folder as hard links to their files. The links survive a kill and the deletion
+of old checkpoints.
 
-| name in ``.uploads/<store>/`` | is |
+| name in ``.uploads/<store>/`` | state |
 |---|---|
-| ``.linking-...`` | being put together |
-| ``.new-checkpoints+step-00000020`` | whole; rank 0 first deletes a marker of the same name in the store |
-| ``checkpoints+step-00000020`` | being uploaded: each rank sends its files and deletes their links here |
+| ``.linking-...`` | links are being created |
+| ``.new-checkpoints+step-00000020`` | queued; rank 0 must first delete an older marker of this folder in the store |
+| ``checkpoints+step-00000020`` | being uploaded: each rank uploads its files and deletes their links here |
 
-Only the marker (``manifest.json``, ``config.json`` of a Hugging Face folder) is left when all else is in the store;
-rank 0 uploads it then, and with it the checkpoint is whole there. The next start goes on with what is left.
+The marker (``manifest.json``, or ``config.json`` of a Hugging Face folder) shows that an upload is complete. Rank 0
+uploads it after all other files are in the store. The next start resumes unfinished uploads.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from megatron.errors import DataError
 
 QUEUE = ".uploads"
 HF = "hf"
-"""Folder of Hugging Face folders in a run folder, beside its checkpoints."""
+"""Name of the folder of exported Hugging Face folders in a run folder, next to its checkpoints."""
 MARKERS = {CHECKPOINTS: MANIFEST_NAME, HF: "config.json"}
-"""By the folder in the run folder: the file without which nothing counts as whole."""
+"""Folder in the run folder -> name of its marker, the file whose presence in the store completes an upload."""
 
 _LINKING, _NEW = ".linking-", ".new-"
 _POLL_S = 0.2
 _LOOKS_S = 600.0
-"""For so long another rank than 0 looks for what rank 0 queues, which it may see late."""
+"""Ranks other than 0 poll the queue for this many seconds, because they may see rank 0's entries late."""
 _SAID_EVERY_S = 10.0
 
 
 class Uploads:
-    """The uploads of one rank, by a thread of its own; nothing that goes wrong there ends the run.
+    """Uploads of one rank, run in a background thread. An error in the thread never ends the run.
 
-    A failure is logged, and the upload is tried again with the next one, at the end, and at the next start.
+    A failed upload is logged and retried: with the next upload, at the end of the run, and at the next start.
 
     Args:
-        folder: the run folder, which all ranks see.
-        target: where it goes in the store.
-        rank, num_ranks: who sends what; rank 0 sends the markers too.
-        on_whole: called in the thread of rank 0 with (kind, name) of what has become whole in the store.
+        folder: the run folder, which all ranks can access.
+        target: address of the run in the store.
+        rank, num_ranks: determine which files this rank uploads; rank 0 also uploads the markers.
+        on_whole: called on rank 0, in the background thread, with (kind, name) of each folder whose upload is complete.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class Uploads:
         self._on_whole = on_whole
         self._failed: dict[str, str] = {}
         self._lock, self._turn = Lock(), Condition()
-        self._asked, self._done = 1, 0  # an earlier start may have left something
+        self._asked, self._done = 1, 0  # start with a pass, because an earlier start may have left uploads
         self._looks_until = time.monotonic() + _LOOKS_S
         self._is_ending = False
         if rank == 0 and self._queue.is_dir():
-            for left in self._queue.glob(f"{_LINKING}*"):
-                files.remove_tree(left)
-        self._thread = Thread(target=self._run, name="uploads", daemon=True)  # a job that fails does not wait for it
+            for leftover in self._queue.glob(f"{_LINKING}*"):
+                files.remove_tree(leftover)
+        self._thread = Thread(target=self._run, name="uploads", daemon=True)  # a failing job must not wait for it
         self._thread.start()
 
     def add(self, kind: str, path: Path) -> None:
-        """Have the folder ``path`` uploaded as ``kind``/its name. Each rank calls it; rank 0 puts it in the queue."""
+        """Queue the upload of ``path`` to the folder ``kind`` of the run in the store. All ranks call this."""
         if self._rank == 0:
             try:
                 self._link(kind, path)
@@ -81,16 +81,16 @@ class Uploads:
         self._call()
 
     def begin(self) -> None:
-        """On rank 0: let all ranks see what was queued, ahead of their ``finish``."""
+        """Publish the queued uploads to all ranks. Rank 0 calls this before the ranks call ``finish``."""
         with self._lock:
             self._begin_new()
 
     def finish(self, show: Callable[[str], None]) -> None:
-        """Wait until this rank has sent what it is to send, or has failed at it once more; ``show`` gets how far."""
+        """Retry failed uploads and wait until they have finished or failed; ``show`` receives progress messages."""
         asked = self._call()
         while not self._is_done(asked, _SAID_EVERY_S):
-            left = [file.stat().st_size for folder in self._waiting() for file in self._own(folder)]
-            show(f"uploading to {self._target}: {len(left)} files, {sum(left) / 1e6:.1f} MB are left of this rank")
+            sizes = [file.stat().st_size for folder in self._waiting() for file in self._own(folder)]
+            show(f"uploading to {self._target}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB are left of this rank")
 
     def _call(self) -> int:
         with self._turn:
@@ -105,9 +105,9 @@ class Uploads:
             return self._turn.wait_for(lambda: self._done >= asked, timeout_s)
 
     def close(self) -> list[str]:
-        """Send the markers of what is there in whole, and end the thread; return what is not in the store.
+        """Upload the markers of the completed folders and end the thread; return the folders that are not in the store.
 
-        Rank 0 calls it when all ranks have finished.
+        Rank 0 calls this after all ranks have finished.
         """
         with self._turn:
             self._is_ending = True
@@ -119,9 +119,9 @@ class Uploads:
     def _link(self, kind: str, path: Path) -> None:
         name = f"{kind}+{path.name}"
         linking = self._queue / f"{_LINKING}{name}"
-        for there in (linking, self._queue / f"{_NEW}{name}", self._queue / name):
-            if there.exists():  # of steps that were taken back
-                files.remove_tree(there)
+        for entry in (linking, self._queue / f"{_NEW}{name}", self._queue / name):
+            if entry.exists():  # left from steps that were rolled back
+                files.remove_tree(entry)
         files.make_folder(linking)
         for file in sorted(_files_in(path)):  # an export may have a folder of chat templates
             link = linking / file.relative_to(path)
@@ -129,7 +129,7 @@ class Uploads:
                 files.make_folder(link.parent)
             try:
                 os.link(file, link)
-            except OSError:  # a file system without links
+            except OSError:  # the file system does not support links
                 shutil.copyfile(file, link)
         os.replace(linking, self._queue / f"{_NEW}{name}")
 
@@ -145,7 +145,10 @@ class Uploads:
                     self._turn.wait(_POLL_S if self._has_more() else None)
 
     def _has_more(self) -> bool:
-        """Whether to look again soon: at what others send still, or at what rank 0 may just have queued."""
+        """Return True if the queue should be polled again soon.
+
+        Other ranks may still be uploading, or rank 0 may just have queued a folder.
+        """
         is_waiting = any(folder.name not in self._failed for folder in self._waiting())
         return is_waiting or (self._rank > 0 and time.monotonic() < self._looks_until)
 
@@ -165,7 +168,7 @@ class Uploads:
             return
         try:
             do(folder)
-        except FileNotFoundError:  # rank 0 has removed the folder to queue a checkpoint of the same name
+        except FileNotFoundError:  # rank 0 removed the folder to queue a checkpoint of the same name
             return
         except (DataError, OSError) as error:
             self._failed[name] = str(error)
@@ -173,25 +176,25 @@ class Uploads:
             log.error(f"{shown}: NOT UPLOADED to {self._target}: {error} The run goes on; the next save tries it again")
 
     def _begin(self, new: Path) -> None:
-        """Delete a marker of the same name in the store, and let all ranks send."""
+        """Delete an older marker of this folder from the store, then rename the folder so that all ranks upload it."""
         kind, name = new.name.removeprefix(_NEW).split("+")
         object_store.remove(object_store.join(self._target, kind, name, MARKERS[kind]))
         os.replace(new, new.with_name(f"{kind}+{name}"))
 
     def _send(self, folder: Path) -> None:
-        """Send the files of this rank; on rank 0 the marker, when all else has gone.
+        """Upload this rank's files; rank 0 uploads the marker after all other files.
 
-        Rank 0 may replace the folder by a checkpoint of the same name at any time. A file is removed only if it is the
-        one that was sent, and the files are listed again until none is left.
+        Rank 0 may replace the folder by a checkpoint of the same name at any time. Therefore a link is only removed if
+        it still refers to the uploaded file, and the folder is listed again until no files are left.
         """
         kind, name = folder.name.split("+")
         target = object_store.join(self._target, kind, name)
-        while own := self._own(folder):
-            for file in own:
+        while local_files := self._own(folder):
+            for file in local_files:
                 with suppress(FileNotFoundError):
-                    sent = _identity(file)
+                    uploaded = _identity(file)
                     object_store.upload(file, object_store.join(target, *file.relative_to(folder).parts))
-                    if _identity(file) == sent:
+                    if _identity(file) == uploaded:
                         files.remove_file(file)
         marker = folder / MARKERS[kind]
         if self._rank or _files_in(folder) not in ([marker], []):
@@ -202,9 +205,12 @@ class Uploads:
         self._on_whole(kind, name)
 
     def _own(self, folder: Path) -> list[Path]:
-        """Return what this rank sends: files that one rank wrote go from it, as long as there are as many ranks."""
+        """Return the files that this rank uploads.
+
+        Each rank uploads the file that it wrote, provided that the number of ranks has not changed.
+        """
         kind = folder.name.partition("+")[0]
-        if kind == HF and self._rank:  # rank 0 has written all of it
+        if kind == HF and self._rank:  # rank 0 wrote all files of an export
             return []
         with suppress(FileNotFoundError):
             return sorted(
@@ -216,12 +222,12 @@ class Uploads:
         return []
 
     def _waiting(self) -> list[Path]:
-        """Return what is being uploaded, the newest first."""
+        """Return the folders that are being uploaded, newest first."""
         return self._listed("")
 
     def _listed(self, opening: str) -> list[Path]:
-        found: Iterator[Path] = self._queue.glob(f"{opening}*+*") if self._queue.is_dir() else iter(())
-        return sorted((path for path in found if path.name.startswith(opening or tuple(MARKERS))), reverse=True)
+        paths: Iterator[Path] = self._queue.glob(f"{opening}*+*") if self._queue.is_dir() else iter(())
+        return sorted((path for path in paths if path.name.startswith(opening or tuple(MARKERS))), reverse=True)
 
 
 def _files_in(folder: Path) -> list[Path]:
@@ -234,11 +240,11 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _identity(file: Path) -> tuple[int, int]:
-    """Return inode and modification time, which tell a file from one that has replaced it."""
+    """Return inode and modification time, which distinguish a file from one that has replaced it."""
     status = file.stat()
     return status.st_ino, status.st_mtime_ns
 
 
 def _writer_of(name: str) -> int:
-    number = re.search(r"\d+", name)
-    return int(number[0]) if number else 0
+    match = re.search(r"\d+", name)
+    return int(match[0]) if match else 0

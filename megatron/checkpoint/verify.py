@@ -1,7 +1,7 @@
 """Verify every byte of a checkpoint against its checksums, on all ranks.
 
-The files are cut into segments, whoever wrote them: the ranks take them in turn, and the checksum of a file is put
-together from those of its segments.
+The files are split into segments, which are distributed over the ranks. The checksum of a file is computed from the
+checksums of its segments.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class _Share:
-    """What a rank found: checksums by segment, and which files it could not read as they should be."""
+    """Results of one rank: the checksum of each segment, and problems by file name."""
 
     crcs: dict[Segment, int]
     problems: dict[str, str]
@@ -50,16 +50,18 @@ def verify(path: Path, content: Manifest, world: Group) -> None:
     """Compare sizes and checksums of the files in ``path`` with the manifest. Collective.
 
     Raises:
-        CheckpointError: on all ranks alike; naming each file that is missing, truncated or altered.
+        CheckpointError: names each file that is missing, truncated or altered; raised on all ranks.
     """
-    own = [part for name, facts in sorted(content.files.items()) for part in segments(name, facts.size)]
+    all_segments = [part for name, facts in sorted(content.files.items()) for part in segments(name, facts.size)]
     gather_verdict(
-        world, lambda: _read(path, content, own[world.rank :: world.size]), lambda all: _judge(path, content, all)
+        world,
+        lambda: _read(path, content, all_segments[world.rank :: world.size]),
+        lambda all: _judge(path, content, all),
     )
 
 
 def segments(name: str, size: int) -> list[Segment]:
-    """Return the segments of a file of ``size`` bytes, one at least."""
+    """Split a file of ``size`` bytes into segments, at least one."""
     starts = range(0, max(size, 1), SEGMENT_BYTES)
     return [Segment(name, start, min(start + SEGMENT_BYTES, size)) for start in starts]
 
@@ -68,11 +70,11 @@ def _read(path: Path, content: Manifest, own: list[Segment]) -> _Share:
     names = sorted({segment.name for segment in own})
     patience = FileVisibility()
     problems = {name: _size_problem(path / name, content.files[name], patience) for name in names}
-    found = {name: problem for name, problem in problems.items() if problem}
-    readable = [segment for segment in own if segment.name not in found]
+    problem_by_name = {name: problem for name, problem in problems.items() if problem}
+    readable = [segment for segment in own if segment.name not in problem_by_name]
     with ThreadPoolExecutor(_num_threads()) as pool:
         read = pool.map(lambda one: files.segment_crc(path / one.name, one.start, one.stop), readable)
-        return _Share(dict(zip(readable, read, strict=True)), found)
+        return _Share(dict(zip(readable, read, strict=True)), problem_by_name)
 
 
 def _size_problem(path: Path, facts: FileFacts, patience: FileVisibility) -> str | None:
@@ -87,7 +89,7 @@ def _size_problem(path: Path, facts: FileFacts, patience: FileVisibility) -> str
 
 
 def _judge(path: Path, content: Manifest, shares: list[_Share]) -> None:
-    """Rank 0 only."""
+    """Raise a CheckpointError if a file is damaged. Called on rank 0."""
     crcs = {segment: value for share in shares for segment, value in share.crcs.items()}
     problems = {name: problem for share in shares for name, problem in share.problems.items()}
     for name, facts in sorted(content.files.items()):
@@ -102,6 +104,6 @@ def _judge(path: Path, content: Manifest, shares: list[_Share]) -> None:
 
 
 def _num_threads() -> int:
-    """Return this rank's part of the cores that the process may use; 8 threads read faster than any disk."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks_here))
+    """Return the number of reader threads: this rank's share of the CPU cores, at most 8, which saturate any disk."""
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(8, len(os.sched_getaffinity(0)) // local_world_size))

@@ -1,19 +1,15 @@
-"""What a run will take before it is started: memory, time and traffic of a layout, and which layout is best.
+"""Predict memory, time and communication of a layout before a run is started, and find the best layout.
 
-Arithmetic alone: neither torch nor DeepSpeed is imported. ``tools/plan.py`` is the command. From below:
+The planner only does arithmetic and imports neither torch nor DeepSpeed, except for the modules of the last row.
+``tools/plan.py`` is the command.
 
-| module | holds |
+| module | contents |
 |---|---|
-| ``machine``, ``devices`` | what a device and the wires between devices can do; known GPUs |
-| ``layout`` | one way to lay a model over a machine |
-| ``work`` | seconds of the units of a model on one rank |
-| ``traffic`` | bytes and seconds of the messages of a step |
+| ``machine`` | properties of a device and of the links between devices; known GPUs |
+| ``layout`` | one way to distribute a model over a machine; the command for it; the training program's checks |
+| ``time_model`` | time of the units of a model on one rank; bytes and time of the communication of a step |
 | ``estimate`` | memory, step time and rates of one layout |
-| ``search`` | the best layouts of a model on so many devices |
-| ``remedies`` | what is too large, and the smallest change that makes a layout fit |
-| ``lines`` | what to paste into the run script |
-| ``checks`` | what the training says against a layout |
-| ``own_flags``, ``options``, ``telling`` | from the command line to a question, and its answer in words |
-
-``calibrate`` measures a machine; it imports torch, and nothing here imports it.
+| ``search`` | the best layouts of a model on N devices; the smallest changes that make a layout fit |
+| ``options``, ``report`` | flags of the command; its output |
+| ``calibrate``, ``layer_benchmarks``, ``microbenchmarks``, ``reference``, ``spawn_ranks`` | measurement of a machine |
 """

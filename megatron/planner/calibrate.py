@@ -1,11 +1,11 @@
-"""This machine as the planner knows machines: measured in about half a minute, by as many ranks as will work at once.
+"""Measure this machine for the planner, on all ranks simultaneously, in about half a minute.
 
     python tools/plan.py --calibrate machine.json
 
-On a CPU ranks share cores, caches and memory, so a rate of one rank alone says little: all ranks measure at the same
-time, with the cores shared out among them, and the slowest counts. ``devices_per_node`` is then their number, and what
-is said holds for that many. Between nodes nothing can be measured here: ``inter`` is the link of the node, and the
-machine's notes say so.
+On a CPU, ranks share cores, caches and memory, so the rate of a single rank is not representative. All ranks measure at
+the same time, with the cores divided among them, and the rate of the slowest rank is used. ``devices_per_node`` is then
+the number of ranks, and the result is only valid for this number. Links between nodes are not measured: ``inter`` is a
+copy of the link within the node, as the machine's notes state.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from megatron.planner.spawn_ranks import Rank, Report, run_ranks
 
 DEADLINE_S = 300.0
 BUSY = 0.5
-"""Load of a core from which the machine counts as busy."""
+"""Load per core above which the machine counts as busy."""
 
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """What one rank measured; no link where there is no other rank.
+    """Measurements of one rank; ``link`` is None with a single rank.
 
     Args:
-        reserved: bytes that training cannot have.
-        readings: of the reference, whose first has the speed of all that was measured; none on GPUs.
+        reserved: bytes that training cannot use.
+        readings: readings of the reference; all measurements are scaled to the speed of the first one. Empty on GPUs.
     """
 
     rates: Rates
@@ -71,24 +71,26 @@ def calibrate(
     round_s: float = ROUND_S,
     threads: int | None = None,
 ) -> Machine:
-    """Return this machine as ``ranks`` processes at once find it. No process and no file is left.
+    """Measure this machine with ``ranks`` simultaneous processes, which end before this function returns.
 
     Args:
-        ranks: 0: one for each device, on a CPU one for each core.
-        kind: of the device, as ``--device`` takes it.
-        report: hears what is being measured.
-        pace, sizes, round_s: how long to look and at what; the messages' sizes in bytes.
-        threads: of each rank on a CPU; None: the cores shared out.
+        ranks: number of processes; 0 starts one per device, or on a CPU one per core.
+        kind: device type, as for ``--device``.
+        report: called with progress messages.
+        pace, sizes, round_s: limits of the measurements; sizes of the messages in bytes.
+        threads: threads of each rank on a CPU; None divides the cores among the ranks.
 
     Raises:
-        ValueError: there are not so many devices, or none of this kind.
+        ValueError: there are fewer devices, or none of this type.
         RuntimeError: a rank failed.
     """
     kind = device.choose(kind)
-    there = device.count(kind)
-    ranks = ranks or there
-    if ranks < 1 or (kind != "cpu" and ranks > there):
-        raise ValueError(f"the ranks that calibrate must be 1 to {there}, one for each {kind} device, got {ranks}")
+    num_devices = device.count(kind)
+    ranks = ranks or num_devices
+    if ranks < 1 or (kind != "cpu" and ranks > num_devices):
+        raise ValueError(
+            f"the ranks that calibrate must be 1 to {num_devices}, one for each {kind} device, got {ranks}"
+        )
     began, load = time.monotonic(), os.getloadavg()[0]
     report(f"{ranks} ranks on {kind}, about half a minute")
     if load > BUSY * len(os.sched_getaffinity(0)):
@@ -96,60 +98,60 @@ def calibrate(
     pace = pace.shared_by(ranks, threads or 1) if kind == "cpu" else replace(pace, by_wall=True)
     backend = device.backend(kind) if ranks > 1 else ""
     run = functools.partial(run_ranks, deadline_s=DEADLINE_S, report=report, threads=threads)
-    found: list[MeasuredMachine] = run(
+    measured: list[MeasuredMachine] = run(
         ranks, _measure, dtypes_of(kind), pace, tuple(sizes), round_s, kind=kind, backend=backend
     )
-    link = found[0].link
-    if link is None:  # two processes of the host stand in
+    link = measured[0].link
+    if link is None:  # measure the link with two processes on the host instead
         link = run(2, link_alone, tuple(sizes), round_s)[0]
-    machine = replace(joined(found, link, kind, load), ranks_per_core=pace.ranks_per_core)
-    if found[0].link is None:
-        machine = replace(machine, intra=link, inter=link)  # it has its own speed
+    machine = replace(joined(measured, link, kind, load), ranks_per_core=pace.ranks_per_core)
+    if measured[0].link is None:
+        machine = replace(machine, intra=link, inter=link)  # the link was already scaled to its own median speed
     report(f"measured in {time.monotonic() - began:.0f} s")
     return machine
 
 
 def dtypes_of(kind: str) -> tuple[str, ...]:
-    """Return the formats whose products are measured, first the one that runs take by default."""
+    """Return the number formats in which matmuls are measured, the default format of runs first."""
     first = device.default_precision(kind)
     return (first, *(dtype for dtype in ("fp32", "bf16", "fp16") if dtype != first and _can(kind, dtype)))
 
 
 def joined(found: Sequence[MeasuredMachine], link: Link, kind: str, load: float = 0.0) -> Machine:
-    """Return the machine of what its ranks measured at once: of each rate the slowest rank's.
+    """Combine the simultaneous measurements of all ranks into a machine, with the rates of the slowest rank.
 
     Args:
-        load: of the machine ahead of it, for the notes.
+        load: load of the machine before the measurement, for the notes.
     """
-    rates, ranks = [each.rates for each in found], len(found)
-    products = {dtype: _slowest_of([each.products[dtype] for each in rates]) for dtype in sorted(rates[0].products)}
+    rates, ranks = [entry.rates for entry in found], len(found)
+    products = {dtype: _slowest_of([entry.products[dtype] for entry in rates]) for dtype in sorted(rates[0].products)}
     sheet = peak_flops(found[0].name) if kind != "cpu" else None
     peaks = {dtype: max(rate for _, rate in table) for dtype, table in products.items()}
     if sheet is not None:
         peaks |= {dtype: sheet for dtype in ("bf16", "fp16") if dtype in peaks}
     machine = Machine(
         name=f"{found[0].name}, {ranks} at once",
-        memory_bytes=min(each.memory for each in found),
+        memory_bytes=min(entry.memory for entry in found),
         devices_per_node=ranks,
         peak_flops=peaks,
         product_flops=products,
-        memory_bandwidth=min(each.stream for each in rates),
-        update_bandwidth=min(each.update for each in rates),
-        overhead_s=max(each.overhead_s for each in rates),
+        memory_bandwidth=min(entry.stream for entry in rates),
+        update_bandwidth=min(entry.update for entry in rates),
+        overhead_s=max(entry.overhead_s for entry in rates),
         intra=link,
         inter=link,
-        host_bandwidth=min(each.copy for each in rates),
-        host_update_bandwidth=min(each.host_update for each in found),
-        reserved_bytes=max(each.reserved for each in found),
+        host_bandwidth=min(entry.copy for entry in rates),
+        host_update_bandwidth=min(entry.host_update for entry in found),
+        reserved_bytes=max(entry.reserved for entry in found),
         is_cpu=kind == "cpu",
         notes=" ".join(_notes(ranks, load, sheet is not None)),
     )
-    machine = with_pieces(machine, slowest([each.models for each in found]))
+    machine = with_pieces(machine, slowest([entry.models for entry in found]))
     return at_usual_speed(machine, found[0].readings)
 
 
 def at_usual_speed(machine: Machine, readings: Sequence[float]) -> Machine:
-    """Return ``machine``, which is as fast as in the first reading of the reference, at the speed of the median one."""
+    """Scale ``machine`` from the speed of the first reading of the reference to the speed of the median reading."""
     if not readings:
         return machine
     return replace(machine, reference_s=readings[0]).slowed(statistics.median(readings) / readings[0])
@@ -167,9 +169,9 @@ def _notes(ranks: int, load: float, has_sheet: bool) -> Iterator[str]:
 def _measure(
     rank: Rank, dtypes: tuple[str, ...], pace: TimingBudget, sizes: Sequence[int], round_s: float
 ) -> MeasuredMachine:
-    """Return what this rank finds while the others look too. Collective."""
+    """Return the measurements of this rank, made while all other ranks measure. Collective."""
     if rank.kind == "cpu":
-        device.keep_freed_memory()  # as trainings do
+        device.keep_freed_memory()  # as training does
     reference = Reference(rank, pace.now)
     link = link_of(rank, reference, sizes, round_s) if rank.size > 1 else None
     models = timed(rank, dtypes, pace, reference)
@@ -180,10 +182,11 @@ def _measure(
 
 
 def _memory(rank: Rank) -> tuple[int, int]:
-    """Return the bytes of this rank's device, and those that training cannot have.
+    """Return (memory of this rank, part of it that training cannot use), in bytes.
 
-    On a CPU ranks share the memory of the node; Python and its libraries take what this process held at its start. On
-    other devices it is what is in use that no tensor has: of the driver, the communication library and other programs.
+    On a CPU, the memory of the node is divided among the ranks. The unusable part is the resident size of this process
+    at its start (Python and its libraries). On other devices, it is the memory used by the driver, the communication
+    library and other programs.
     """
     total = device.total_memory_bytes(rank.kind)
     if rank.kind == "cpu":
@@ -199,11 +202,11 @@ _LIBRARIES = _resident()
 
 
 def _slowest_of(tables: Sequence[tuple[tuple[float, float], ...]]) -> tuple[tuple[float, float], ...]:
-    """Return the least rate of each side that all ranks measured."""
+    """Return ((side, lowest rate over the ranks), ...) for the sides that all ranks measured."""
     return tuple((rows[0][0], min(rate for _, rate in rows)) for rows in zip(*tables, strict=False))
 
 
 def _can(kind: str, dtype: str) -> bool:
     if kind == "cpu":
-        return dtype != "fp16"  # refused for training on every CPU
+        return dtype != "fp16"  # training rejects it on CPUs
     return device.missing_dtype(kind, dtype) is None

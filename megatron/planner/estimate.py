@@ -1,9 +1,9 @@
-"""Memory, step time and rates of one layout.
+"""Estimate the memory, step time and rates of one layout.
 
-A step of m micro-batches on p stages lasts ``m x mean(T) / (1 - bubble)``, T being a stage's time for a micro-batch
-with its sums over tensor ranks and ``bubble`` that of ``tds.schedule.simulate``; then messages between stages that
-nothing
-hides, sums over replicas beyond the last backward, and the update. On a CPU split backwards have their price.
+A step of m micro-batches on p stages takes ``m x mean(T) / (1 - bubble)``, where T is a stage's time for a micro-batch
+including its all-reduces over tensor ranks, and ``bubble`` comes from ``tds.schedule.simulate``. Communication between
+stages that does not overlap, gradient all-reduces that continue after the last backward pass, and the update are added.
+On a CPU, a cost for splitting backward passes is added as well.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ TENSOR, CONTEXT, EXPERT, PIPELINE, DATA = "tensor", "context", "expert", "pipeli
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a layout will take.
+    """Estimated costs of a layout.
 
     Args:
-        layout: whose it is.
-        bounds: of the pieces, in units of the model's costs.
-        memory: of one rank of each stage.
-        parts: seconds of a step by what they are spent on; their sum is ``step_s``.
-        bubble: share of a step in which a stage waits for others, on average.
-        traffic: kind of communication -> bytes, seconds and hidden seconds of the busiest rank.
-        flops: of the whole model for a step, without recomputation; where attention is causal, that half of it.
-        peak_flops: of all devices.
-        tokens: of a step.
+        layout: the layout.
+        bounds: bounds of the pieces, as indices of the model's units.
+        memory: memory of one rank of each stage.
+        parts: activity -> seconds per step; their sum is ``step_s``.
+        bubble: average share of a step in which a stage waits for other stages.
+        traffic: type of communication -> bytes, seconds and hidden seconds of the busiest rank.
+        flops: FLOPs of the whole model per step, without recomputation; causal attention counts as half.
+        peak_flops: peak FLOP/s of all devices.
+        tokens: tokens per step.
     """
 
     layout: Layout
@@ -65,16 +65,16 @@ class Estimate:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of the fullest device."""
+        """Bytes of the device with the highest use."""
         return max(stage.total for stage in self.memory)
 
     def days(self, tokens: float) -> float:
-        """Return how long so many tokens take."""
+        """Return the number of days for training on ``tokens`` tokens."""
         return tokens / self.tokens_per_s / 86400
 
 
 class Model(NamedTuple):
-    """The costs of a model with its experts on so many ranks, its seconds and its messages."""
+    """Costs and time models of a model whose experts are distributed over a given number of ranks."""
 
     costs: Costs
     clock: Clock
@@ -82,10 +82,10 @@ class Model(NamedTuple):
 
 
 class Planner:
-    """Estimates layouts of one model on one machine; what layouts share is reckoned once.
+    """Estimates layouts of one model on one machine; results that layouts have in common are cached.
 
     Args:
-        config: a ``megatron.config.Config``; its model, lengths and family are read.
+        config: a ``megatron.config.Config``; its model, sequence lengths and family are used.
     """
 
     def __init__(self, config: Any, machine: Machine, costs: Costs | None = None) -> None:
@@ -100,11 +100,11 @@ class Planner:
         self._rows: dict[tuple[Any, ...], list[Traffic]] = {}
 
     def estimate(self, layout: Layout) -> Estimate:
-        """Return what ``layout`` will take.
+        """Return the estimate of ``layout``.
 
         Raises:
             ValueError: there are fewer layers than pieces.
-            ConfigError: the machine does not know the number format.
+            ConfigError: the machine has no rates for the number format.
         """
         self.num_estimates += 1
         bounds = self.bounds(layout)
@@ -124,21 +124,21 @@ class Planner:
         )
 
     def bounds(self, layout: Layout) -> list[int]:
-        """Return the bounds of the pieces, in units."""
+        """Return the bounds of the pieces, as indices of the model's units."""
         key = layout.pipe, layout.chunks, layout.placement.kind
         if key not in self._bounds:
             self._bounds[key] = self.costs.stage_bounds(*key)
         return self._bounds[key]
 
     def can_cut(self, layout: Layout) -> bool:
-        """Return whether each piece gets a layer: a T5 may be cut at a stage that is said."""
+        """Return True if the model can be split so that each piece has a layer."""
         try:
             return bool(self.bounds(layout))
         except ValueError:
             return False
 
     def model(self, layout: Layout) -> Model:
-        """Return the costs of the model whose experts ``layout`` shares out, and what is reckoned from them."""
+        """Return the costs and time models of the model with its experts distributed as in ``layout``."""
         ranks = layout.expert
         if ranks not in self._models:
             costs = self.costs.shared_out(ranks)
@@ -148,17 +148,17 @@ class Planner:
         return self._models[ranks]
 
     def parameters(self, layout: Layout) -> tuple[int, int]:
-        """Return the parameters of the whole model that a tensor and expert rank would hold, and those of experts."""
+        """Return (all parameters, expert parameters) of a rank if only the tensor and expert axes split the model."""
         key = layout.tensor, layout.expert
         if key not in self._parameters:
             costs = self.model(layout).costs
             bounds = [0, costs.num_units]
-            apart = costs.stage_apart(bounds, layout.tensor)[0]
-            self._parameters[key] = costs.stage_parameters(bounds, layout.tensor)[0], apart
+            num_expert = costs.stage_apart(bounds, layout.tensor)[0]
+            self._parameters[key] = costs.stage_parameters(bounds, layout.tensor)[0], num_expert
         return self._parameters[key]
 
     def memory(self, layout: Layout) -> list[Memory]:
-        """Return what one rank of each stage holds."""
+        """Return the memory of one rank of each stage."""
         return self.model(layout).costs.memory_per_stage(
             self.bounds(layout),
             micro_batch_size=layout.micro_batch_size,
@@ -179,7 +179,7 @@ class Planner:
         )
 
     def units(self, layout: Layout) -> list[Seconds]:
-        """Return the seconds of each unit for a micro-batch, without messages."""
+        """Return the time of each unit for a micro-batch, without communication."""
         sizes = layout.micro_batch_size, layout.tensor, layout.expert
         key = *sizes, layout.dtype, layout.sequence_parallel, layout.recompute
         if key not in self._units:
@@ -187,7 +187,7 @@ class Planner:
         return self._units[key]
 
     def rows(self, layout: Layout) -> list[Traffic]:
-        """Return what each unit sends to experts on other ranks for a micro-batch."""
+        """Return the expert-parallel communication of each unit for a micro-batch."""
         sizes = layout.micro_batch_size, layout.tensor, layout.expert
         key = *sizes, layout.dtype, layout.recompute, layout.world_size
         if key not in self._rows:
@@ -206,44 +206,46 @@ class Planner:
         ]
         pieces = [sum(seconds[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
         if layout.schedule in SPLITTING and self.machine.is_cpu:
-            pieces = [own + more for own, more in zip(pieces, self._splitting(layout, bounds, units), strict=True)]
+            pieces = [
+                own + split_s for own, split_s in zip(pieces, self._splitting(layout, bounds, units), strict=True)
+            ]
         idle = self.machine.idle(bubble(p, m, layout.schedule, layout.chunks, pieces))
-        running = m * sum(pieces) / (p * (1 - idle))
+        running_s = m * sum(pieces) / (p * (1 - idle))
         stages = [chunks_on(bounds, p, stage, layout.placement.kind) for stage in range(p)]
         tensor = max((total(sums, own) for own in stages), key=lambda sent: sent.seconds).times(m)
         last_backward = min(sum(units[n].backward for a, b in own for n in range(a, b)) for own in stages)
         across, waits = messages.across(layout, bounds, min(pieces))
-        data, after = messages.summed(layout, bounds, last_backward)
-        again = m * sum(unit.again for unit in units) / p
-        exposed = m * sum(sent.exposed_s for sent in sums) / p
-        over_context, over_experts = (m * sum(sent.seconds for sent in each) / p for each in (exchanged, rows))
+        data, update_s = messages.summed(layout, bounds, last_backward)
+        recompute_s = m * sum(unit.again for unit in units) / p
+        exposed_s = m * sum(sent.exposed_s for sent in sums) / p
+        context_s, experts_s = (m * sum(sent.seconds for sent in each) / p for each in (exchanged, rows))
         parts = {
-            "compute": running * (1 - idle) - exposed - over_context - over_experts - again,
-            "recompute": again,
-            TENSOR: exposed,
-            **({CONTEXT: over_context} if layout.context > 1 else {}),
-            **({EXPERT: over_experts} if layout.expert > 1 else {}),
-            "bubble": running * idle,
+            "compute": running_s * (1 - idle) - exposed_s - context_s - experts_s - recompute_s,
+            "recompute": recompute_s,
+            TENSOR: exposed_s,
+            **({CONTEXT: context_s} if layout.context > 1 else {}),
+            **({EXPERT: experts_s} if layout.expert > 1 else {}),
+            "bubble": running_s * idle,
             PIPELINE: waits,
             DATA: data.exposed_s,
-            "update": after,
+            "update": update_s,
         }
         traffic = {DATA: data, TENSOR: tensor, PIPELINE: across}
-        for size, kind, sent in ((layout.context, CONTEXT, exchanged), (layout.expert, EXPERT, rows)):
+        for size, axis, sent in ((layout.context, CONTEXT, exchanged), (layout.expert, EXPERT, rows)):
             if size > 1:
-                traffic[kind] = max((total(sent, own) for own in stages), key=lambda each: each.seconds).times(m)
-        return parts, running * idle / sum(parts.values()), traffic
+                traffic[axis] = max((total(sent, own) for own in stages), key=lambda each: each.seconds).times(m)
+        return parts, running_s * idle / sum(parts.values()), traffic
 
     def _splitting(self, layout: Layout, bounds: Sequence[int], units: Sequence[Seconds]) -> list[float]:
-        """Return what putting the gradients of weights off costs in each piece, for a micro-batch on average."""
-        found, placement = [], layout.placement
+        """Return the cost in seconds of deferring weight gradients in each piece, per micro-batch on average."""
+        costs, placement = [], layout.placement
         for piece, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
             stage = placement.stage_of(piece)
             share = share_split(layout.pipe, layout.num_micro_batches, layout.schedule, stage, layout.chunks)
-            found.append(SPLIT_PRICE * share * sum(unit.backward - unit.again for unit in units[start:stop]))
-        return found
+            costs.append(SPLIT_PRICE * share * sum(unit.backward - unit.again for unit in units[start:stop]))
+        return costs
 
 
 def estimate(config: Any, layout: Layout, machine: Machine) -> Estimate:
-    """Return what ``layout`` of the model of ``config`` will take on ``machine``."""
+    """Return the estimate of ``layout`` of the model of ``config`` on ``machine``."""
     return Planner(config, machine).estimate(layout)

@@ -1,4 +1,4 @@
-"""Whole layers of the real models, timed."""
+"""Time full layers of the real models."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from megatron.planner.reference import Reference, waits
 from megatron.planner.spawn_ranks import Rank
 from megatron.planner.time_model import Clock, Messages, Parts, Traffic
 
-# Small models of every family as their trainings build them, and a micro-batch for each, to be timed.
+# Small models of every family, built as in training, and a micro-batch for each.
 #
-# They are whole: embedding, layers, norm, head and loss, with the optimizer that keeps their gradients.
+# The models are complete, with embedding, layers, norm, head and loss, and with an optimizer that stores gradients.
 
 VOCABULARY = 6144
 
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """Width of the layers and of a head, tokens of a sample, samples of a micro-batch."""
+    """Hidden size, head size, sequence length, and micro-batch size."""
 
     hidden: int
     head: int
@@ -46,20 +46,20 @@ class Shape:
 
 
 def config_of(family: str, dtype: str, shape: Shape) -> Config:
-    """Return the configuration of a model of one layer (T5: one on each side)."""
-    known = FAMILIES[family]
+    """Return the configuration of a model with one layer (T5: one encoder layer and one decoder layer)."""
+    family_entry = FAMILIES[family]
     words = (
         f"--num-layers 1 --hidden-size {shape.hidden} --num-attention-heads {shape.hidden // shape.head} --{dtype} "
         f"--vocab-size {VOCABULARY} --batch-size {shape.samples} --dry-run "
-        f"--{'enc-' * (known.kind == 'encoder-decoder')}seq-length {shape.length} "
+        f"--{'enc-' * (family_entry.kind == 'encoder-decoder')}seq-length {shape.length} "
     )
-    words += known.benchmark_flags.format(length=shape.length)
-    config = parse([*known.recipe, *words.split()], world_size=1, env={}, family=family)
+    words += family_entry.benchmark_flags.format(length=shape.length)
+    config = parse([*family_entry.recipe, *words.split()], world_size=1, env={}, family=family)
     return config.with_vocab(VOCABULARY)
 
 
 def build(config: Config, place: torch.device, group: Group = SINGLE) -> torch.nn.Module:
-    """Return the model with random weights, cut over the ranks of ``group``."""
+    """Return the model with random weights, split over the ranks of ``group``."""
     built = build_model(config, ParallelContext(group))
     for parameter in built.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -67,62 +67,64 @@ def build(config: Config, place: torch.device, group: Group = SINGLE) -> torch.n
 
 
 def optimizer_of(module: torch.nn.Module, dtype: str) -> MixedPrecisionOptimizer:
-    """Return an AdamW over the model's weights, which take ``dtype``."""
+    """Return an AdamW optimizer for the model's weights, which are converted to ``dtype``."""
     return build_optimizer(module.parameters(), dtype=device.DTYPES[dtype], clip_grad=1.0)
 
 
 def micro_batch(config: Config, place: torch.device) -> dict[str, torch.Tensor]:
-    """Return what the model takes to give its loss: random tokens that fill their rows."""
+    """Return the inputs of a forward pass with loss: random tokens without padding."""
     samples = config.batch.batch_size
 
     def words(length: int) -> torch.Tensor:
         return torch.randint(VOCABULARY, (samples, length), device=place)
 
     inputs = model_parts(config.family).example_inputs(config, words)
-    written = config.loss_tokens_per_sample
-    ends = {"labels": words(written), "loss_mask": torch.ones(samples, written, device=place)}
-    return inputs | ends
+    num_labels = config.loss_tokens_per_sample
+    targets = {"labels": words(num_labels), "loss_mask": torch.ones(samples, num_labels, device=place)}
+    return inputs | targets
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the sum of the losses that a model gives as (sum, count), or by name."""
+    """Return the sum of the losses, which a model returns as (sum, count) or as a dictionary of such pairs."""
     pairs = output.values() if isinstance(output, dict) else [output]
     total: torch.Tensor = sum(pair[0] for pair in pairs)
     return total
 
 
 def rows_of(family: str) -> Mapping[str, str]:
-    """Return kind of unit -> the attribute that holds its layers."""
+    """Return type of layer -> the attribute that holds the layers."""
     return FAMILIES[family].layer_lists
 
 
-# Whole layers, heads and updates of the real models, timed while the other ranks do the same.
+# Full layers, heads and updates of the real models, timed while the other ranks do the same.
 #
-# A model of one layer makes forwards and backwards as a training does. Marks at the ends of its layers, set by hooks of
-# modules and of gradients, share the time out among the layers and what lies around them: embedding, norm, head, loss.
-# What was timed beside what its operations add up to gives the ``EfficiencyFactors`` of each kind of unit.
+# A model of one layer runs forward and backward as in training. Marks at the ends of its layers, set by module and
+# gradient hooks, divide the time between the layers and the other units (embedding, norm, head, loss). For each type of
+# unit, the ``EfficiencyFactors`` are fitted to the measured times and the predicted times of its operations.
 #
-# Where there are several ranks, each with a core of its own, models are timed that are cut over all of them, too, in
-# the first format: their products are smaller, and at each sum the faster rank waits. How many times as long that takes
-# as what the tempos of whole layers say, messages apart, makes the tempos of cut ones: one number, for so few models
-# and what is left of them after the messages bear no more.
+# If there are several ranks with a core each, models that are split over all ranks are also timed, in the first format.
+# Their matmuls are smaller, and the faster rank waits at each all-reduce. The factors of split layers are the
+# factors of unsplit layers times the slowdown (measured time without communication / predicted time). Only the slowdown
+# is fitted, because there are few split models and their time without communication is short.
 
 HEAD = "head"
 SHAPES = {
     True: (Shape(128, 32, 128, 8), Shape(128, 32, 512, 2), Shape(320, 64, 256, 4), Shape(384, 96, 128, 8)),
     False: (Shape(1024, 64, 1024, 8), Shape(1024, 64, 4096, 2), Shape(2560, 128, 2048, 4), Shape(4096, 128, 1024, 8)),
 }
-"""Whether it is a CPU -> the models that are timed."""
+"""True for a CPU -> shapes of the models that are timed."""
 TOUCHED = 2**29
-"""Bytes of memory: more than one of the models takes."""
+"""Bytes of memory to touch before the measurements; more than any of the models needs."""
 
 
 @dataclass(frozen=True)
 class LayerTimings:
-    """A model of one layer: what it was, and the seconds of a forward and a backward by kind of unit; "head": ends.
+    """Times of a model with one layer.
 
     Args:
-        tensor: ranks that it was cut over.
+        seconds: type of unit -> seconds of (forward, backward); "head" includes embedding, norm and loss.
+        update_s: seconds of an optimizer update.
+        tensor: number of ranks over which the model was split.
     """
 
     family: str
@@ -134,7 +136,7 @@ class LayerTimings:
 
 
 class EventMarks:
-    """Tells the seconds between moments of a forward and a backward, by the device's own end of work."""
+    """Times between named points of a forward and a backward pass; the device is synchronized at each point."""
 
     def __init__(self, kind: str, now: Callable[[], float]) -> None:
         self._kind, self._now = kind, now
@@ -148,7 +150,7 @@ class EventMarks:
         return self.at[last] - self.at[first]
 
     def watch(self, layers: torch.nn.ModuleList, name: str) -> None:
-        """Mark where forwards enter and leave the layers, and where backwards do."""
+        """Register hooks that set a mark when the forward and backward passes enter and leave ``layers``."""
 
         def enter(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
             inputs[0].register_hook(lambda _: self.set(f"{name} left back"))
@@ -163,35 +165,36 @@ class EventMarks:
 
 
 def timed(rank: Rank, dtypes: Sequence[str], pace: TimingBudget, reference: Reference) -> list[LayerTimings]:
-    """Return what every family's model takes at each size. Collective: ranks begin each together.
+    """Return the times of every family's model in each shape, scaled to the speed of ``reference``. Collective.
 
-    All of it at the speed of ``reference``.
+    The ranks start each measurement together.
 
     Args:
-        dtypes: formats, first the one that runs take by default; models in the others have one turn each.
+        dtypes: number formats, the default of runs first; models in the other formats are timed once.
     """
-    found = []
+    timings = []
     if rank.kind == "cpu":
         _touch_memory()
     shapes = [shape for shape in SHAPES[rank.kind == "cpu"] if shape.hidden <= pace.widest]
     for dtype in dtypes:
         rank.report(f"layers of every family in {dtype}")
-        own = pace if dtype == dtypes[0] else replace(pace, turns=1)  # half a minute is not enough for three of all
-        found += [_timed(rank, family, dtype, shape, own, reference) for shape in shapes for family in FAMILIES]
+        # timing every format three times would take over half a minute
+        budget = pace if dtype == dtypes[0] else replace(pace, turns=1)
+        timings += [_timed(rank, family, dtype, shape, budget, reference) for shape in shapes for family in FAMILIES]
     can_cut = [shape for shape in shapes if shape.hidden // shape.head % rank.size == 0]
     if rank.backend and pace.ranks_per_core == 1 and can_cut:
         rank.report(f"layers of every family in {dtypes[0]}, cut over the ranks")
         everyone = Group(tuple(range(rank.size)), rank.number, dist.group.WORLD)
-        found += [
+        timings += [
             _timed(rank, family, dtypes[0], shape, pace, reference, everyone)
             for shape in can_cut
             for family in FAMILIES
         ]
-    return found
+    return timings
 
 
 def _touch_memory() -> None:
-    """Have the system's pages ahead of the first turn: a training has them from its second step on."""
+    """Allocate and touch memory, so that the measurements do not include the page faults of a first step."""
     pieces = [torch.ones(2**22) for _ in range(TOUCHED // 2**24)]
     del pieces
 
@@ -209,10 +212,10 @@ def _timed(
     module = build(config, rank.place, group)
     optimizer = optimizer_of(module, dtype)
     inputs = micro_batch(config, rank.place)
-    marks = EventMarks(rank.kind, pace.now if group.size == 1 else time.perf_counter)  # cut: others are waited for
+    marks = EventMarks(rank.kind, pace.now if group.size == 1 else time.perf_counter)  # split model: include waits
     rows = rows_of(family)
-    for kind, where in rows.items():
-        marks.watch(attrgetter(where)(module), kind)
+    for unit_type, where in rows.items():
+        marks.watch(attrgetter(where)(module), unit_type)
     turns: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for turn in range(pace.turns + 1):
         rank.meet()
@@ -223,21 +226,24 @@ def _timed(
         loss.backward()
         optimizer.end_micro_batch()
         marks.set("ended")
-        own = {kind: _spent(marks, kind) for kind in rows}
-        whole = marks.between("began", "turned"), marks.between("turned", "ended")
-        lost_s = reference.lost_s(waited, sum(whole)) if group.size > 1 else 0.0
-        own[HEAD] = (whole[0] - sum(one for one, _ in own.values()), whole[1] - sum(one for _, one in own.values()))
-        if turn in (0, pace.turns):  # the first makes the optimizer's states
+        spent = {unit_type: _spent(marks, unit_type) for unit_type in rows}
+        total = marks.between("began", "turned"), marks.between("turned", "ended")
+        lost_s = reference.lost_s(waited, sum(total)) if group.size > 1 else 0.0
+        spent[HEAD] = (
+            total[0] - sum(seconds for seconds, _ in spent.values()),
+            total[1] - sum(seconds for _, seconds in spent.values()),
+        )
+        if turn in (0, pace.turns):  # the first update creates the optimizer's states
             marks.set("ended")
             optimizer.step()
             marks.set("updated")
         scale = reference.scale()
-        at_work = scale * max(0.0, 1 - lost_s / sum(whole))
+        at_work = scale * max(0.0, 1 - lost_s / sum(total))
         if turn:
-            for kind, (forward, backward) in own.items():
-                turns[kind].append((forward * at_work, backward * at_work))
-    middle = {kind: _median(each) for kind, each in turns.items()}
-    return LayerTimings(family, dtype, shape, middle, marks.between("ended", "updated") * scale, group.size)
+            for unit_type, (forward, backward) in spent.items():
+                turns[unit_type].append((forward * at_work, backward * at_work))
+    medians = {unit_type: _median(unit_turns) for unit_type, unit_turns in turns.items()}
+    return LayerTimings(family, dtype, shape, medians, marks.between("ended", "updated") * scale, group.size)
 
 
 def _spent(marks: EventMarks, kind: str) -> tuple[float, float]:
@@ -245,87 +251,89 @@ def _spent(marks: EventMarks, kind: str) -> tuple[float, float]:
 
 
 def _median(turns: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return forward and backward of the turn whose whole is the median."""
+    """Return (forward, backward) of the turn with the median total time."""
     return sorted(turns, key=sum)[len(turns) // 2]
 
 
 def slowest(ranks: Sequence[Sequence[LayerTimings]]) -> list[LayerTimings]:
-    """Return of each model what the slowest rank took."""
+    """Return the times of the slowest rank for each model."""
 
     def most(each: Sequence[LayerTimings]) -> LayerTimings:
-        kinds = each[0].seconds
-        worst = {kind: max((one.seconds[kind] for one in each), key=sum) for kind in kinds}
-        return replace(each[0], seconds=worst, update_s=max(one.update_s for one in each))
+        unit_types = each[0].seconds
+        worst = {unit_type: max((timing.seconds[unit_type] for timing in each), key=sum) for unit_type in unit_types}
+        return replace(each[0], seconds=worst, update_s=max(timing.update_s for timing in each))
 
     return [most(each) for each in zip(*ranks, strict=True)]
 
 
 def with_pieces(machine: Machine, found: Sequence[LayerTimings]) -> Machine:
-    """Return ``machine`` with the tempos that make its layers take what was timed, and the pace of its updates."""
-    whole, cut = ([one for one in found if (one.tensor > 1) == is_cut] for is_cut in (False, True))
-    samples = _by_kind(machine, whole)
+    """Return ``machine`` with factors fitted to the timed layers, and with the measured bandwidth of updates."""
+    unsplit, split = ([timing for timing in found if (timing.tensor > 1) == is_cut] for is_cut in (False, True))
+    samples = _by_kind(machine, unsplit)
     tempos: dict[str, dict[str, EfficiencyFactors]] = defaultdict(dict)
-    for (dtype, kind), pairs in samples.items():
-        tempos[dtype][kind] = EfficiencyFactors(
-            fitted([each for each, _ in pairs]), fitted([each for _, each in pairs])
+    for (dtype, unit_type), pairs in samples.items():
+        tempos[dtype][unit_type] = EfficiencyFactors(
+            fitted([sample for sample, _ in pairs]), fitted([sample for _, sample in pairs])
         )
-    timed = replace(machine, tempos=tempos, update_bandwidth=_update_bandwidth(whole) or machine.update_bandwidth)
-    slowed: dict[str, dict[str, EfficiencyFactors]] = {dtype: dict(kinds) for dtype, kinds in tempos.items()}
-    for (dtype, kind), pairs in _by_kind(timed, cut).items():
-        own = tempos[dtype][kind]
-        slowed[dtype][kind + CUT] = EfficiencyFactors(
-            own.forward.times(slowdown([each for each, _ in pairs], own.forward)),
-            own.backward.times(slowdown([each for _, each in pairs], own.backward)),
+    timed = replace(machine, tempos=tempos, update_bandwidth=_update_bandwidth(unsplit) or machine.update_bandwidth)
+    slowed: dict[str, dict[str, EfficiencyFactors]] = {
+        dtype: dict(factors_by_type) for dtype, factors_by_type in tempos.items()
+    }
+    for (dtype, unit_type), pairs in _by_kind(timed, split).items():
+        factors = tempos[dtype][unit_type]
+        slowed[dtype][unit_type + CUT] = EfficiencyFactors(
+            factors.forward.times(slowdown([sample for sample, _ in pairs], factors.forward)),
+            factors.backward.times(slowdown([sample for _, sample in pairs], factors.backward)),
         )
     return replace(timed, tempos=slowed)
 
 
 def _by_kind(machine: Machine, found: Sequence[LayerTimings]) -> dict[tuple[str, str], list[tuple[Sample, Sample]]]:
-    """Return format and kind of unit -> what forwards and backwards add up to on ``machine`` and took."""
+    """Return (format, type of unit) -> pairs of samples, for forward and backward."""
     samples: dict[tuple[str, str], list[tuple[Sample, Sample]]] = defaultdict(list)
-    for one in found:
-        for kind, pair in _samples(machine, one):
-            samples[one.dtype, f"{one.family} {kind}"].append(pair)
+    for timing in found:
+        for unit_type, pair in _samples(machine, timing):
+            samples[timing.dtype, f"{timing.family} {unit_type}"].append(pair)
     return samples
 
 
 def _samples(machine: Machine, one: LayerTimings) -> Iterable[tuple[str, tuple[Sample, Sample]]]:
-    """Yield each kind of unit with what its forward and its backward add up to and took."""
+    """Yield (type of unit, (forward sample, backward sample))."""
     config = config_of(one.family, one.dtype, one.shape)
     costs = registry.costs_of(config, is_on_cpu=machine.is_cpu)
     clock, layout = Clock(costs, machine, one.family), replace(layout_of(config, 1), tensor=one.tensor)
     parts = dict(zip(costs.unit_names, clock.parts(layout), strict=True))
     units = clock.units(layout)
     sent = dict(zip(costs.unit_names, Messages(costs, machine).ways(layout, units), strict=True))
-    for kind in rows_of(one.family):
-        yield kind, _pair(parts.pop(f"{kind} 0"), one.seconds[kind], sent.pop(f"{kind} 0"))
+    for unit_type in rows_of(one.family):
+        yield unit_type, _pair(parts.pop(f"{unit_type} 0"), one.seconds[unit_type], sent.pop(f"{unit_type} 0"))
     head = parts.pop(HEAD)
-    # What is left lies around the layers too, and keeps its closed forms.
+    # The time of the remaining units outside the layers is computed from closed forms and subtracted.
     closed = dict(zip(costs.unit_names, units, strict=True))
     forward, backward = one.seconds[HEAD]
-    beside = [closed[name] for name in parts]
-    own = forward - sum(u.forward for u in beside), backward - sum(u.backward for u in beside)
-    yield HEAD, _pair(head, own, tuple(sum(ways, Traffic()) for ways in zip(*sent.values(), strict=True)))
+    other_units = [closed[name] for name in parts]
+    head_seconds = forward - sum(u.forward for u in other_units), backward - sum(u.backward for u in other_units)
+    yield HEAD, _pair(head, head_seconds, tuple(sum(ways, Traffic()) for ways in zip(*sent.values(), strict=True)))
 
 
 def _pair(parts: Parts, seconds: tuple[float, float], sent: Sequence[Traffic]) -> tuple[Sample, Sample]:
-    """Return what the two ways add up to and took, without the messages that were waited for."""
+    """Return the samples of forward and backward; exposed communication is subtracted from the measured times."""
     rests = parts.forward_rest + sent[0].exposed_s, parts.backward_rest + sent[1].exposed_s
-    forward, backward = (max(own - rest, 0.0) for own, rest in zip(seconds, rests, strict=True))
+    forward, backward = (max(measured - rest, 0.0) for measured, rest in zip(seconds, rests, strict=True))
     scale = sum(seconds)
     return Sample(parts.forward_parts, forward, scale), Sample(parts.backward_parts, backward, scale)
 
 
 def _update_bandwidth(found: Sequence[LayerTimings]) -> float:
-    """Return the bytes/s of the update of the widest models in the first format; 0 where nothing was timed."""
+    """Return the median bytes/s of the updates of the widest models in the first format; 0 if nothing was timed."""
     if not found:
         return 0.0
-    first, widest = found[0].dtype, max(one.shape for one in found)
+    first, widest = found[0].dtype, max(timing.shape for timing in found)
     state = State.of(first, "adamw")
     rates = []
-    for one in found:
-        if one.dtype == first and one.shape == widest:
-            costs = registry.costs_of(config_of(one.family, first, widest))
-            moved = costs.num_parameters * (2 * (state.width + state.optimizer) + 2 * state.gradient)
-            rates.append(moved / one.update_s)
+    for timing in found:
+        if timing.dtype == first and timing.shape == widest:
+            costs = registry.costs_of(config_of(timing.family, first, widest))
+            num_bytes = costs.num_parameters * (2 * (state.width + state.optimizer) + 2 * state.gradient)
+            rates.append(num_bytes / timing.update_s)
     return statistics.median(rates)

@@ -1,4 +1,4 @@
-"""Layout, the flags and variables that make it, and whether the training takes it."""
+"""Layouts, the flags and variables that select a layout, and the training program's checks of a layout."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from megatron.mpu.topology import Coordinate, Topology
 from tds.schedule import Placement
 from tds.schedule.simulate import IN_A_V, bubble, by_default, candidates, placement_for
 
-# One way to lay a model over a machine.
+# A layout: one way to distribute a model over a machine.
 
 RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the axes, what a step is cut into, and what is shared, recomputed or put elsewhere.
+    """Sizes of the axes, micro-batches, pipeline schedule, and options for sharding, recomputation and offloading.
 
     Args:
-        context: ranks over which sequences are cut, by exchanging heads where it ``cuts_heads``.
-        expert: ranks of the data and context axes that share out the experts of a layer.
-        recompute: "none", "selective" (the core of attention), "full" (each layer from its input).
-        sequence_parallel: tokens are cut over the tensor ranks between the products.
-        num_bf16_states: of AdamW's two.
-        overlap_grad_reduce: gradients are summed over the replicas while the last backward runs.
-        overlaps_tensor: gradients of activations are summed over the tensor ranks while those of weights are computed.
-        is_compiled: each layer is.
+        context: ranks over which sequences are split.
+        cuts_heads: context parallelism exchanges heads (all-to-all) instead of gathering keys and values.
+        expert: ranks of the data and context axes over which the experts of a layer are distributed.
+        recompute: "none", "selective" (the attention core), "full" (each layer from its input).
+        sequence_parallel: tokens are split over the tensor ranks between the matmuls.
+        num_bf16_states: number of AdamW's two states that are stored in bf16.
+        overlap_grad_reduce: gradients are all-reduced over the replicas during the last backward.
+        overlaps_tensor: gradients of activations are all-reduced over the tensor ranks while gradients of weights are
+            computed.
+        is_compiled: each layer is compiled.
     """
 
     tensor: int = 1
@@ -65,42 +67,42 @@ class Layout:
 
     @property
     def topology(self) -> Topology:
-        """The grid of ranks, in the order in which ranks are numbered."""
+        """The grid of ranks."""
         return Topology(pipe=self.pipe, data=self.data, tensor=self.tensor, context=self.context, expert=self.expert)
 
     def stride(self, axis: str) -> int:
-        """Return the distance between the global ranks of two neighbours along ``axis``, one of ``topology.AXES``."""
+        """Return the difference between the global ranks of neighbours along ``axis`` (one of ``topology.AXES``)."""
         neighbour = {"pipe": 0, "data": 0, "context": 0, "tensor": 0, axis: 1}
         return self.topology.rank(Coordinate(**neighbour))
 
     @property
     def placement(self) -> Placement:
-        """Which piece lies on which stage."""
+        """Assignment of the pieces to the stages."""
         return Placement(self.pipe, self.chunks, self.lies)
 
     @property
     def lies(self) -> str:
-        """How the chunks lie on the stages."""
+        """Name of the placement of chunks on stages that the schedule requires."""
         return placement_for(self.schedule)
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of a step over all replicas."""
+        """Samples per step over all replicas."""
         return self.micro_batch_size * self.num_micro_batches * self.data
 
     @property
     def expert_replicas(self) -> int:
-        """Ranks that have the same experts."""
+        """Number of ranks that have the same experts."""
         return self.data * self.context // self.expert
 
     @property
     def zero(self) -> memory.Zero:
-        """How replicas share what they hold."""
+        """ZeRO sharding and offloading over the replicas."""
         return memory.Zero(self.zero_stage, self.data * self.context, self.offload_optimizer, self.offload_parameters)
 
     @property
     def sequence(self) -> int:
-        """Over how many tensor ranks tokens are cut between the products."""
+        """Number of tensor ranks over which tokens are split between the matmuls."""
         return self.tensor if self.sequence_parallel else 1
 
     def __str__(self) -> str:
@@ -119,7 +121,7 @@ class Layout:
 
 
 def layout_of(config: Any, world_size: int) -> Layout:
-    """Return the layout of a ``megatron.config.Config`` on so many ranks; the schedule "auto" as its best one."""
+    """Return the layout of a ``Config`` on ``world_size`` ranks. Schedule "auto" becomes the one with least bubble."""
     parallel, optimizer, batch = config.parallel, config.optimizer, config.batch
     stages, chunks, m = parallel.num_stages, parallel.chunks, batch.num_micro_batches
     names = candidates(parallel.schedule, chunks, parallel.placement) if stages > 1 else ("1f1b",)
@@ -150,7 +152,7 @@ def layout_of(config: Any, world_size: int) -> Layout:
     )
 
 
-# What to paste: the variables of a run script and its flags, for one layout.
+# The command for a layout: the variables of a run script and its flags.
 
 SHOWN = {
     "num_layers", "hidden_size", "num_attention_heads", "seq_length", "enc_seq_length", "dec_seq_length",
@@ -159,21 +161,23 @@ SHOWN = {
     "recompute_granularity",
     "offload_optimizer", "offload_parameters", "dtype", "dry_run", "expert_model_parallel_size",
 }  # fmt: skip
-"""Fields that are among the variables or said of the layout."""
+"""Config fields that are set by the run script's variables or by the layout's own flags."""
 
 
 def variables(config: Any, layout: Layout, devices_per_node: int) -> dict[str, int]:
-    """Return name -> value of what is set in the run script or before it; nodes are whole, or there is one."""
-    model, own, world = config.model, config.own, layout.world_size
+    """Return name -> value of the run script's variables. The layout must fit into one node or fill all nodes."""
+    model, family, world = config.model, config.own, layout.world_size
     on_node = min(devices_per_node, world)
     lengths = {"SEQLEN": config.batch.seq_length}
-    if own.is_encoder_decoder:
-        lengths = {"ENC_SEQLEN": own.enc_seq_length, "DEC_SEQLEN": own.dec_seq_length}
-    layers = {} if own.is_encoder_decoder and own.enc_layers != own.dec_layers else {"NLAYERS": model.num_layers}
-    if own.is_encoder_decoder and own.enc_layers == own.dec_layers:
-        layers = {"NLAYERS": own.enc_layers}
-    found = vars(model) | vars(own)
-    extra = {name: found[field] for name, field in FAMILIES[config.family].variables.items()}
+    if family.is_encoder_decoder:
+        lengths = {"ENC_SEQLEN": family.enc_seq_length, "DEC_SEQLEN": family.dec_seq_length}
+    layers = (
+        {} if family.is_encoder_decoder and family.enc_layers != family.dec_layers else {"NLAYERS": model.num_layers}
+    )
+    if family.is_encoder_decoder and family.enc_layers == family.dec_layers:
+        layers = {"NLAYERS": family.enc_layers}
+    values = vars(model) | vars(family)
+    extra = {name: values[field] for name, field in FAMILIES[config.family].variables.items()}
     return {
         "GPUS_PER_NODE": on_node,
         "NNODES": world // on_node,
@@ -190,7 +194,7 @@ def variables(config: Any, layout: Layout, devices_per_node: int) -> dict[str, i
 
 
 def flags(config: Any, layout: Layout) -> list[str]:
-    """Return the words behind the run script: what has no variable there."""
+    """Return the flags to append to the run script, for settings that have no variable."""
     words = [f"--{layout.dtype}"]
     if schedule := said_schedule(layout):
         words += ["--pipeline-schedule", schedule]
@@ -211,25 +215,25 @@ def flags(config: Any, layout: Layout) -> list[str]:
 
 
 def said_schedule(layout: Layout) -> str | None:
-    """Return the schedule where it is none that follows from stages and chunks."""
+    """Return the schedule, or None if it is the default for the numbers of stages and chunks."""
     return layout.schedule if layout.pipe > 1 and layout.schedule != by_default(layout.chunks) else None
 
 
 def said_chunks(layout: Layout) -> int | None:
-    """Return the chunks where they do not follow from the schedule."""
+    """Return the number of chunks, or None if it follows from the schedule."""
     return layout.chunks if layout.chunks > 1 and layout.schedule not in IN_A_V else None
 
 
 def given_flags(config: Any) -> list[str]:
-    """Return the flags that were given and are told neither by variables nor by the layout."""
+    """Return the user's flags that are not covered by the variables, the layout's flags or the family's recipe."""
     family = FAMILIES[config.family]
-    named = SHOWN | set(family.variables.values())
+    excluded = SHOWN | set(family.variables.values())
     if config.own.is_encoder_decoder and config.own.enc_layers == config.own.dec_layers:
-        named |= {"enc_layers", "dec_layers"}
+        excluded |= {"enc_layers", "dec_layers"}
     recipe, words = scan(family.recipe, (), config.family).values, []
     sections = config.sections()
     for section, option in all_options():
-        if section in sections and option.name in config.given and option.name not in named:
+        if section in sections and option.name in config.given and option.name not in excluded:
             value = getattr(sections[section], option.name)
             if recipe.get(option.name) != value:
                 words += _spelled(option, value)
@@ -237,23 +241,23 @@ def given_flags(config: Any) -> list[str]:
 
 
 def _spelled(option: Option, value: Any) -> list[str]:
-    """Return the words that give ``value`` to the field of ``option``."""
-    constant = [flag for flag, stands_for in option.constants.items() if stands_for == value]
-    if constant or value is True:
-        return [constant[0] if constant else option.flag]
+    """Return the words that set the field of ``option`` to ``value``."""
+    constant_flags = [flag for flag, flag_value in option.constants.items() if flag_value == value]
+    if constant_flags or value is True:
+        return [constant_flags[0] if constant_flags else option.flag]
     return [] if value is False else [option.flag, str(value)]
 
 
 def lines(config: Any, layout: Layout, devices_per_node: int) -> list[str]:
-    """Return the lines for a shell: variables, and the run script with its flags."""
+    """Return the lines of a shell command: variables, and the run script with its flags."""
     assignments = [f"{name}={value}" for name, value in variables(config, layout, devices_per_node).items()]
     start = f"bash {FAMILIES[config.family].run_command} {shlex.join(flags(config, layout))}"
     return [" ".join(assignments[:4]) + " \\", "  " + " ".join(assignments[4:]) + " \\", "  " + start]
 
 
 def file_settings(layout: Layout) -> tuple[dict[str, str | int], frozenset[str]]:
-    """Return the settings of ``layout`` as keys of a file of --config, and the fields that such a file must not set."""
-    found: dict[str, str | int] = {
+    """Return the settings of ``layout`` as keys of a --config file, and the fields that the file must not set."""
+    settings: dict[str, str | int] = {
         "model-parallel-size": layout.tensor,
         "pipe-parallel-size": layout.pipe,
         "context-parallel-size": layout.context,
@@ -270,20 +274,20 @@ def file_settings(layout: Layout) -> tuple[dict[str, str | int], frozenset[str]]
         "expert_model_parallel_size": layout.expert if layout.expert > 1 else None,
         "pipeline_placement": None,
     }
-    found |= {field.replace("_", "-"): value for field, value in optional.items() if value is not None}
-    return found, frozenset(field for field, value in optional.items() if value is None)
+    settings |= {field.replace("_", "-"): value for field, value in optional.items() if value is not None}
+    return settings, frozenset(field for field, value in optional.items() if value is None)
 
 
-# Whether the training would take a layout: its own checks, on the configuration that the pasted lines would make.
+# Check whether the training program accepts a layout, with its own checks of the resulting configuration.
 
 
 def problems(config: Any, layout: Layout) -> list[str]:
-    """Return what the training's checks say against ``layout`` of the model and the other flags of ``config``."""
+    """Return the errors that the training program would report for ``config`` with ``layout``; empty if none."""
     return find_problems(config_of(config, layout), layout.world_size)
 
 
 def config_of(config: Any, layout: Layout) -> Any:
-    """Return ``config`` with the sizes and flags of ``layout`` in place of its own, as ``lines`` spells them."""
+    """Return ``config`` with the sizes and settings of ``layout``, as the command of ``lines`` sets them."""
     schedule, is_full = said_schedule(layout), layout.recompute == "full"
     parallel = replace(
         config.parallel,
@@ -309,7 +313,7 @@ def config_of(config: Any, layout: Layout) -> Any:
         gas=layout.num_micro_batches,
         requested_global_batch_size=0,
     )
-    said = {
+    changed = {
         "pipeline_chunks": said_chunks(layout) is not None,
         "expert_model_parallel_size": layout.expert > 1,
         "pipeline_schedule": schedule is not None,
@@ -322,7 +326,7 @@ def config_of(config: Any, layout: Layout) -> Any:
     }
     given = (
         *(name for name in config.given if name not in SHOWN),
-        *(name for name, is_said in said.items() if is_said),
+        *(name for name, is_changed in changed.items() if is_changed),
     )
     return replace(
         config,

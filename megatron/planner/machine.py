@@ -1,4 +1,4 @@
-"""Machine and its links as JSON; GPUs by data sheet; factors fitted to whole layers."""
+"""Machines and their links, read from and written to JSON; GPUs from data sheets; factors fitted to timed layers."""
 
 from __future__ import annotations
 
@@ -15,55 +15,63 @@ from typing import Any
 from megatron.costs.memory import PEAK_TFLOPS
 from megatron.errors import ConfigError
 
-# How often a unit's products and its passes over memory count: by closed forms, or as whole layers took them.
+# Factors for the matmuls and memory passes of a unit (an embedding, a layer, a norm or the head): from closed forms, or
+# fitted to timed layers.
 #
-# What the operations of a unit add up to by themselves is less than the unit takes: between products numbers are passed
-# over more often than what is kept tells, by kernels of their own, and products are no squares. So the seconds of a
-# forward, and those of a backward, are ``products * those of its products + passes * one pass over what it keeps +
-# scores * one pass over the scores of its attention``, and the three numbers come from whole layers that
-# ``--calibrate`` has timed; for layers cut over tensor ranks they are multiplied by what these took longer. A machine
-# without measurement has ``LAYER`` and ``HEAD``; a pass of the head is one over its logits.
+# A unit takes longer than the sum of its operations: separate kernels between matmuls read and write more bytes than
+# the saved activations have, and matmuls are not square. The time of a forward or backward
+# pass is therefore modelled as ``products * (time of its matmuls) + passes * (one pass over its saved activations) +
+# scores * (one pass over its attention scores)``. ``--calibrate`` fits the three factors to timed layers. For layers
+# that are split over tensor ranks, the factors are multiplied by the measured slowdown. A machine without
+# measurements uses ``LAYER`` and ``HEAD``. A pass of the head is one pass over its logits.
 
 
 @dataclass(frozen=True)
 class EfficiencyFactor:
-    """Factors on the seconds of all products, of one pass over what is kept, and of one over the scores."""
+    """Factors for the times of the matmuls, of a pass over the saved activations, and of a pass over the scores."""
 
     products: float
     passes: float
     scores: float = 0.0
 
     def times(self, factor: float) -> EfficiencyFactor:
-        """Return the factors of what takes so many times as long."""
+        """Return the factors of a unit that takes ``factor`` times as long."""
         return EfficiencyFactor(factor * self.products, factor * self.passes, factor * self.scores)
 
     def of(self, parts: tuple[float, float, float]) -> float:
-        """Return the seconds of these products, pass and pass over scores."""
+        """Return the time of a unit, given (time of its matmuls, of a pass, of a pass over the scores)."""
         products, passed, scored = parts
         return self.products * products + self.passes * passed + self.scores * scored
 
 
 @dataclass(frozen=True)
 class EfficiencyFactors:
-    """Of a forward and of a backward."""
+    """Factors of the forward and of the backward pass."""
 
     forward: EfficiencyFactor
     backward: EfficiencyFactor
 
 
 Table = Mapping[str, Mapping[str, EfficiencyFactors]]
-"""Format of numbers -> kind of unit ("gpt2 layer", "t5 head") -> its tempos."""
+"""Number format -> type of unit ("gpt2 layer", "t5 head") -> its factors."""
 CUT = ", cut over tensor ranks"
-"""What the kind of a unit ends with whose layers are cut: smaller products, and ranks that wait for the slower one."""
+"""Suffix for the type of a unit that is split over tensor ranks: its matmuls are smaller, and its ranks wait."""
 LAYER = EfficiencyFactors(EfficiencyFactor(1.0, 2.0), EfficiencyFactor(1.0, 3.0))
-"""What is kept of a layer is written once in forward and read about once more by the operation that follows; backward
-reads it, and writes a gradient for about as much. Norms, dropout and sums with the residual stream all pass so."""
+"""Forward writes the saved activations of a layer once, and the next operation reads them about once (2 passes).
+Backward reads them, and reads and writes gradients of about the same size (3 passes). The same holds for norms, dropout
+and additions to the residual stream."""
 HEAD = EfficiencyFactors(EfficiencyFactor(1.0, 3.0), EfficiencyFactor(1.0, 2.0))
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds of products and of the passes, those that all took together, and those that an error is measured by."""
+    """A measurement.
+
+    Args:
+        parts: (time of the matmuls, of a pass, of a pass over the scores), in seconds.
+        seconds: measured time of the unit, minus the times to which no factor applies.
+        scale: seconds by which an error is divided in the fit.
+    """
 
     parts: tuple[float, float, float]
     seconds: float
@@ -71,41 +79,41 @@ class Sample:
 
 
 def fitted(samples: Sequence[Sample]) -> EfficiencyFactor:
-    """Return the factors, none below 0, for which the sum of squares of errors over ``scale`` is least."""
-    rows = [[part / one.scale for part in one.parts] for one in samples]
-    wanted = [one.seconds / one.scale for one in samples]
-    best, least = [0.0] * 3, sum(value**2 for value in wanted)
-    for number in (1, 2, 3):
-        for chosen in combinations(range(3), number):
-            found = _least_squares([[row[n] for n in chosen] for row in rows], wanted)
-            if found is None or min(found) < 0:
+    """Fit nonnegative factors by least squares, with the error of each sample divided by its ``scale``."""
+    rows = [[part / sample.scale for part in sample.parts] for sample in samples]
+    targets = [sample.seconds / sample.scale for sample in samples]
+    best, least = [0.0] * 3, sum(value**2 for value in targets)
+    for count in (1, 2, 3):
+        for subset in combinations(range(3), count):
+            factors = _least_squares([[row[n] for n in subset] for row in rows], targets)
+            if factors is None or min(factors) < 0:
                 continue
             error = sum(
-                (_dot(found, [row[n] for n in chosen]) - value) ** 2 for row, value in zip(rows, wanted, strict=True)
+                (_dot(factors, [row[n] for n in subset]) - value) ** 2 for row, value in zip(rows, targets, strict=True)
             )
             if error < least:
-                best, least = [dict(zip(chosen, found, strict=True)).get(n, 0.0) for n in range(3)], error
+                best, least = [dict(zip(subset, factors, strict=True)).get(n, 0.0) for n in range(3)], error
     return EfficiencyFactor(*best)
 
 
 def slowdown(samples: Sequence[Sample], efficiency: EfficiencyFactor) -> float:
-    """Return how many times as long as ``efficiency`` says the samples took: their median, 1 at least."""
-    said = [(one.seconds, efficiency.of(one.parts)) for one in samples]
-    ratios = [own / other for own, other in said if other > 0]
+    """Return the median ratio of the measured times to the times that ``efficiency`` predicts, at least 1."""
+    measured_and_predicted = [(sample.seconds, efficiency.of(sample.parts)) for sample in samples]
+    ratios = [measured / predicted for measured, predicted in measured_and_predicted if predicted > 0]
     return max(1.0, statistics.median(ratios)) if ratios else 1.0
 
 
 def _least_squares(rows: Sequence[Sequence[float]], wanted: Sequence[float]) -> list[float] | None:
-    """Return the factors of the columns by their normal equations; None where these do not tell them apart."""
+    """Solve the normal equations for one factor per column; return None if they are singular."""
     columns = list(zip(*rows, strict=True))
-    matrix = [[*[_dot(one, other) for other in columns], _dot(one, wanted)] for one in columns]
+    matrix = [[*[_dot(column, other) for other in columns], _dot(column, wanted)] for column in columns]
     for pivot, row in enumerate(matrix):
         if row[pivot] <= 1e-9 * _dot(columns[pivot], columns[pivot]):
             return None
         for other in matrix:
             if other is not row:
                 factor = other[pivot] / row[pivot]
-                other[:] = [value - factor * own for value, own in zip(other, row, strict=True)]
+                other[:] = [value - factor * pivot_value for value, pivot_value in zip(other, row, strict=True)]
     return [row[-1] / row[pivot] for pivot, row in enumerate(matrix)]
 
 
@@ -114,40 +122,45 @@ def _dot(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def read(value: Mapping[str, Any]) -> Table:
-    """Return the table of what ``asdict`` made of one.
+    """Return the table whose ``asdict`` form is ``value``.
 
     Raises:
-        TypeError, KeyError, AttributeError: it is none.
+        TypeError, KeyError, AttributeError: ``value`` does not have that form.
     """
     return {
         dtype: {
-            kind: EfficiencyFactors(EfficiencyFactor(**own["forward"]), EfficiencyFactor(**own["backward"]))
-            for kind, own in kinds.items()
+            unit_type: EfficiencyFactors(
+                EfficiencyFactor(**factors["forward"]), EfficiencyFactor(**factors["backward"])
+            )
+            for unit_type, factors in by_type.items()
         }
-        for dtype, kinds in value.items()
+        for dtype, by_type in value.items()
     }
 
 
 def numbers(table: Table) -> Iterator[tuple[str, float]]:
-    """Yield every factor with its name."""
-    for dtype, kinds in table.items():
-        for kind, own in kinds.items():
-            for way, efficiency in asdict(own).items():
-                yield from ((f"tempos of {dtype}, {kind}, {way}: {name}", value) for name, value in efficiency.items())
+    """Yield the name and value of every factor."""
+    for dtype, by_type in table.items():
+        for unit_type, factors in by_type.items():
+            for direction, efficiency in asdict(factors).items():
+                yield from (
+                    (f"tempos of {dtype}, {unit_type}, {direction}: {name}", value)
+                    for name, value in efficiency.items()
+                )
 
 
-# What a device and the wires between devices can do, in numbers that can be measured, as JSON and back.
+# Measurable properties of a device and of the links between devices, as JSON.
 
 FORMAT = "megatron-machine 1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """One kind of message over one link: ``latency_s + bytes a rank sends / bandwidth``.
+    """One type of communication over one link. A message takes ``latency_s + bytes sent by a rank / bandwidth``.
 
     Args:
-        latency_s: of a message between two ranks; a collective of n ranks has it log2(n) times.
-        bandwidth: bytes/s that one rank sends while all ranks of the link do.
+        latency_s: latency of a message between two ranks; a collective of n ranks has log2(n) times this latency.
+        bandwidth: bytes/s per rank while all ranks of the link send.
     """
 
     latency_s: float
@@ -156,13 +169,13 @@ class Wire:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What lies between ranks, by kind of message.
+    """The connection between ranks, by type of communication.
 
     Args:
         all_reduce: a rank of n sends 2 (n - 1) / n of the bytes.
-        gather: a rank of n sends (n - 1) / n of the whole.
-        send: from one rank to one other.
-        scatter: a sum of which each rank gets its part; as gather, but for gloo, which makes the whole sum.
+        gather: a rank of n sends (n - 1) / n of the gathered bytes.
+        send: point-to-point; a rank sends all bytes to one other rank.
+        scatter: reduce-scatter; the same bytes as gather, except for gloo, which computes the full sum.
     """
 
     all_reduce: Wire
@@ -172,41 +185,42 @@ class Link:
 
     @classmethod
     def of(cls, bandwidth: float, latency_s: float) -> Link:
-        """Return a link on which all kinds of messages are equally fast."""
+        """Return a link on which all types of communication are equally fast."""
         wire = Wire(latency_s=latency_s, bandwidth=bandwidth)
         return cls(all_reduce=wire, gather=wire, send=wire, scatter=wire)
 
     def slowed(self, factor: float) -> Link:
-        """Return the link whose messages take so many times as long."""
+        """Return the link on which communication takes ``factor`` times as long."""
         return Link(
             **{
-                name: Wire(latency_s=factor * own.latency_s, bandwidth=own.bandwidth / factor)
-                for name, own in vars(self).items()
+                name: Wire(latency_s=factor * wire.latency_s, bandwidth=wire.bandwidth / factor)
+                for name, wire in vars(self).items()
             }
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """A device, how many of them share a node, and the links within and between nodes.
+    """A device, the number of devices per node, and the links within and between nodes.
 
     Args:
-        memory_bytes: of one device.
-        reserved_bytes: of these, what training cannot have: the driver's, the communication library's, and what the
-            allocator loses between tensors.
-        peak_flops: dtype -> FLOP/s of the data sheet, dense: MFU's denominator.
-        product_flops: dtype -> ((side, FLOP/s), ...) that matrix products reach, sides rising. The side of a product
-            of [n, k] and [k, m] is the cube root of n k m; between sides the rate is linear in the side's logarithm.
-        memory_bandwidth: bytes/s that elementwise kernels read and write, together.
-        update_bandwidth: the same of the optimizer's update.
-        overhead_s: of each operation, on top of its work.
-        host_bandwidth: bytes/s of one device from and to the memory of the host.
-        host_update_bandwidth: as ``update_bandwidth``, of an update on the host.
-        intra: between the devices of a node.
-        inter: between nodes; the bandwidth is a device's share, as if all devices of the node sent at once.
-        tempos: of units that were timed; others go by the closed forms.
-        ranks_per_core: above 1 ranks take turns, and all rates are those of a rank beside all others.
-        reference_s: seconds of ``megatron.planner.reference`` at the speed of all rates; 0: not measured.
+        memory_bytes: memory of one device.
+        reserved_bytes: memory of a device that training cannot use: memory of the driver and the communication library,
+            and fragmentation of the allocator.
+        peak_flops: dtype -> dense FLOP/s of the data sheet, the denominator of MFU.
+        product_flops: dtype -> ((side, FLOP/s of matmuls), ...), sorted by side. The side of a matmul of [n, k] and
+            [k, m] is the cube root of n k m. Rates between two sides are interpolated linearly in log(side).
+        memory_bandwidth: bytes/s that elementwise kernels read and write in total.
+        update_bandwidth: the same for the optimizer's update.
+        overhead_s: overhead of each operation, in addition to its work.
+        host_bandwidth: bytes/s between one device and the host's memory, in one direction.
+        host_update_bandwidth: as ``update_bandwidth``, for an update on the host.
+        intra: link between the devices of a node.
+        inter: link between nodes; its bandwidth is per device, while all devices of the node send.
+        tempos: factors of units that were timed; other units use ``LAYER`` and ``HEAD``.
+        ranks_per_core: if above 1, ranks take turns on a core; all rates are per rank, while all ranks run.
+        reference_s: seconds of the work in ``megatron.planner.reference``, at the machine speed to which all rates are
+            scaled; 0: not measured.
     """
 
     name: str
@@ -230,17 +244,17 @@ class Machine:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes of a device that training can have."""
+        """Bytes of a device that training can use."""
         return self.memory_bytes - self.reserved_bytes
 
     @property
     def first_dtype(self) -> str:
-        """The format of runs that name none: fp32 on a CPU, else the first of 16 bits that the machine knows."""
+        """Default number format of runs: fp32 on a CPU, otherwise bf16 or fp16 if the machine has rates for it."""
         order = ("fp32", "bf16", "fp16") if self.is_cpu else ("bf16", "fp16", "fp32")
         return next((name for name in order if name in self.product_flops), order[0])
 
     def product_rate(self, dtype: str, side: float) -> float:
-        """Return the FLOP/s of products of that side.
+        """Return the FLOP/s of matmuls with this side.
 
         Raises:
             ConfigError: the machine has no rate for ``dtype``.
@@ -258,18 +272,21 @@ class Machine:
         return table[-1][1]
 
     def idle(self, bubble: float) -> float:
-        """Return the share of a step in which ranks wait that all wait ``bubble`` of it, each on cores of its own.
+        """Return the share of a step in which a core is idle.
 
-        Where ranks take turns on a core, one that waits leaves it to another: only what is left of it is idle.
+        If ranks share a core, other ranks use it while one rank waits, so the core is idle for less than ``bubble``.
+
+        Args:
+            bubble: share of a step in which a rank would wait if it had its own core.
         """
         return max(0.0, 1 - self.ranks_per_core * (1 - bubble))
 
     def efficiency(self, dtype: str, kind: str, otherwise: EfficiencyFactors = LAYER) -> EfficiencyFactors:
-        """Return how often products and passes of a kind of unit count."""
+        """Return the efficiency factors of a type of unit; ``otherwise`` if it was not timed."""
         return self.tempos.get(dtype, {}).get(kind, otherwise)
 
     def slowed(self, factor: float) -> Machine:
-        """Return the machine on which everything takes so many times as long; what units take beside it stays."""
+        """Return a machine whose operations take ``factor`` times as long; efficiency factors are unchanged."""
         tables = {
             dtype: tuple((side, rate / factor) for side, rate in table) for dtype, table in self.product_flops.items()
         }
@@ -285,15 +302,18 @@ class Machine:
         )
 
     def to_json(self) -> str:
-        """Return the machine as text; ``from_json`` reads it."""
+        """Return the machine as JSON, which ``from_json`` reads."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str, origin: str = "the text") -> Machine:
         """Return the machine that ``to_json`` wrote.
 
+        Args:
+            origin: where ``text`` comes from, for messages.
+
         Raises:
-            ConfigError: it is no such text; ``origin`` says where it comes from.
+            ConfigError: the text does not describe a valid machine.
         """
         try:
             values = json.loads(text)
@@ -316,10 +336,10 @@ class Machine:
 
     @classmethod
     def load(cls, path: Path) -> Machine:
-        """Return the machine of a file.
+        """Read a machine from a file.
 
         Raises:
-            ConfigError: the file cannot be read.
+            ConfigError: the file cannot be read, or does not describe a valid machine.
         """
         try:
             text = path.read_text(encoding="utf-8")
@@ -329,7 +349,7 @@ class Machine:
 
 
 def _wrong(machine: Machine) -> Iterator[str]:
-    """Yield what of a machine that was read can be none."""
+    """Yield a message for each invalid value of a machine that was read from JSON."""
     for name in ("memory_bytes", "devices_per_node"):
         value = getattr(machine, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -340,13 +360,13 @@ def _wrong(machine: Machine) -> Iterator[str]:
     for name in ("overhead_s", "reserved_bytes", "reference_s"):
         if not _is_number(getattr(machine, name)):
             yield f"{name} must be a number of at least 0, got {getattr(machine, name)!r}"
-    for name, kinds in (("name", str), ("notes", str), ("is_cpu", bool)):
-        if not isinstance(getattr(machine, name), kinds):
-            yield f"{name} must be {kinds.__name__}, got {getattr(machine, name)!r}"
-    for place in ("intra", "inter"):
-        for kind, wire in vars(getattr(machine, place)).items():
+    for name, expected_type in (("name", str), ("notes", str), ("is_cpu", bool)):
+        if not isinstance(getattr(machine, name), expected_type):
+            yield f"{name} must be {expected_type.__name__}, got {getattr(machine, name)!r}"
+    for link_name in ("intra", "inter"):
+        for message_type, wire in vars(getattr(machine, link_name)).items():
             if not _is_number(wire.latency_s) or not _is_number(wire.bandwidth, above=0):
-                yield f"{place}.{kind} must have numbers, the bandwidth above 0, got {vars(wire)}"
+                yield f"{link_name}.{message_type} must have numbers, the bandwidth above 0, got {vars(wire)}"
     if not _is_number(machine.ranks_per_core) or machine.ranks_per_core < 1:
         yield f"ranks_per_core must be a number of at least 1, got {machine.ranks_per_core!r}"
     yield from _wrong_tables(machine)
@@ -387,33 +407,33 @@ def _tables(value: Mapping[str, Any]) -> dict[str, tuple[tuple[float, float], ..
 
 
 _RATES = ("memory_bandwidth", "update_bandwidth", "host_bandwidth", "host_update_bandwidth")
-"""Fields that are bytes/s."""
+"""Fields in bytes/s."""
 _READ = {"intra": _link, "inter": _link, "product_flops": _tables, "tempos": read}
 
 
-# GPUs that are known without measuring: data sheets, and what programs usually reach of them.
+# GPUs known without measurement: data sheet values, and the shares of these values that programs usually reach.
 #
-# One set of shares holds for a GPU, whatever the model: docs/planner.md compares what follows from them with published
-# runs. Links are those of the usual nodes: eight devices, and a network card for each. A cluster of another kind is
-# told by ``--machine FILE``, best begun with ``--calibrate`` on one of its nodes.
+# The shares of a GPU are the same for all models. docs/planner.md compares the resulting estimates with published runs.
+# Links are for common nodes with eight devices and one network card per device. Describe another type of cluster with
+# ``--machine FILE``, preferably starting from ``--calibrate`` on one of its nodes.
 
 SIDES = ((64, 0.02), (128, 0.08), (256, 0.25), (512, 0.5), (1024, 0.75), (2048, 0.92), (4096, 1.0))
-"""Side of a product -> share of what the largest products reach."""
+"""Side of a matmul -> its rate as a share of the rate of the largest matmuls."""
 STREAM = 0.8
-"""Share of the memory's bandwidth that elementwise kernels reach."""
+"""Share of the memory bandwidth that elementwise kernels reach."""
 WIRE = 0.75
 """Share of a link's bandwidth that collectives reach."""
 LAUNCH_S, INTRA_LATENCY_S, INTER_LATENCY_S = 4e-6, 8e-6, 2e-5
 RESERVED = 4 * 10**9
-"""Bytes of a GPU for its context, NCCL and what lies between tensors."""
+"""Bytes of a GPU's memory for its context, NCCL and fragmentation."""
 
 SLOWER = (1.1, 1.14)
-"""Steps of published runs with fused attention over their plans, least and most (docs/planner.md)."""
+"""Smallest and largest ratio of the step time of published runs with fused attention to the plan (docs/planner.md)."""
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """What the data sheet says: GB, TB/s, GB/s in one direction; ``reached`` of the peak by the largest products."""
+    """Data sheet of a GPU, links in one direction; ``reached``: share of peak FLOP/s that large matmuls reach."""
 
     part: str  # name in PEAK_TFLOPS
     gigabytes: float
@@ -440,14 +460,14 @@ SHEETS = {
     "l40s": Sheet("L40S", 51.5, 0.864, 32, 12.5, 0.65, 91.6),
     "mi300x": Sheet("MI300X", 206.0, 5.3, 448, 50, 0.5, 163, host_gb_s=50),
 }
-"""Name for --gpu -> data sheet."""
+"""Value of --gpu -> data sheet."""
 
 
 def device(name: str) -> Machine:
-    """Return the machine of nodes with eight GPUs of that name.
+    """Return a machine whose nodes have eight GPUs of this name.
 
     Raises:
-        ConfigError: the GPU is not known.
+        ConfigError: the GPU is unknown.
     """
     if name not in SHEETS:
         raise ConfigError(
@@ -465,7 +485,8 @@ def device(name: str) -> Machine:
         devices_per_node=8,
         peak_flops=peaks,
         product_flops={
-            dtype: tuple((side, share * most * sheet.reached) for side, share in SIDES) for dtype, most in peaks.items()
+            dtype: tuple((side, share * peak_rate * sheet.reached) for side, share in SIDES)
+            for dtype, peak_rate in peaks.items()
         },
         memory_bandwidth=memory,
         update_bandwidth=memory,
@@ -477,14 +498,14 @@ def device(name: str) -> Machine:
     )
 
 
-# The machine that the command line names: a device that is known, or a file, with what the user says of its nodes.
+# The machine given on the command line: a known device or a file, with overrides of its nodes.
 
 
 def machine_of(flags: argparse.Namespace) -> Machine:
-    """Return the machine that the flags name.
+    """Return the machine given by the flags.
 
     Raises:
-        ConfigError: there is no such device, the file cannot be read, or no memory is left.
+        ConfigError: the device is unknown, the file cannot be read, or no memory is left.
     """
     machine = Machine.load(flags.machine) if flags.machine else device(flags.gpu or "h100-80g")
     if flags.gpus_per_node:
@@ -500,10 +521,10 @@ def machine_of(flags: argparse.Namespace) -> Machine:
 
 
 def check_nodes(world: int, machine: Machine) -> None:
-    """Return if the devices are those of whole nodes, or of a part of one.
+    """Check that the devices fill whole nodes, or fit into one node.
 
     Raises:
-        ConfigError: a node would be used in part, beside others.
+        ConfigError: several nodes are needed, and one of them would be partly used.
     """
     node = machine.devices_per_node
     if world > node and world % node:

@@ -1,4 +1,4 @@
-"""Products, streams, links: one device and its links while the others do the same."""
+"""Measure matmuls, memory bandwidth and links of one device while the other ranks do the same."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from megatron.planner.reference import Reference, own_core_s, waits
 from megatron.planner.spawn_ranks import Rank
 from megatron.torch_compat import all_gather_single, reduce_scatter_single
 
-# What one device does in a second, measured while the other ranks do the same: products, passes, updates, starts.
+# Rates of one device, measured while the other ranks do the same: matmuls, memory passes, updates, launches.
 #
 # | probe | one turn | counted |
 # |---|---|---|
-# | products | y = x Wᵀ, dx = dy W, dW = dyᵀ x of squares: the three products of a linear layer | 6 side³ FLOPs |
-# | stream | a sum, a norm and a GELU of activations, forward and backward | ``STREAM_PASSES`` times their bytes |
-# | update | the norm of the gradients and torch's fused AdamW, in fp32 | 32 bytes of a parameter: 5 read, 3 written |
-# | overhead | a chain of small sums, forward and backward | two starts of a sum |
-# | copy | to the device from the host's memory, and back | its bytes twice |
+# | products | y = x Wᵀ, dx = dy W, dW = dyᵀ x, all square: the three matmuls of a linear layer | 6 side³ FLOPs |
+# | stream | a sum, a norm and a GELU of activations, forward and backward | ``STREAM_PASSES`` times a tensor's bytes |
+# | update | the norm of the gradients and torch's fused AdamW, in fp32 | 32 bytes per parameter: 5 read, 3 written |
+# | overhead | a chain of small sums, forward and backward | two launches of a sum |
+# | copy | from host memory to the device, and back | twice the bytes of the tensor |
 #
-# A turn is repeated for a window of time, some windows one after the other; the median of their rates counts.
-# Everything that is not to be measured (the first touch of memory, the choice of kernels) happens in turns ahead of
-# them.
+# A turn is repeated for a time window. The result is the median rate of several windows. Warm-up turns before the first
+# window exclude one-time costs (first touch of memory, selection of kernels).
 
 SIDES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 LONGEST_TURN_S = 0.25
-"""Of products: the sides end ahead of one whose turn would take longer, and never below ``LEAST_SIDE``."""
+"""Upper bound for a turn of matmuls: larger sides are skipped if they would take longer, except ``LEAST_SIDE``."""
 LEAST_SIDE = 512
 STREAM_PASSES = (3 + 2 + 2) + (3 + 3 + 3)
 """Tensors read and written: by sum, norm, GELU; by the backward of GELU and norm, and the sum of two gradients."""
@@ -47,14 +46,15 @@ CHAIN = 200
 
 @dataclass(frozen=True)
 class TimingBudget:
-    """How long to look: ``windows`` of ``window_s`` seconds for each rate, and sizes up to the largest.
+    """Limits of the measurements: ``windows`` of ``window_s`` seconds per rate, and sizes up to the largest.
 
     Args:
-        numbers: in the tensors of the stream and the update: more than caches hold.
-        turns: of each model whose layers are timed in the first format; models wider than ``widest`` are left out.
-        by_cpu_time: count this process's processor time, which says something of one thread on a busy machine too.
-        ranks_per_core: where it is above 1 ranks take turns, and their processor time counts so many times.
-        by_wall: count the wall clock as it is, for devices that go on while this thread waits for a core.
+        numbers: elements of the tensors of the probes stream and update; the tensors must be larger than the caches.
+        turns: number of times that each model's layers are timed in the first format.
+        widest: models with a larger hidden size are not timed.
+        by_cpu_time: measure this process's CPU time, which is accurate for a single thread even on a busy machine.
+        ranks_per_core: if above 1, ranks take turns on a core, and their CPU time is multiplied by it.
+        by_wall: measure wall-clock time, for devices that continue while this thread waits for a core.
     """
 
     window_s: float = 0.06
@@ -68,11 +68,11 @@ class TimingBudget:
     by_wall: bool = False
 
     def shared_by(self, ranks: int, threads: int) -> TimingBudget:
-        """Return the budget of so many ranks at once on the cores of this machine."""
+        """Return the limits for ``ranks`` ranks that measure at the same time on the cores of this machine."""
         return replace(self, ranks_per_core=max(1.0, ranks * threads / len(os.sched_getaffinity(0))))
 
     def now(self) -> float:
-        """Return the seconds that count, from any beginning: those in which this thread did not wait for a core."""
+        """Return the seconds since an arbitrary origin; waits for a core do not count, except with ``by_wall``."""
         if self.by_wall:
             return time.perf_counter()
         if self.by_cpu_time or self.ranks_per_core > 1:
@@ -82,7 +82,7 @@ class TimingBudget:
 
 @dataclass(frozen=True)
 class Rates:
-    """What one rank measured, in FLOP/s, bytes/s and seconds; ``products``: dtype -> ((side, FLOP/s), ...)."""
+    """Measurements of one rank in FLOP/s, bytes/s and seconds; ``products``: dtype -> ((side, FLOP/s), ...)."""
 
     products: dict[str, tuple[tuple[float, float], ...]]
     stream: float
@@ -92,10 +92,10 @@ class Rates:
 
 
 def rates_of(rank: Rank, dtypes: tuple[str, ...], pace: TimingBudget, reference: Reference) -> Rates:
-    """Return the rates of this rank while the others measure the same, at the speed of ``reference``. Collective.
+    """Return this rank's rates, measured together with all other ranks and scaled to ``reference``. Collective.
 
     Args:
-        dtypes: of the products; the first is that of the stream.
+        dtypes: number formats of the matmuls; the first one is also used for the stream.
     """
     products = {}
     for dtype in dtypes:
@@ -114,10 +114,10 @@ def rates_of(rank: Rank, dtypes: tuple[str, ...], pace: TimingBudget, reference:
 
 
 def update_rate_of_host(pace: TimingBudget) -> float:
-    """Return the bytes/s of an update of what is kept in the host's memory, by this process alone."""
-    alone = Rank(0, 1, "cpu", "", torch.get_num_threads())
+    """Return the bytes/s of an optimizer update in the host's memory, without the other ranks. Not collective."""
+    single_rank = Rank(0, 1, "cpu", "", torch.get_num_threads())
     turn = _update(torch.device("cpu"), pace)
-    return UPDATE_BYTES * pace.numbers * _turns_per_s(alone, turn, pace, Reference(alone, pace.now))
+    return UPDATE_BYTES * pace.numbers * _turns_per_s(single_rank, turn, pace, Reference(single_rank, pace.now))
 
 
 def _products(rank: Rank, dtype: str, pace: TimingBudget, reference: Reference) -> tuple[tuple[float, float], ...]:
@@ -127,7 +127,7 @@ def _products(rank: Rank, dtype: str, pace: TimingBudget, reference: Reference) 
             break
         turns = _turns_per_s(rank, _product(rank.place, dtype, side), pace, reference)
         table.append((float(side), 6.0 * side**3 * turns))
-        if side >= LEAST_SIDE and rank.most(1 / turns) > LONGEST_TURN_S / 8:  # the next takes 8 times as long
+        if side >= LEAST_SIDE and rank.most(1 / turns) > LONGEST_TURN_S / 8:  # the next side takes 8 times as long
             break
     return tuple(table)
 
@@ -170,25 +170,25 @@ def _update(place: torch.device, pace: TimingBudget) -> Callable[[], object]:
 
 def _chain(place: torch.device) -> Callable[[], object]:
     start = torch.zeros(16, device=place, requires_grad=True)
-    one = torch.ones(16, device=place)
+    ones = torch.ones(16, device=place)
 
     def turn() -> None:
         x = start
         for _ in range(CHAIN):
-            x = x + one
+            x = x + ones
         start.grad = None
-        x.backward(one)
+        x.backward(ones)
 
     return turn
 
 
 def _copy(rank: Rank, pace: TimingBudget) -> Callable[[], object]:
     host = device.host_memory((pace.numbers,), torch.float32, rank.place)
-    there = torch.empty(pace.numbers, device=rank.place)
+    on_device = torch.empty(pace.numbers, device=rank.place)
 
     def turn() -> None:
-        there.copy_(host, non_blocking=True)
-        host.copy_(there, non_blocking=True)
+        on_device.copy_(host, non_blocking=True)
+        host.copy_(on_device, non_blocking=True)
 
     return turn
 
@@ -198,9 +198,9 @@ def _bytes(dtype: str, pace: TimingBudget) -> int:
 
 
 def _turns_per_s(rank: Rank, turn: Callable[[], object], pace: TimingBudget, reference: Reference) -> float:
-    """Return how many turns a second of ``reference`` has, the median over the windows. Collective.
+    """Return the median number of turns per second over all windows, scaled to ``reference``. Collective.
 
-    All ranks begin each window together.
+    All ranks start each window together.
     """
     turn()
     device.synchronize(rank.kind)
@@ -210,11 +210,11 @@ def _turns_per_s(rank: Rank, turn: Callable[[], object], pace: TimingBudget, ref
     reference.read()
     for _ in range(pace.windows):
         rank.meet()
-        done, spent = 0, 0.0
+        num_done, spent = 0, 0.0
         while spent < pace.window_s:
             spent += _seconds(rank, turn, batch, pace)
-            done += batch
-        rates.append(done / (spent * reference.scale()))
+            num_done += batch
+        rates.append(num_done / (spent * reference.scale()))
     return statistics.median(rates)
 
 
@@ -226,54 +226,54 @@ def _seconds(rank: Rank, turn: Callable[[], object], times: int, pace: TimingBud
     return max(pace.now() - start, 1e-9)
 
 
-# How fast ranks of this machine tell each other something, by kind of message, as latency and bandwidth.
+# Latency and bandwidth between ranks of this machine, by type of communication.
 #
-# Each size is timed while all ranks take part, on CPUs between pieces of work; the two numbers of a ``Wire`` are fitted
-# to all sizes so that the relative errors are least. A rank of n sends 2 (n - 1) / n of the bytes of an all-reduce,
-# (n - 1) / n of what an all-gather gives or a reduce-scatter takes, and all of what it sends to one other; a collective
-# of n ranks has the latency log2(n) times.
+# Each message size is timed with all ranks, which compute between the messages on CPUs. The two parameters of a
+# ``Wire`` are fitted to all sizes by minimizing the relative errors. A rank of n sends 2 (n - 1) / n of the bytes of an
+# all-reduce, (n - 1) / n of the result of an all-gather or the input of a reduce-scatter, and all bytes of a send. A
+# collective of n ranks has log2(n) times the latency.
 
 SIZES = (2**8, 2**14, 2**18, 2**21, 2**24)
-"""Bytes of the messages."""
+"""Sizes of the messages in bytes."""
 ROUND_S, ROUNDS = 0.05, 3
 SHORTEST_S = 1e-6
-"""Of a message, where it cannot be told from the work ahead of it."""
+"""Lower bound of a message's time, in case that the message takes no measurable time in addition to the work."""
 Sample = tuple[float, float]
-"""(bytes that a rank sends, seconds)."""
+"""(bytes sent by a rank, seconds)."""
 
 
 def link_alone(rank: Rank, sizes: Sequence[int], round_s: float) -> Link:
-    """Return the link between all ranks where nothing else is timed, at the median speed. Collective."""
+    """Return the link between all ranks, scaled to the median speed of this measurement. Collective."""
     reference = Reference(rank, TimingBudget().now)
-    found = link_of(rank, reference, sizes, round_s)
-    return found.slowed(reference.usual_s / reference.unit_s)
+    link = link_of(rank, reference, sizes, round_s)
+    return link.slowed(reference.usual_s / reference.unit_s)
 
 
 def link_of(rank: Rank, reference: Reference, sizes: Sequence[int] = SIZES, round_s: float = ROUND_S) -> Link:
-    """Return the link between all ranks at the speed of ``reference``, the same numbers on each.
+    """Return the link between all ranks, scaled to the speed of ``reference``; the same on every rank.
 
-    Collective over two ranks and more.
+    Collective over at least two ranks.
     """
     wires = {}
-    for name, kind in KINDS.items():
+    for name, message_type in KINDS.items():
         rank.report(f"messages: {name}")
-        turns = [(size, kind.make(rank, size)) for size in sizes]
+        turns = [(size, message_type.make(rank, size)) for size in sizes]
         samples = [
-            (kind.share(rank.size) * size, _message_seconds(rank, turn, round_s, reference) / kind.legs)
+            (message_type.share(rank.size) * size, _message_seconds(rank, turn, round_s, reference) / message_type.legs)
             for size, turn in turns
         ]
-        wires[name] = fitted(samples, kind.latencies(rank.size))
+        wires[name] = fitted(samples, message_type.latencies(rank.size))
     return Link(**wires)
 
 
 def fitted(samples: Sequence[Sample], latencies: float) -> Wire:
-    """Return the wire for which ``latencies * latency_s + bytes / bandwidth`` is nearest to the samples.
+    """Fit ``latencies * latency_s + bytes / bandwidth`` to the samples.
 
-    The sum of squares of the relative errors is least. Where the samples show no latency or no bandwidth (a line that
-    falls), the shortest message stands for the one, the fastest for the other.
+    The sum of squared relative errors is minimized. If the fitted latency or bandwidth is not positive, the latency of
+    the shortest message or the bandwidth of the fastest message is used instead.
 
     Raises:
-        ValueError: less than two sizes.
+        ValueError: the samples have fewer than two sizes.
     """
     if len({sent for sent, _ in samples}) < 2:
         raise ValueError(f"a line needs messages of two sizes at least, got {samples}")
@@ -281,8 +281,8 @@ def fitted(samples: Sequence[Sample], latencies: float) -> Wire:
     total = sum(weights)
     mean_x = sum(w * x for w, (x, _) in zip(weights, samples, strict=True)) / total
     mean_y = sum(w * y for w, (_, y) in zip(weights, samples, strict=True)) / total
-    over = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, samples, strict=True))
-    slope = over / sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, samples, strict=True))
+    covariance = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, samples, strict=True))
+    slope = covariance / sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, samples, strict=True))
     start = mean_y - slope * mean_x
     if slope <= 0:
         slope = min(seconds / sent for sent, seconds in samples)
@@ -297,19 +297,19 @@ def _all_reduce(rank: Rank, size: int) -> Callable[[], object]:
 
 
 def _gather(rank: Rank, size: int) -> Callable[[], object]:
-    part = torch.zeros(max(1, size // 4 // rank.size), device=rank.place)
-    whole = torch.zeros(len(part) * rank.size, device=rank.place)
-    return lambda: all_gather_single(whole, part)
+    local = torch.zeros(max(1, size // 4 // rank.size), device=rank.place)
+    gathered = torch.zeros(len(local) * rank.size, device=rank.place)
+    return lambda: all_gather_single(gathered, local)
 
 
 def _scatter(rank: Rank, size: int) -> Callable[[], object]:
-    whole = torch.zeros(rank.size * max(1, size // 4 // rank.size), device=rank.place)
-    part = torch.zeros(len(whole) // rank.size, device=rank.place)
-    return lambda: reduce_scatter_single(part, whole)
+    full = torch.zeros(rank.size * max(1, size // 4 // rank.size), device=rank.place)
+    local = torch.zeros(len(full) // rank.size, device=rank.place)
+    return lambda: reduce_scatter_single(local, full)
 
 
 def _send(rank: Rank, size: int) -> Callable[[], object]:
-    """Return a message there and one back, of neighbours; with an odd number of ranks the last one looks on."""
+    """Return a function that exchanges messages with a neighbour; with an odd number of ranks, the last one is idle."""
     data = torch.zeros(size // 4, device=rank.place)
     peer = rank.number ^ 1
     if peer >= rank.size:
@@ -324,15 +324,15 @@ def _send(rank: Rank, size: int) -> Callable[[], object]:
 
 
 def _message_seconds(rank: Rank, turn: Callable[[], object], round_s: float, reference: Reference) -> float:
-    """Return the median seconds of a message over the rounds, as the slowest rank has it. Collective."""
+    """Return the seconds of a message: the median over the rounds, on the slowest rank. Collective."""
     work = _work(rank)
 
     def both() -> None:
         work()
         turn()
 
-    one = rank.most(_spent(rank, both, 2, reference) / 2)
-    times = max(1, min(1000, int(round_s / one)))
+    turn_s = rank.most(_spent(rank, both, 2, reference) / 2)
+    times = max(1, min(1000, int(round_s / turn_s)))
     reference.read()
     seconds = [
         (_spent(rank, both, times, reference) - _spent(rank, work, times, reference)) / times for _ in range(ROUNDS)
@@ -341,10 +341,11 @@ def _message_seconds(rank: Rank, turn: Callable[[], object], round_s: float, ref
 
 
 def _work(rank: Rank) -> Callable[[], object]:
-    """Return what ranks do ahead of a message: on a CPU a product of about a millisecond, as between two of a training.
+    """Return a function to call before each message: on a CPU, a matmul of about a millisecond.
 
-    Ranks that wait for one another all the time find each other awake and their numbers in the caches: messages then
-    take half as long. Other devices only queue their messages.
+    In training, ranks compute between messages. If ranks only communicate, they do not sleep and their data stay in the
+    caches, which halves the time of a message. On other devices the function does nothing, since messages are only
+    queued.
     """
     if rank.kind != "cpu":
         return lambda: None
@@ -353,7 +354,7 @@ def _work(rank: Rank) -> Callable[[], object]:
 
 
 def _spent(rank: Rank, turn: Callable[[], object], times: int, reference: Reference) -> float:
-    """Return the wall's seconds without those that other programs took. Collective."""
+    """Return the wall-clock seconds of ``times`` turns, minus the time lost to other programs. Collective."""
     rank.meet()
     waited, start = waits(), time.perf_counter()
     for _ in range(times):
@@ -364,12 +365,13 @@ def _spent(rank: Rank, turn: Callable[[], object], times: int, reference: Refere
 
 
 class Kind(NamedTuple):
-    """A kind of message: what makes a turn of so many bytes, and what n ranks pay for one.
+    """A type of communication.
 
     Args:
-        share: of the bytes that a rank of n sends.
-        latencies: that one message of n ranks has.
-        legs: messages in a turn, one after the other.
+        make: (rank, bytes) -> function that sends a message of this size.
+        share: n -> share of the bytes that each of n ranks sends.
+        latencies: n -> latency of a message between n ranks, in multiples of ``Wire.latency_s``.
+        legs: number of consecutive messages per call.
     """
 
     make: Callable[[Rank, int], Callable[[], object]]
@@ -384,4 +386,4 @@ KINDS = {
     "scatter": Kind(_scatter, lambda n: (n - 1) / n, math.log2),
     "send": Kind(_send, lambda n: 1.0, lambda n: 1.0, legs=2),
 }
-"""The wires of a ``Link``, by name."""
+"""Type of communication -> its measurement; the keys are the fields of ``Link``."""

@@ -1,4 +1,4 @@
-"""Flags of tools/plan.py."""
+"""Flags of tools/plan.py, and their conversion to a planning task."""
 
 from __future__ import annotations
 
@@ -29,22 +29,21 @@ from megatron.planner.machine import SHEETS, Machine, check_nodes, machine_of
 from megatron.planner.search import Search, divisors
 from tds.schedule.simulate import AUTO
 
-# From the words of the command line to a question: which model, on what machine, in which layouts.
+# From the command line to a planning task: the model, the machine, and the layouts to consider.
 #
-# What describes the model or a layout is the training's own flags, read and checked by ``megatron.arguments.parse``; a
-# flag that changes nothing here is refused. Layers and width must be said; what else is left out follows for the
-# family:
+# The training program's flags describe the model and the layout. ``megatron.arguments.parse`` reads and checks them. A
+# flag that has no effect on a plan is rejected. Layers and width are required. Other defaults depend on the family:
 #
 # | | gpt2 | t5 | llama | mpt | bert |
 # |---|---|---|---|---|---|
-# | --num-attention-heads | as GPT-3 and GPT-2 have them | heads of 64 numbers up to a width of 1024, else of 128 | | | |  # noqa: E501
-# | --seq-length | 2048 | 512 to the encoder | 2048 | 2048 | 512 |
+# | --num-attention-heads | as in GPT-3 and GPT-2 | heads of size 64 up to a width of 1024, otherwise 128 | | | |
+# | --seq-length | 2048 | 512 for the encoder | 2048 | 2048 | 512 |
 # | --vocab-size | 50304 | 32128 | 32000 | 50368 | 30592 |
 
 SMALL = 1024
-"""Published models up to this width have heads of 64 numbers, wider ones mostly of 128."""
+"""Width up to which published models have heads of size 64; heads of wider models mostly have size 128."""
 TOKENS = 4 * 2**20
-"""Of a step, about, where --global-batch-size is not given."""
+"""Approximate number of tokens per step without --global-batch-size."""
 LAYOUT = {
     "model_parallel_size": "tensor",
     "pipe_parallel_size": "pipe",
@@ -59,31 +58,31 @@ LAYOUT = {
     "recompute_granularity": "recompute",
     "expert_model_parallel_size": "expert",
 }
-"""Field of a section -> field of ``Layout``: what a search may vary, unless it is given."""
+"""Field of a section -> field of ``Layout``. A search varies these unless they are given."""
 TAKEN = (
     "offload_optimizer", "offload_parameters", "checkpoint_num_layers", "partition_activations", "checkpoint_in_cpu",
     "dtype", "optimizer", "compile", "overlap_grad_reduce", "reset_attention_mask", "context_parallel_size",
     "cp_comm_type", "expert_tensor_parallel_size",
 )  # fmt: skip
-"""Other fields that are read, beside those of the model and its lengths."""
+"""Other fields that affect a plan, in addition to the fields of the model and its sequence lengths."""
 SHAPE = ("model_parallel_size", "pipe_parallel_size", "batch_size")
-"""Fields that with --gas give the samples of a step."""
+"""Fields that determine the samples per step together with --gas."""
 IN_TENSOR, IN_PIPE = (
     ("sequence_parallel",),
     ("pipeline_chunks", "pipeline_schedule", "pipeline_auto_schedules", "pipeline_placement", "pipeline_split_rank"),
 )
-"""Fields that act with several tensor ranks, or stages."""
+"""Fields that take effect only with several tensor ranks, or several stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What the command line asks.
+    """The planning task given by the command line.
 
     Args:
-        layout: the one to look at with --fits; None: the best ones are sought.
-        assumed: what was not said, in words.
-        config_file: the file of --config; None without one.
-        file_fields: fields that this file sets to another value than the default.
+        layout: the layout to evaluate with --fits; None searches for the best ones.
+        assumed: settings that were not given, as flags.
+        config_file: path given by --config; None without this flag.
+        file_fields: fields that this file sets to values other than the defaults.
         is_of_run: this file is the config.json of a run.
     """
 
@@ -99,21 +98,23 @@ class Question:
 
 
 def question(flags: argparse.Namespace, rest: Sequence[str]) -> Question:
-    """Return what the planner's ``flags`` and the training's flags in ``rest`` ask.
+    """Return the planning task given by the planner's ``flags`` and the training's flags in ``rest``.
 
     Raises:
-        ConfigError: all problems of the training's flags, or one of the planner's.
+        ConfigError: lists all problems with the training's flags, or the first problem with the planner's flags.
     """
     machine = machine_of(flags)
     world = flags.gpus or machine.devices_per_node
     check_nodes(world, machine)
-    brought, place = from_checkpoint(flags.model, rest)
+    brought, settings_file = from_checkpoint(flags.model, rest)
     words, assumed = with_defaults(flags.model, rest, machine, brought)
-    if place is not None:
-        assumed.append(f"the sizes of {place}")
-        words += ["--finetune"] * (place.name == "config.json" and "--finetune" not in words)  # weights and no more
-    typed, found = scan(rest, (), flags.model).values, with_config_file(rest, flags.model)
-    given = {**found.values, **brought}
+    if settings_file is not None:
+        assumed.append(f"the sizes of {settings_file}")
+        words += ["--finetune"] * (
+            settings_file.name == "config.json" and "--finetune" not in words
+        )  # only weights are loaded
+    typed, scanned = scan(rest, (), flags.model).values, with_config_file(rest, flags.model)
+    given = {**scanned.values, **brought}
     if flags.fits:
         if flags.global_batch_size:
             words += ["--global-batch-size", str(flags.global_batch_size)]
@@ -127,8 +128,8 @@ def question(flags: argparse.Namespace, rest: Sequence[str]) -> Question:
         batch = flags.global_batch_size or _batch_size(config, world, given, typed, assumed)
         wanted = _sought(config, typed, world, batch, flags.top or 10)
     assumed += _followed(config, given)
-    usual = {option.name: option.default for _, option in all_options()}
-    path = found.values.get("config")
+    defaults = {option.name: option.default for _, option in all_options()}
+    path = scanned.values.get("config")
     assumed += ["--gpu h100-80g"] * (not flags.gpu and not flags.machine) + [f"--gpus {world}"] * (not flags.gpus)
     return Question(
         config=config,
@@ -138,22 +139,24 @@ def question(flags: argparse.Namespace, rest: Sequence[str]) -> Question:
         tokens=flags.tokens,
         assumed=tuple(assumed),
         config_file=path,
-        file_fields=frozenset(name for name in found.values.keys() - typed.keys() if found.values[name] != usual[name]),
+        file_fields=frozenset(
+            name for name in scanned.values.keys() - typed.keys() if scanned.values[name] != defaults[name]
+        ),
         is_of_run=path is not None and config_file.OF_RUN in config_file.read_file(path).values,
     )
 
 
 def with_config_file(rest: Sequence[str], family: str) -> Scan:
-    """Return the flags of ``rest`` and, where these do not set a field, of the file that --config names."""
-    found = scan(rest, (), family)
-    config_file.take(found)
-    return found
+    """Return the settings in ``rest``, completed by the settings of the --config file."""
+    scanned = scan(rest, (), family)
+    config_file.take(scanned)
+    return scanned
 
 
 def _sought(config: Config, given: Mapping[str, Any], world: int, batch: int, number: int) -> Search:
-    """Return the search that keeps the layout flags of the command line; the schedule "auto" keeps none.
+    """Return a search in which the layout flags of the command line are fixed, except for the schedule "auto".
 
-    The layout in a file of --config is the one that the run has now, so the search does not keep it.
+    The layout in a --config file is not fixed, since it is the run's current layout.
     """
     plain = layout_of(config, config.parallel.replica_size)
     names = {LAYOUT[name] for name in given if name in LAYOUT and given[name] != AUTO}
@@ -162,7 +165,7 @@ def _sought(config: Config, given: Mapping[str, Any], world: int, batch: int, nu
 
 
 def _followed(config: Config, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the words for what the training takes where nothing is said: of the recipe, the family, the optimizer."""
+    """Yield the flags for settings that the user did not set: defaults of the recipe, the family and the optimizer."""
     recipe = scan(FAMILIES[config.family].recipe, (), config.family).spelling
     yield from (text for name, text in recipe.items() if name not in given)
     for name, flag in FAMILIES[config.family].follows.items():
@@ -179,14 +182,16 @@ def with_placeholder_sizes(
     family: str,
     brought: Mapping[str, Any] = MappingProxyType({}),
 ) -> Config:
-    """Return the checked Config of a search: sizes of axes that are sought, but that given flags need, stand for any.
+    """Return the checked Config of a search, with placeholder sizes for the axes that are searched.
+
+    If given flags require several tensor ranks or stages, the smallest size that passes the checks is used.
 
     Raises:
-        ConfigError: all problems at once, with the first sizes that could be.
+        ConfigError: lists all problems with the first sizes tried.
     """
     tensor = _sizes(given, "model_parallel_size", IN_TENSOR, world)
     pipe = _sizes(given, "pipe_parallel_size", IN_PIPE, world)
-    first, context = None, max(int(given.get("context_parallel_size", 1)), 1)
+    first_error, context = None, max(int(given.get("context_parallel_size", 1)), 1)
     experts = max(int(given.get("expert_model_parallel_size", 1)), 1)
     for t, p in product(tensor, pipe):
         sizes = ["--model-parallel-size", str(t)] * ("model_parallel_size" not in given and t > 1)
@@ -194,9 +199,9 @@ def with_placeholder_sizes(
         try:
             return checked([*words, *sizes], max(t, 1) * max(p, 1) * context * experts, family, brought)
         except ConfigError as error:
-            first = first or error
-    assert first is not None
-    raise first
+            first_error = first_error or error
+    assert first_error is not None
+    raise first_error
 
 
 def _sizes(given: Mapping[str, Any], name: str, needing: Sequence[str], world: int) -> list[int]:
@@ -206,7 +211,7 @@ def _sizes(given: Mapping[str, Any], name: str, needing: Sequence[str], world: i
 
 
 def family_of_load(rest: Sequence[str]) -> str | None:
-    """Return the family of the run or model that --config names, or of the model that --load names, or None."""
+    """Return the family of the run or model given by --config, otherwise of the model given by --load, or None."""
     choice = choose(rest, {}, DECODER_FAMILY)
     if choice.source != PROGRAM:
         return choice.family
@@ -220,20 +225,22 @@ def family_of_load(rest: Sequence[str]) -> str | None:
     path = flags.get("load")
     if path is None:
         return None
-    from megatron.checkpoint import checkpoint_args  # 10 ms, which --help does not wait
+    from megatron.checkpoint import checkpoint_args  # importing takes 10 ms; not needed for --help
 
     return checkpoint_args.family_in(Path(path))
 
 
 def from_checkpoint(family: str, rest: Sequence[str]) -> tuple[dict[str, Any], Path | None]:
-    """Return field -> value of the sizes that nobody gave and --load has, and the file that says them.
+    """Return field -> value of the settings to take from --load, and the path of the file with these settings.
+
+    Only settings that the user did not set are returned. Without --load, the result is ({}, None).
 
     Raises:
-        ConfigError: there is no model.
+        ConfigError: --load names a folder without a model.
         CheckpointError: as ``checkpoint_args.bring``.
     """
-    found = with_config_file(rest, family)
-    path = found.values.get("load")
+    scanned = with_config_file(rest, family)
+    path = scanned.values.get("load")
     if path is None:
         return {}, None
     from megatron.checkpoint import checkpoint_args
@@ -244,33 +251,32 @@ def from_checkpoint(family: str, rest: Sequence[str]) -> tuple[dict[str, Any], P
             hub.load_problem(path)
             or f"--load must name a Hugging Face folder or a run, got {path}, which holds no model yet"
         )
-    return checkpoint_args.bring(found, {}), source.place
+    return checkpoint_args.bring(scanned, {}), source.place
 
 
 def with_defaults(
     family: str, rest: Sequence[str], machine: Machine, brought: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[list[str], list[str]]:
-    """Return the words with those that follow for the family, and what was assumed.
+    """Return the training's flags completed by the family's defaults, and the assumed flags.
 
     Args:
-        brought: field -> value of a checkpoint, ahead of the family's recipe.
+        brought: field -> value from a checkpoint; overrides the family's recipe.
 
     Raises:
-        ConfigError: layers or width were not said.
+        ConfigError: the number of layers or the width is missing.
     """
-    found, usual = with_config_file(rest, family), FAMILIES[family]
-    given = {**found.values, **brought}
-    recipe = scan(usual.recipe, (), family).spelling
-    fixed = (
-        given.keys() - scan(rest, (), family).values.keys()
-    )  # by a checkpoint or a file, which a flag would override
+    scanned, family_defaults = with_config_file(rest, family), FAMILIES[family]
+    given = {**scanned.values, **brought}
+    recipe = scan(family_defaults.recipe, (), family).spelling
+    # names of the settings from a checkpoint or --config file; a flag from the recipe would override them
+    fixed = given.keys() - scan(rest, (), family).values.keys()
     words = [word for name, text in recipe.items() if name not in fixed for word in text.split()]
     words, assumed = [*words, *rest], []
     sizes = {"num_layers": "--num-layers", "hidden_size": "--hidden-size"}
     missing = [flag for name, flag in sizes.items() if name not in given]
     if "enc_layers" in given and "dec_layers" in given:
         missing = [flag for flag in missing if flag != "--num-layers"]
-    if missing and not found.problems:
+    if missing and not scanned.problems:
         raise ConfigError(f"the size of the model must be given, got no {' and no '.join(missing)}. Give both")
 
     def assume(*spelled: Any) -> None:
@@ -280,15 +286,15 @@ def with_defaults(
     hidden = int(given.get("hidden_size") or 0)
     if hidden and "num_attention_heads" not in given:
         size = 128 if hidden % 128 == 0 and hidden > SMALL else 64
-        heads = usual.heads.get(hidden, hidden // size if hidden % size == 0 else 0)
+        heads = family_defaults.heads.get(hidden, hidden // size if hidden % size == 0 else 0)
         if heads:
             assume("--num-attention-heads", heads)
-    length = "enc_seq_length" if usual.kind == "encoder-decoder" else "seq_length"
+    length = "enc_seq_length" if family_defaults.kind == "encoder-decoder" else "seq_length"
     if length not in given:
-        longest = brought.get("max_position_embeddings", usual.length)
-        assume(f"--{length.replace('_', '-')}", min(usual.length, longest))
+        longest = brought.get("max_position_embeddings", family_defaults.length)
+        assume(f"--{length.replace('_', '-')}", min(family_defaults.length, longest))
     if "vocab_size" not in given:
-        assume("--vocab-size", usual.vocabulary)
+        assume("--vocab-size", family_defaults.vocabulary)
     if "dtype" not in given:
         assume(f"--{machine.first_dtype}")
     return words, assumed
@@ -297,10 +303,10 @@ def with_defaults(
 def checked(
     words: Sequence[str], world_size: int, family: str, brought: Mapping[str, Any] = MappingProxyType({})
 ) -> Config:
-    """Return the Config of ``words``, of which each acts on a plan, and of what a checkpoint has ``brought``.
+    """Return the checked Config of the flags ``words`` and the values ``brought`` from a checkpoint.
 
     Raises:
-        ConfigError: all problems at once.
+        ConfigError: lists all problems, including flags that have no effect on a plan.
     """
     config = parse(
         [*words, "--dry-run"],
@@ -310,25 +316,25 @@ def checked(
         accepts_model=FAMILIES[family].kind == "decoder",
         checkpoint_args=lambda *_: dict(brought),
     )
-    own = {"seq_length", "requested_global_batch_size", "dry_run", "load", "finetune", "config", *LAYOUT, *TAKEN}
+    effective = {"seq_length", "requested_global_batch_size", "dry_run", "load", "finetune", "config", *LAYOUT, *TAKEN}
     for section in (config.model, config.own):
-        own |= set(vars(section))
-    typed = scan(words, (), family).values  # a file of --config is that of a whole run
-    idle = [f"--{name.replace('_', '-')}" for name in config.given if name in typed and name not in own]
-    if idle:
-        raise ConfigError(f"{', '.join(idle)} changes nothing in a plan. Leave it out")
+        effective |= set(vars(section))
+    typed = scan(words, (), family).values  # a --config file may have flags without effect, since it is for a full run
+    ignored = [f"--{name.replace('_', '-')}" for name in config.given if name in typed and name not in effective]
+    if ignored:
+        raise ConfigError(f"{', '.join(ignored)} changes nothing in a plan. Leave it out")
     return config
 
 
 def _batch_size(
     config: Config, world: int, given: Mapping[str, Any], typed: Mapping[str, Any], assumed: list[str]
 ) -> int:
-    """Return the samples of a step as --gas or a file gives them, else the devices times a power of two.
+    """Return the samples per step: from --gas or a file, otherwise the number of devices times a power of two.
 
-    The power of two is the one that comes nearest to ``TOKENS``.
+    The power of two is chosen such that a step has about ``TOKENS`` tokens.
 
     Raises:
-        ConfigError: --gas alone says nothing of the samples of a step.
+        ConfigError: --gas is given, but not the other settings that determine the samples per step.
     """
     micro = config.batch.micro_batch_size
     if requested := given.get("requested_global_batch_size"):
@@ -347,11 +353,11 @@ def _batch_size(
     return int(batch)
 
 
-# The flags that are the planner's own.
+# The planner's own flags.
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
-    """Return the parser of the flags that are the planner's own."""
+    """Return the parser of the planner's own flags."""
     parser = OneLineParser(
         prog="plan.py",
         description=description,
@@ -378,7 +384,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 
 
 def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace, rest: Sequence[str]) -> None:
-    """End with code 2 unless the flags go together."""
+    """Exit with code 2 if the flags are not compatible."""
     if flags.calibrate is not None:
         others = [name for name, value in vars(flags).items() if value and name not in ("calibrate", "ranks", "device")]
         if others or rest:
@@ -398,7 +404,7 @@ def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace, rest
         if path := scan(rest).values.get("config"):
             try:
                 config_file.read_file(path)
-            except ConfigError as error:  # more to the point than a missing --model
+            except ConfigError as error:  # more specific than a missing --model
                 parser.error(str(error))
         parser.error(
             f"--model must be given, one of {', '.join(FAMILIES)}, unless --load names a folder or --config the "
@@ -411,7 +417,7 @@ def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace, rest
 
 
 def positive(text: str) -> int:
-    """Return a whole number of at least 1."""
+    """Parse an integer of at least 1."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
@@ -419,7 +425,7 @@ def positive(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """Return a number above 0, such as 300e9."""
+    """Parse a number above 0, such as 300e9."""
     try:
         value = float(text)
     except ValueError:

@@ -1,14 +1,16 @@
-"""The speed of a rank at a moment: a fixed piece of work, timed beside everything else that is timed.
+"""Reference workload that measures the current speed of a rank, to correct benchmarks for changes of the speed.
 
-A machine that other programs or other guests of its host use changes its speed by half within seconds, and what is
-timed in a slow second is no property of the work. So each time is taken as a multiple of the reference that was timed
-ahead of it and behind it, and a calibration gives all of them at one speed: that of its median reading
-(``Machine.reference_s``). What a training takes can then be compared at the speed of its machine's calibration.
+If other programs, or other guests of the host, use a machine, its speed can change by half within seconds. The time of
+the reference is therefore measured before and after every benchmark, and the benchmark's time is divided by it. A
+calibration scales all times to its median reading of the reference (``Machine.reference_s``). A training step can be
+compared with the plan by scaling its time in the same way.
 
-The reference is the MLP of a small layer, forward and backward, since that has a step's mixture of products and of
-passes over memory. A product alone, which stays in the caches, follows a step's speed less well (docs/experiments.md).
+The reference is the forward and backward pass of a small MLP, which has a similar mixture of matmuls and memory passes
+as a training step. The time of a matmul whose data fit into the caches correlates less with step times
+(docs/experiments.md).
 
-On GPUs nothing is scaled: their clocks are their own, and so short a piece of work would tell the time of its starts.
+On GPUs, times are not scaled: other programs do not change the GPU's clocks, and such a small workload would only
+measure launch overhead.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ from megatron.planner.spawn_ranks import Rank
 
 TOKENS, HIDDEN, FF = 512, 256, 512
 TURNS = 2
-"""Of one look, of which the shorter counts: the first finds the caches full of other work."""
+"""Repetitions per measurement; the minimum is used because the first one runs with cold caches."""
 
 
 class Reference:
-    """Reads the speed of all ranks at once; the slowest rank's reading counts on each. Its methods are collective.
+    """Measures the speed of all ranks together. Readings are the time of the slowest rank. All methods are collective.
 
     Args:
-        now: the clock that what is scaled is timed by.
-        looks: of a reading the median of so many counts: one takes some ms, in which a guest of the same host may be
-            at work or not, and what is timed beside it may take seconds.
+        now: the clock of the benchmarks that are to be scaled.
+        looks: number of measurements per reading; the reading is their median. One measurement takes a few ms, which is
+            too short to average over the activity of other guests of the host.
     """
 
     def __init__(self, rank: Rank, now: Callable[[], float], looks: int = 1) -> None:
@@ -45,52 +47,54 @@ class Reference:
         self._turn = _mlp(rank.place) if rank.kind == "cpu" else None
         self._began = time.perf_counter(), busy_s(), time.process_time()
         self.readings: list[float] = []
-        for _ in range(3):  # first touch of memory, choice of kernels
+        for _ in range(3):  # warm-up: first touch of memory, selection of kernels
             self.read()
         self.readings = [self.readings[-1]]
 
     @property
     def unit_s(self) -> float:
-        """The reading at whose speed ``scale`` gives all times: the first."""
+        """The first reading, in seconds; ``scale`` converts times to the speed of this reading."""
         return self.readings[0]
 
     @property
     def usual_s(self) -> float:
-        """The median reading so far."""
+        """The median of all readings so far, in seconds."""
         return statistics.median(self.readings)
 
     def read(self) -> float:
-        """Return the seconds of the reference now, on the slowest rank; 1 on a GPU."""
-        found = [self._look() for _ in range(self._looks)] if self._turn is not None else [1.0]
-        self.readings.append(statistics.median(found))
+        """Run the reference and return its time on the slowest rank, in seconds; 1 on a GPU."""
+        looks = [self._look() for _ in range(self._looks)] if self._turn is not None else [1.0]
+        self.readings.append(statistics.median(looks))
         return self.readings[-1]
 
     def beside(self) -> float:
-        """Return the mean of the last reading, ahead of what was timed since, and of one behind it."""
-        ahead = self.readings[-1]
-        return (ahead + self.read()) / 2
+        """Take a new reading; return the mean of the previous and the new reading, in seconds."""
+        before = self.readings[-1]
+        return (before + self.read()) / 2
 
     def scale(self) -> float:
-        """Return by what to multiply the seconds of what was timed since the last reading."""
+        """Take a new reading; return the factor by which to multiply times measured since the previous reading."""
         return self.unit_s / self.beside()
 
     def others(self) -> float:
-        """Return how many cores other programs have had since this was made, on average."""
+        """Return the average number of cores used by other programs since this object was created."""
         wall, busy, cpu = self._began
         others_s = busy_s() - busy - self._rank.sum(time.process_time() - cpu)
         return max(0.0, others_s) / max(time.perf_counter() - wall, 1e-9)
 
     def lost_s(self, before: dict[int, float], seconds: float) -> float:
-        """Return how many of the last ``seconds``, in which ranks waited for one another, went to other programs.
+        """Return the seconds that a measurement with communication lost because other programs used the cores.
 
-        It is what a thread stood in the run queue, as far as other programs were at work: threads of one rank wait for
-        a core, too. Where ranks share cores, and wait for one another, it is what all lose together.
+        The loss is the longest time that a thread spent in the run queue, but at most the core time of other programs,
+        because threads of the same rank also wait for each other. If ranks share cores, the loss is the core time of
+        other programs divided by the number of cores.
 
         Args:
-            before: what ``waits`` gave ahead of them.
+            before: result of ``waits`` at the start of the measurement.
+            seconds: duration of the measurement, which ends now.
         """
         if self._rank.kind != "cpu":
-            return 0.0  # it goes on while this process waits
+            return 0.0  # a GPU continues while this process waits for a core
         others_s, cores = self.others() * seconds, len(os.sched_getaffinity(0))
         waited_s = self._rank.most(longest_wait(before))
         return others_s / cores if self._rank.size * self._rank.threads > cores else min(waited_s, others_s)
@@ -107,23 +111,23 @@ class Reference:
 
 
 def own_core_s() -> float:
-    """Return the wall clock, from any beginning, less what this thread has stood in the run queue.
+    """Return the wall-clock seconds since an arbitrary origin, minus the time of this thread in the run queue.
 
-    So it is the time that the work of one thread takes on a core of its own, also where others share it.
+    On a shared core, differences of this clock are the times that the thread's work would take on a core of its own.
     """
     waited = waited_s()
     while True:
         now, before = time.perf_counter(), waited
         waited = waited_s()
-        if waited == before:  # else this thread stood there between the two clocks
+        if waited == before:  # otherwise this thread was in the run queue between the two clocks
             return now - waited
 
 
 def waited_s(thread: int | None = None) -> float:
-    """Return the seconds that a thread of this process has stood in the run queue, as Linux counts them; 0 if unknown.
+    """Return the seconds that a thread of this process has spent in the run queue, from Linux; 0 if unknown.
 
     Args:
-        thread: its number for the system; None: this thread.
+        thread: native id of the thread; None: this thread.
     """
     thread = thread or threading.get_native_id()
     try:
@@ -132,7 +136,7 @@ def waited_s(thread: int | None = None) -> float:
         return 0.0
     try:
         words = os.read(file, 256).split()
-    except OSError:  # the thread is gone
+    except OSError:  # the thread has ended
         return 0.0
     finally:
         os.close(file)
@@ -140,7 +144,7 @@ def waited_s(thread: int | None = None) -> float:
 
 
 def waits() -> dict[int, float]:
-    """Return what each thread of this process has stood in the run queue so far."""
+    """Return native thread id -> seconds in the run queue so far, for all threads of this process."""
     try:
         threads = [int(name) for name in os.listdir("/proc/self/task")]
     except OSError:
@@ -149,12 +153,12 @@ def waits() -> dict[int, float]:
 
 
 def longest_wait(before: dict[int, float]) -> float:
-    """Return the most that a thread of this process has stood in the run queue since ``waits`` gave ``before``."""
+    """Return the longest time that a thread has spent in the run queue since ``waits`` returned ``before``."""
     return max((now - before.get(thread, 0.0) for thread, now in waits().items()), default=0.0)
 
 
 def busy_s() -> float:
-    """Return the seconds that all cores have been at work so far, in ticks of the system, 10 ms; 0 if unknown."""
+    """Return the seconds that all cores have been busy so far, in system ticks of 10 ms; 0 if unknown."""
     try:
         user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
     except OSError:

@@ -1,4 +1,4 @@
-"""Estimates in words: tables for a person, plain data for JSON."""
+"""Format estimates as tables for the user, or as plain data for JSON."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from megatron.planner.search import NEAR_TIE, PARTS, LayoutChange, Overflow, Ran
 NOT_SET = "add --lr, TRAIN_ITERS, DATA_PATH and TOKENIZER, which it does not set: else they are those of the sample run"
 SHOWN_REMEDIES = 4
 MOST_ROWS = 8
-"""Stages that a table shows; of more, the first two, the fullest and the last."""
+"""Maximum number of rows in the memory table; a longer table is cut to the first two, the fullest and the last."""
 FEW_STEPS = 2000
-"""Below this many steps a note says that a smaller global batch should be considered."""
+"""Number of steps below which a note recommends a smaller global batch."""
 TOKENS_PER_PARAMETER = 20
-"""Length of a run that is compute-optimal by Hoffmann et al. 2022, for runs whose length is not given."""
+"""Tokens per parameter of a compute-optimal run (Hoffmann et al. 2022), for runs whose length is not given."""
 
 
 def ranking(found: RankedLayouts, question: Question) -> Iterator[str]:
-    """Yield the lines of the ranked layouts."""
+    """Yield the table of the ranked layouts."""
     has_experts = bool(question.config.model.num_experts)
     rows = [_columns(has_experts)]
-    for place, one in enumerate(found.best, 1):
-        layout = one.layout
-        order = "-" if layout.pipe == 1 else layout.schedule + (f" x{layout.chunks}" if layout.chunks > 1 else "")
+    for position, estimate in enumerate(found.best, 1):
+        layout = estimate.layout
+        schedule = "-" if layout.pipe == 1 else layout.schedule + (f" x{layout.chunks}" if layout.chunks > 1 else "")
         rows.append(
             (
-                str(place), str(layout.tensor), str(layout.pipe), str(layout.data),
-                *([str(layout.expert)] * has_experts), order,
+                str(position), str(layout.tensor), str(layout.pipe), str(layout.data),
+                *([str(layout.expert)] * has_experts), schedule,
                 f"{layout.micro_batch_size} x {layout.num_micro_batches}", layout.recompute, str(layout.zero_stage),
-                "yes" if layout.sequence_parallel else "no", _seconds(one.step_s), f"{100 * one.mfu:.1f} %",
-                f"{one.tokens_per_s:,.0f}", f"{100 * one.bubble:.1f} %", _decimal_bytes(one.most_bytes),
-                f"{100 * _exposed(one) / one.step_s:.1f} %",
+                "yes" if layout.sequence_parallel else "no", _seconds(estimate.step_s), f"{100 * estimate.mfu:.1f} %",
+                f"{estimate.tokens_per_s:,.0f}", f"{100 * estimate.bubble:.1f} %", _decimal_bytes(estimate.most_bytes),
+                f"{100 * _exposed(estimate) / estimate.step_s:.1f} %",
             )
         )  # fmt: skip
     yield from _table(rows)
@@ -58,7 +58,7 @@ def _columns(has_experts: bool) -> tuple[str, ...]:
 
 
 def details(found: Estimate, question: Question) -> Iterator[str]:
-    """Yield what one layout takes: time by its parts, messages by kind, memory by stage."""
+    """Yield the report of one layout: time by activity, communication by type, memory by stage."""
     layout, machine = found.layout, question.machine
     yield f"{layout}: {layout.world_size} x {machine.name}, {layout.global_batch_size:,} samples of a step"
     yield ""
@@ -69,26 +69,26 @@ def details(found: Estimate, question: Question) -> Iterator[str]:
         f"step {_seconds(found.step_s)}, {found.tokens_per_s:,.0f} tokens/s, MFU {100 * found.mfu:.1f} %, bubble "
         f"{100 * found.bubble:.1f} %{duration}"
     )
-    if likely := likely_mfu(found, question):
-        least, most = (f"{100 * (times - 1):.0f}" for times in SLOWER)
+    if likely_range := likely_mfu(found, question):
+        min_percent, max_percent = (f"{100 * (times - 1):.0f}" for times in SLOWER)
         yield (
-            f"published runs with fused attention took {least} to {most} % longer than their plans: MFU "
-            f"{100 * likely[0]:.1f} to {100 * likely[1]:.1f} % is likelier"
+            f"published runs with fused attention took {min_percent} to {max_percent} % longer than their plans: MFU "
+            f"{100 * likely_range[0]:.1f} to {100 * likely_range[1]:.1f} % is likelier"
         )
     shares = [f"{name} {100 * value / found.step_s:.1f} %" for name, value in found.parts.items() if value]
     yield "of it " + ", ".join(shares)
     yield ""
     rows = [("communication of a step", "bytes of a rank", "seconds", "hidden")]
-    for kind, sent in found.traffic.items():
+    for traffic_type, sent in found.traffic.items():
         hidden = f"{100 * sent.hidden_s / sent.seconds:.0f} %" if sent.seconds else "-"
-        rows.append((kind, _decimal_bytes(sent.bytes), _seconds(sent.seconds), hidden))
+        rows.append((traffic_type, _decimal_bytes(sent.bytes), _seconds(sent.seconds), hidden))
     yield from _table(rows)
     yield ""
     yield from _table([("memory of a rank", *PARTS, "in all", "of"), *_memory_rows(found, machine.usable_bytes)])
 
 
 def fitting(question: Question, over: Overflow | None, found: Sequence[LayoutChange]) -> Iterator[str]:
-    """Yield whether the layout fits, what is too large, and what makes it fit."""
+    """Yield the report on memory: whether the layout fits, otherwise its largest part and changes that make it fit."""
     usable = question.machine.usable_bytes
     if over is None:
         yield f"fits into {_decimal_bytes(usable)}"
@@ -107,7 +107,7 @@ def fitting(question: Question, over: Overflow | None, found: Sequence[LayoutCha
 
 
 def together(changes: Iterable[str]) -> str:
-    """Return the flags of ``changes``, one behind the other, each once: the last value counts, as on a command line."""
+    """Join the flags of ``changes`` in one line; of repeated flags, only the last value is kept."""
     values: dict[str, str] = {}
     for word in " ".join(changes).split():
         if word.startswith("--"):
@@ -118,11 +118,11 @@ def together(changes: Iterable[str]) -> str:
 
 
 COPY = "COPY.json"
-"""Name in the start command of an edited copy of a run's config.json, which itself is the record of the run."""
+"""Placeholder in the start command for a copy of a run's config.json. The user edits the copy, not the original."""
 
 
 def pasted(found: Estimate, question: Question) -> Iterator[str]:
-    """Yield the lines to paste into a shell, or those to write into the file of --config."""
+    """Yield a shell command that starts the layout, or the settings to write to the --config file."""
     if question.config_file is not None:
         settings, unset = file_settings(found.layout)
         path = COPY if question.is_of_run else question.config_file
@@ -140,7 +140,7 @@ def pasted(found: Estimate, question: Question) -> Iterator[str]:
 
 
 def opening(question: Question, planner: Planner) -> Iterator[str]:
-    """Yield what is planned, and what was assumed."""
+    """Yield a description of the model, machine and batch, and the assumed settings."""
     machine, costs = question.machine, planner.costs
     active = ""
     if question.config.model.num_experts:
@@ -165,24 +165,25 @@ def opening(question: Question, planner: Planner) -> Iterator[str]:
 
 
 def _few_steps(question: Question, num_parameters: int) -> Iterator[str]:
-    """Yield a note if the global batch that was assumed leaves only few steps."""
+    """Yield a note if the assumed global batch results in few steps."""
     batch = question.wanted.global_batch_size
     if f"--global-batch-size {batch}" not in question.assumed:
         return
     tokens = question.tokens or TOKENS_PER_PARAMETER * num_parameters
     length = f"{tokens:.3g} tokens" if question.tokens else f"{TOKENS_PER_PARAMETER} tokens per parameter"
-    of_step = batch * question.config.tokens_per_sample
-    if tokens / of_step < FEW_STEPS:
+    tokens_per_step = batch * question.config.tokens_per_sample
+    if tokens / tokens_per_step < FEW_STEPS:
         yield (
-            f"note: {length} are only {tokens / of_step:,.0f} steps of {batch:,} samples ({human_count(of_step)} "
-            "tokens). Models of this size are usually trained with smaller batches: set --global-batch-size"
+            f"note: {length} are only {tokens / tokens_per_step:,.0f} steps of {batch:,} samples "
+            f"({human_count(tokens_per_step)} tokens). Models of this size are usually trained "
+            "with smaller batches: set --global-batch-size"
         )
 
 
 def as_data(found: Estimate, question: Question) -> dict[str, Any]:
-    """Return an estimate as it is printed with --json."""
-    names = {"overlap_grad_reduce": "overlaps_sums"}  # keys that readers of earlier versions know
-    layout = {names.get(name, name): value for name, value in asdict(found.layout).items()}
+    """Return an estimate as plain data for --json."""
+    earlier_names = {"overlap_grad_reduce": "overlaps_sums"}  # key that readers of earlier versions expect
+    layout = {earlier_names.get(name, name): value for name, value in asdict(found.layout).items()}
     return {
         "layout": layout,
         "step_s": found.step_s,
@@ -192,7 +193,7 @@ def as_data(found: Estimate, question: Question) -> dict[str, Any]:
         "mfu": found.mfu,
         "likely_mfu": likely_mfu(found, question),
         "days": found.days(question.tokens) if question.tokens else None,
-        "communication": {kind: asdict(sent) for kind, sent in found.traffic.items()},
+        "communication": {traffic_type: asdict(sent) for traffic_type, sent in found.traffic.items()},
         "bounds": list(found.bounds),
         "memory": [{**asdict(stage), "total": stage.total} for stage in found.memory],
         "lines": lines(question.config, found.layout, question.machine.devices_per_node),
@@ -200,18 +201,18 @@ def as_data(found: Estimate, question: Question) -> dict[str, Any]:
 
 
 def likely_mfu(found: Estimate, question: Question) -> tuple[float, float] | None:
-    """Return the range of MFU that published runs make likely on a machine of a data sheet; of others none is known."""
+    """Return the (lowest, highest) MFU to expect from published runs, for GPUs in ``SHEETS``; otherwise None."""
     return (found.mfu / SLOWER[1], found.mfu / SLOWER[0]) if question.machine.name in SHEETS else None
 
 
 def _memory_rows(found: Estimate, usable: int) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each run of stages that hold the same."""
-    runs = [(memory, [n for n, _ in same]) for memory, same in groupby(enumerate(found.memory), lambda pair: pair[1])]
+    """Yield one row per group of consecutive stages with equal memory."""
+    runs = [(memory, [n for n, _ in group]) for memory, group in groupby(enumerate(found.memory), lambda pair: pair[1])]
     fullest = max(runs, key=lambda run: run[0].total)
-    for place, (memory, numbers) in enumerate(runs):
-        if len(runs) > MOST_ROWS and 1 < place < len(runs) - 1 and numbers != fullest[1]:
+    for position, (memory, stages) in enumerate(runs):
+        if len(runs) > MOST_ROWS and 1 < position < len(runs) - 1 and stages != fullest[1]:
             continue
-        name = f"stage {numbers[0]}" + (f"-{numbers[-1]}" if len(numbers) > 1 else "")
+        name = f"stage {stages[0]}" + (f"-{stages[-1]}" if len(stages) > 1 else "")
         sizes = [_decimal_bytes(getattr(memory, part)) for part in PARTS]
         yield name, *sizes, _decimal_bytes(memory.total), f"{100 * memory.total / usable:.0f} %"
 
@@ -221,17 +222,17 @@ def _exposed(found: Estimate) -> float:
 
 
 def _decimal_bytes(value: float) -> str:
-    """Return a number of bytes in MB, GB or TB."""
+    """Format a number of bytes in MB, GB or TB."""
     return human_bytes(value, units=("MB", "GB", "TB")) if value else "0"
 
 
 def _parameters(number: float) -> str:
-    """Return a number of parameters in billions, or in millions below 0.1 billion."""
+    """Format a number of parameters in billions, or in millions below 0.1 billion."""
     return f"{number / 1e9:,.2f} B" if number >= 1e8 else f"{number / 1e6:,.1f} M"
 
 
 def _duration(days: float) -> str:
-    """Return a time in days, hours or minutes."""
+    """Format a duration in days, hours or minutes."""
     if days >= 1:
         return f"{days:,.1f} days"
     hours = 24 * days

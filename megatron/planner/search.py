@@ -1,4 +1,4 @@
-"""The best layouts, and the smallest change that makes one fit."""
+"""Find the best layouts of a model, and the smallest changes that make a layout fit into memory."""
 
 from __future__ import annotations
 
@@ -14,40 +14,42 @@ from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import Layout, problems
 from tds.schedule.simulate import IN_A_V, MANY_CHUNKS, ONE_CHUNK, SPLITTING, bubble, placement_for
 
-# The best layouts of a model on so many devices.
+# The best layouts of a model on a number of devices.
 #
-# Candidates are products of divisors, so there are some hundreds or thousands for any number of devices. Each has a
-# bound that its step cannot beat: equal stages, nothing sent but the rows of experts. They are looked at in the
-# order of their bounds, and no more once every further bound is above the last layout that is wanted. What cannot fit
-# by the mean over its stages is left out before, and what the training's own checks would refuse is never taken.
+# The sizes of the axes are divisors of the number of devices, so there are hundreds or thousands of candidates. For
+# each candidate, a lower bound of the step time is computed, with equal stages and no communication except
+# expert-parallel. Candidates are estimated in the order of their lower bounds. The search stops when the next lower
+# bound exceeds ``NEAR_TIE`` times the step time of the last layout to return. Candidates with an average stage that
+# does not fit into memory are skipped. Layouts that the training program rejects are never returned.
 #
-# One layout is listed for each grid (tp, pp, dp). Layouts whose steps differ by less than ``NEAR_TIE`` count as equally
-# fast, since estimates are no more exact than that: the lower ZeRO stage comes first, then the one that needs less
-# memory. The same rule orders the grids. "gpipe" is left out unless asked for, for it takes as long
-# as "1f1b" and keeps more; so is selective recomputation where attention keeps nothing that it could leave out.
+# One layout is returned per grid (tp, pp, dp). Layouts count as equally fast if the ratio of their step times is below
+# ``NEAR_TIE``, since the estimates are not more accurate. Among equally fast layouts, a lower ZeRO stage is preferred,
+# then a smaller memory. The same rule orders the grids. "gpipe" is only considered on request, since it is as fast as
+# "1f1b" and needs more memory. Selective recomputation is only considered if attention saves activations.
 
 Grid = tuple[int, int]
-"""Sizes of the tensor and the pipe axis."""
+"""Sizes of the tensor and pipe axes."""
 MOST_CHUNKS = 8
 MOST_SAMPLES = 64
-"""Largest micro-batch that is tried."""
+"""Largest micro-batch size that is tried."""
 SPLIT_MARGIN = 0.01
-"""A schedule that splits backwards must be faster by this share; ``"schedule": "auto"`` asks for the same."""
+"""Margin by which a schedule with split backward passes must be faster; ``"schedule": "auto"`` uses it as well."""
 NEAR_TIE = 1.03
 """Ratio of step times up to which two layouts count as equally fast."""
 SMALL_STATES = 0.05
-"""Share of a device's memory below which ZeRO 2 and 3, which trade traffic for memory, are not tried."""
+"""ZeRO 2 and 3 are not tried if weights, gradients and optimizer need less than this share of a device's memory."""
 NEAR = 50
-"""Layouts among which the smallest is sought where none fits."""
+"""Number of layouts to estimate for ``RankedLayouts.smallest`` if none fits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What is sought.
+    """Parameters of a search.
 
     Args:
-        fixed: field of ``Layout`` -> the one value that it may have.
-        plain: a layout of which the others take what is not sought: number format, optimizer, offload.
+        number: number of layouts to return.
+        fixed: field of ``Layout`` -> its only permitted value.
+        plain: layout with the fields that are not searched: number format, optimizer, offload.
     """
 
     world_size: int
@@ -59,25 +61,23 @@ class Search:
 
 @dataclass(frozen=True)
 class RankedLayouts:
-    """The best layouts, the best first, and how many there were to choose from."""
+    """The best layouts, best first, and the size of the search."""
 
     best: list[Estimate]
     num_candidates: int
     num_estimates: int
-    smallest: Estimate | None = None  # the one that comes nearest to fitting, where none does
+    smallest: Estimate | None = None  # the layout that needs least memory, if none fits
 
 
 def search(planner: Planner, wanted: Search) -> RankedLayouts:
-    """Return the best layout of each grid that fits, at most ``wanted.number`` of them."""
-    all_of_them = list(candidates(planner, wanted))
-    bounds = sorted(
-        ((lower_bound(planner, layout), number) for number, layout in enumerate(all_of_them)), key=lambda pair: pair
-    )
+    """Return the best layouts that fit into memory: at most one per grid and ``wanted.number`` in total."""
+    layouts = list(candidates(planner, wanted))
+    bounds = sorted(((lower_bound(planner, layout), idx) for idx, layout in enumerate(layouts)), key=lambda pair: pair)
     fastest: dict[Grid, Estimate] = {}
     fitting: dict[Grid, list[Estimate]] = defaultdict(list)
-    usable, before = planner.machine.usable_bytes, planner.num_estimates
-    for bound, number in bounds:
-        layout = all_of_them[number]
+    usable, num_before = planner.machine.usable_bytes, planner.num_estimates
+    for bound, idx in bounds:
+        layout = layouts[idx]
         grid = layout.tensor, layout.pipe
         times = sorted(map(_ranked_s, fastest.values()))
         if len(times) >= wanted.number and bound > NEAR_TIE * times[wanted.number - 1]:
@@ -87,48 +87,48 @@ def search(planner: Planner, wanted: Search) -> RankedLayouts:
             continue
         if max(stage.total for stage in planner.memory(layout)) > usable:
             continue
-        found = planner.estimate(layout)
-        fitting[grid].append(found)
-        is_faster = grid not in fastest or _ranked_s(found) < _ranked_s(fastest[grid])
+        estimate = planner.estimate(layout)
+        fitting[grid].append(estimate)
+        is_faster = grid not in fastest or _ranked_s(estimate) < _ranked_s(fastest[grid])
         if is_faster and not problems(planner.config, layout):
-            fastest[grid] = found
+            fastest[grid] = estimate
     chosen = {grid: _choose(planner.config, fitting[grid], fastest[grid]) for grid in fastest}
     ranked = list(_rank(chosen, fastest))[: wanted.number]
-    smallest = None if ranked else _smallest(planner, all_of_them)
-    return RankedLayouts(ranked, len(all_of_them), planner.num_estimates - before, smallest)
+    smallest = None if ranked else _smallest(planner, layouts)
+    return RankedLayouts(ranked, len(layouts), planner.num_estimates - num_before, smallest)
 
 
 def _choose(config: Config, fitting: Iterable[Estimate], fastest: Estimate) -> Estimate:
-    """Return the preferred one of the layouts of a grid that are as fast as the fastest and that the training takes."""
+    """Return the preferred layout of a grid that is as fast as ``fastest`` and passes the training program's checks."""
     limit = NEAR_TIE * _ranked_s(fastest)
-    ties = sorted((one for one in fitting if _ranked_s(one) <= limit), key=_preference)
-    return next(one for one in ties if one is fastest or not problems(config, one.layout))
+    ties = sorted((candidate for candidate in fitting if _ranked_s(candidate) <= limit), key=_preference)
+    return next(candidate for candidate in ties if candidate is fastest or not problems(config, candidate.layout))
 
 
 def _rank(chosen: Mapping[Grid, Estimate], fastest: Mapping[Grid, Estimate]) -> Iterator[Estimate]:
-    """Yield the layouts of all grids, the best first."""
+    """Yield the layouts of all grids, best first."""
     remaining = dict(chosen)
     while remaining:
         limit = NEAR_TIE * min(_ranked_s(fastest[grid]) for grid in remaining)
-        ties = [grid for grid, one in remaining.items() if _ranked_s(one) <= limit]
+        ties = [grid for grid, estimate in remaining.items() if _ranked_s(estimate) <= limit]
         yield remaining.pop(min(ties, key=lambda grid: _preference(remaining[grid])))
 
 
 def _ranked_s(found: Estimate) -> float:
-    """Return the step time by which layouts are compared.
+    """Return the step time in seconds by which layouts are compared.
 
-    A schedule that splits backward passes is charged ``SPLIT_MARGIN``: its cost is in the estimate on CPUs only.
+    ``SPLIT_MARGIN`` is added for schedules that split backward passes, because estimates only include its cost on CPUs.
     """
     return found.step_s * (1 + SPLIT_MARGIN * (found.layout.schedule in SPLITTING))
 
 
 def _preference(found: Estimate) -> tuple[int, int, float]:
-    """Return the sort key among layouts that are equally fast: ZeRO stage, bytes of the fullest device, step time."""
+    """Return the sort key of equally fast layouts: ZeRO stage, bytes of the fullest device, step time."""
     return found.layout.zero_stage, found.most_bytes, found.step_s
 
 
 def candidates(planner: Planner, wanted: Search) -> Iterator[Layout]:
-    """Yield every layout that is sought, whether it fits or not."""
+    """Yield every layout in the search space, including those that do not fit."""
     fixed, batch, context = wanted.fixed, wanted.global_batch_size, wanted.plain.context
     world = wanted.world_size // context if wanted.world_size % context == 0 else 0
     for tensor in _tensor_sizes(planner, wanted):
@@ -138,15 +138,15 @@ def candidates(planner: Planner, wanted: Search) -> Iterator[Layout]:
                 continue
             grid = replace(wanted.plain, tensor=tensor, pipe=pipe, data=data)
             for micro in _allowed(_micro_batches(batch // data), fixed, "micro_batch_size"):
-                number = batch // data // micro
-                if batch // data % micro == 0 and number == fixed.get("num_micro_batches", number):
+                num_micro = batch // data // micro
+                if batch // data % micro == 0 and num_micro == fixed.get("num_micro_batches", num_micro):
                     yield from _variants(
-                        planner, replace(grid, micro_batch_size=micro, num_micro_batches=number), fixed
+                        planner, replace(grid, micro_batch_size=micro, num_micro_batches=num_micro), fixed
                     )
 
 
 def lower_bound(planner: Planner, layout: Layout) -> float:
-    """Return seconds that no step of ``layout`` can be faster than."""
+    """Return a lower bound of the step time of ``layout``, in seconds."""
     waits = sum(sent.seconds for sent in planner.rows(layout)) if layout.expert > 1 else 0.0
     busy = layout.num_micro_batches * (sum(unit.whole for unit in planner.units(layout)) + waits) / layout.pipe
     idle = bubble(layout.pipe, layout.num_micro_batches, layout.schedule, layout.chunks)
@@ -154,34 +154,40 @@ def lower_bound(planner: Planner, layout: Layout) -> float:
 
 
 def least_bytes(planner: Planner, layout: Layout) -> float:
-    """Return bytes that the fullest stage of ``layout`` needs at least: weights and states of the mean stage."""
+    """Return a lower bound of the bytes of the fullest stage of ``layout``.
+
+    The bound is the average over the stages of the memory for weights, gradients and optimizer states. It includes
+    saved activations for "1f1b" without full recomputation.
+    """
     state, zero = State.of(layout.dtype, layout.optimizer, layout.num_bf16_states), layout.zero
-    held, apart = (number / layout.pipe for number in planner.parameters(layout))
-    cut = (held - apart) / zero.share(1) + apart * layout.expert / max(zero.share(1), layout.expert)
-    optimizer = 0 if layout.offload_optimizer else cut * (state.optimizer - state.saved)
+    params, experts = (count / layout.pipe for count in planner.parameters(layout))
+    sharded = (params - experts) / zero.share(1) + experts * layout.expert / max(zero.share(1), layout.expert)
+    optimizer = 0 if layout.offload_optimizer else sharded * (state.optimizer - state.saved)
     weights = 0 if layout.offload_parameters else state.width / zero.share(3)
-    kept = 0.0
+    saved_bytes = 0.0
     if layout.recompute != "full" and layout.schedule == ONE_CHUNK[0]:  # 1f1b
         units = planner.model(layout).costs.unit_kept(
             layout.micro_batch_size, layout.tensor, BYTES[layout.dtype], layout.sequence
         )
         forwards = min((layout.pipe + 1) / 2, layout.num_micro_batches)
         in_flight = 1.0 if layout.num_micro_batches < layout.pipe else forwards
-        kept = in_flight * sum(unit.full - unit.core for unit in units) / layout.pipe
-    return held * (weights + state.gradient / zero.share(2)) + optimizer + kept
+        saved_bytes = in_flight * sum(unit.full - unit.core for unit in units) / layout.pipe
+    return params * (weights + state.gradient / zero.share(2)) + optimizer + saved_bytes
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors, the smallest first."""
+    """Return all divisors in ascending order."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
 
 
 def _tensor_sizes(planner: Planner, wanted: Search) -> list[int]:
-    """Return sizes of the tensor axis that cut all heads and widths whole, within a node."""
-    cut = _cut_over_tensor(planner)
-    sizes = [t for t in divisors(wanted.world_size // wanted.plain.context) if all(size % t == 0 for size in cut)]
-    if wanted.plain.optimizer == "adafactor":  # it needs whole matrices
+    """Return the sizes of the tensor axis that divide all heads and widths and fit into a node."""
+    split_sizes = _cut_over_tensor(planner)
+    sizes = [
+        t for t in divisors(wanted.world_size // wanted.plain.context) if all(size % t == 0 for size in split_sizes)
+    ]
+    if wanted.plain.optimizer == "adafactor":  # needs unsharded matrices
         sizes = [1]
     if "tensor" in wanted.fixed:
         return _allowed(sizes, wanted.fixed, "tensor")
@@ -190,7 +196,7 @@ def _tensor_sizes(planner: Planner, wanted: Search) -> list[int]:
 
 
 def _cut_over_tensor(planner: Planner) -> list[int]:
-    """Return the sizes that tensor ranks cut; 0 is none."""
+    """Return the numbers of heads and the widths that the tensor axis must divide; 0 for features that are not used."""
     model = planner.config.model
     dense = [model.num_attention_heads, model.hidden_size, model.ff_hidden_size, model.num_query_groups]
     return [*dense, model.moe_ffn_hidden_size, model.moe_shared_expert_intermediate_size]
@@ -201,38 +207,40 @@ def _micro_batches(samples: int) -> list[int]:
 
 
 def _variants(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> Iterator[Layout]:
-    """Yield the schedules, recomputations, stages of ZeRO and sequence parallelism of a grid and its micro-batches."""
+    """Yield the layouts of a grid and micro-batch size, by schedule, recomputation, ZeRO and sequence parallelism."""
     stages = [fixed["zero_stage"]] if "zero_stage" in fixed else _worthwhile_zero_stages(planner, plain)
     stages = [stage for stage in stages if stage in _zero_stages(planner, plain)]
     experts = _allowed(expert_sizes(planner, plain), fixed, "expert")
     recompute = _allowed(_recomputations(planner), fixed, "recompute")
-    cut = _allowed(_sequences(planner, plain.tensor), fixed, "sequence_parallel")
+    sequence_options = _allowed(_sequences(planner, plain.tensor), fixed, "sequence_parallel")
     orders = [
         (schedule, chunks)
         for schedule, chunks in _schedules(planner, plain, fixed)
         if planner.can_cut(replace(plain, schedule=schedule, chunks=chunks))
     ]
-    for (schedule, chunks), again, zero, is_cut, ranks in product(orders, recompute, stages, cut, experts):
+    for (schedule, chunks), recompute_choice, zero, sequence_parallel, ranks in product(
+        orders, recompute, stages, sequence_options, experts
+    ):
         if ranks == 1 or zero <= most_zero_stage(plain):
             yield replace(
                 plain,
                 schedule=schedule,
                 chunks=chunks,
-                recompute=again,
+                recompute=recompute_choice,
                 zero_stage=zero,
-                sequence_parallel=is_cut,
+                sequence_parallel=sequence_parallel,
                 expert=ranks,
             )
 
 
 def expert_sizes(planner: Planner, layout: Layout) -> list[int]:
-    """Return over how many of the data x context ranks the experts of a layer can be shared out."""
-    number = planner.config.model.num_experts
-    return [n for n in divisors(layout.data * layout.context) if number % n == 0] if number else [1]
+    """Return the possible expert-parallel sizes of ``layout``."""
+    num_experts = planner.config.model.num_experts
+    return [n for n in divisors(layout.data * layout.context) if num_experts % n == 0] if num_experts else [1]
 
 
 def most_zero_stage(layout: Layout) -> int:
-    """Return the last stage of ZeRO beside experts that are shared out."""
+    """Return the highest ZeRO stage that is supported with expert parallelism."""
     return 0 if layout.optimizer == "muon" else 1
 
 
@@ -245,7 +253,7 @@ def _zero_stages(planner: Planner, plain: Layout) -> list[int]:
 
 
 def _worthwhile_zero_stages(planner: Planner, plain: Layout) -> list[int]:
-    """Return the ZeRO stages that may pay: 2 and 3 only if weights and states need a good part of the memory."""
+    """Return the ZeRO stages worth trying: 2 and 3 only if weights and states need a large part of the memory."""
     state = State.of(plain.dtype, plain.optimizer, plain.num_bf16_states)
     states = planner.parameters(plain)[0] * (state.width + state.gradient + state.optimizer)
     last = 1 if states < SMALL_STATES * planner.machine.usable_bytes else 3
@@ -256,15 +264,15 @@ def _schedules(planner: Planner, plain: Layout, fixed: Mapping[str, Any]) -> lis
     if plain.pipe == 1:
         is_free = fixed.get("schedule", ONE_CHUNK[0]) == ONE_CHUNK[0] and fixed.get("chunks", 1) == 1
         return [(ONE_CHUNK[0], 1)] if is_free else []
-    most = min(MOST_CHUNKS, planner.config.total_layers // plain.pipe)
+    max_chunks = min(MOST_CHUNKS, planner.config.total_layers // plain.pipe)
     unfit = {"gpipe"} - {fixed.get("schedule")} | (set(SPLITTING) if planner.config.parallel.compile else set())
-    known = [(name, 1) for name in ONE_CHUNK if name not in unfit]
+    options = [(name, 1) for name in ONE_CHUNK if name not in unfit]
     if plain.num_micro_batches >= plain.pipe:
-        known += [(name, chunks) for name in MANY_CHUNKS if name not in unfit for chunks in range(2, most + 1)]
-        known += [(name, 2) for name in IN_A_V if name not in unfit and most >= 2]
+        options += [(name, chunks) for name in MANY_CHUNKS if name not in unfit for chunks in range(2, max_chunks + 1)]
+        options += [(name, 2) for name in IN_A_V if name not in unfit and max_chunks >= 2]
     return [
         (name, chunks)
-        for name, chunks in known
+        for name, chunks in options
         if fixed.get("schedule", name) == name
         and fixed.get("chunks", chunks) == chunks
         and fixed.get("lies", placement_for(name)) == placement_for(name)
@@ -277,9 +285,9 @@ def _recomputations(planner: Planner) -> list[str]:
 
 
 def _sequences(planner: Planner, tensor: int) -> list[bool]:
-    cuts = tensor > 1 and all(length % tensor == 0 for length in planner.config.sequence_lengths)
+    is_divisible = tensor > 1 and all(length % tensor == 0 for length in planner.config.sequence_lengths)
     is_needed = tensor > 1 and not planner.config.parallel.cuts_experts
-    return [False] * (not is_needed) + [True] * cuts
+    return [False] * (not is_needed) + [True] * is_divisible
 
 
 def _allowed(values: list[Any], fixed: Mapping[str, Any], name: str) -> list[Any]:
@@ -287,29 +295,29 @@ def _allowed(values: list[Any], fixed: Mapping[str, Any], name: str) -> list[Any
 
 
 def _smallest(planner: Planner, layouts: list[Layout]) -> Estimate | None:
-    """Return the layout of which the fullest device needs least, among those that need least on average."""
+    """Return the layout with the smallest peak memory among the ``NEAR`` layouts with the lowest ``least_bytes``."""
     rising = sorted(layouts, key=lambda layout: least_bytes(planner, layout))
     near = islice((layout for layout in rising if not problems(planner.config, layout)), NEAR)
     return min(map(planner.estimate, near), key=lambda found: found.most_bytes, default=None)
 
 
-# What of a layout is too large, and the smallest change that makes it fit.
+# Overflow: the largest part of a layout that does not fit, and the changes that make the layout fit.
 #
-# A change is one thing: less kept for backward, a smaller micro-batch, the next stage of ZeRO, experts on more ranks,
-# an axis twice as long (with half the replicas), sequence parallelism, the optimizer on the host. The samples of a step
-# stay the same. Of those that fit and that the training's checks take, the one whose step is shortest is the smallest;
-# if none does, two are made at once.
+# Possible changes are fewer saved activations, a smaller micro-batch, a higher ZeRO stage, experts on more ranks, an
+# axis of twice the size (with half the replicas), sequence parallelism, and optimizer or weights on the host. The
+# samples per step stay the same. Changes that fit and pass the training's checks are sorted by the resulting step time.
+# If no single change is sufficient, pairs of changes are tried.
 
 PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "buffers")
-"""Fields of ``Memory`` that lie on the device in a step."""
+"""Fields of ``Memory`` that are on the device during a step."""
 HALF = 2
 WHOLE = 3
-"""The stage of ZeRO that cuts the weights, too."""
+"""ZeRO stage that also shards the weights."""
 
 
 @dataclass(frozen=True)
 class LayoutChange:
-    """One change, or several, and what the layout takes then."""
+    """One or several changes, and the estimate of the resulting layout."""
 
     changes: tuple[str, ...]
     found: Estimate
@@ -320,8 +328,8 @@ class Overflow:
     """The fullest stage of a layout that does not fit.
 
     Args:
-        part: the largest of what it holds, of ``PARTS``.
-        over: bytes that are too many.
+        part: the largest of its ``PARTS``.
+        over: number of bytes above the limit.
     """
 
     stage: int
@@ -332,7 +340,7 @@ class Overflow:
 
 
 def overflow(found: Estimate, usable: int) -> Overflow | None:
-    """Return what does not fit into so many bytes, or None."""
+    """Return the overflow of an estimate over ``usable`` bytes, or None if it fits."""
     stage = max(range(len(found.memory)), key=lambda n: found.memory[n].total)
     memory = found.memory[stage]
     if memory.total <= usable:
@@ -342,31 +350,34 @@ def overflow(found: Estimate, usable: int) -> Overflow | None:
 
 
 def remedies(planner: Planner, layout: Layout) -> list[LayoutChange]:
-    """Return the changes that make ``layout`` fit, the one with the shortest step first; single ones if any do."""
-    single = list(changes(planner, layout))
-    found = list(_fitting(planner, [((flags,), changed) for flags, changed in single]))
-    if not found:
+    """Return the changes that make ``layout`` fit, shortest step first.
+
+    Pairs of changes are only tried if no single change is sufficient.
+    """
+    singles = list(changes(planner, layout))
+    fitting = list(_fitting(planner, [((flags,), changed) for flags, changed in singles]))
+    if not fitting:
         pairs: list[tuple[tuple[str, ...], Layout]] = [
             ((first, second), changed)
-            for first, once in single
-            for second, changed in changes(planner, once)
+            for first, changed_once in singles
+            for second, changed in changes(planner, changed_once)
             if changed != layout
         ]
-        found = list(_fitting(planner, pairs))
-    return sorted(found, key=lambda one: one.found.step_s)
+        fitting = list(_fitting(planner, pairs))
+    return sorted(fitting, key=lambda one: one.found.step_s)
 
 
 def changes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
-    """Yield each single change, in the words of the command line, and the layout that it makes."""
+    """Yield (command-line flags, resulting layout) for each single change."""
     if layout.recompute != "full":
         yield "--checkpoint-activations", replace(layout, recompute="full")
     if layout.recompute == "none" and any(unit.core for unit in planner.costs.unit_kept(1, 1, 2)):
         yield "--recompute-granularity selective", replace(layout, recompute="selective")
     for micro in divisors(layout.micro_batch_size)[:-1]:
-        number = layout.num_micro_batches * layout.micro_batch_size // micro
+        num_micro_batches = layout.num_micro_batches * layout.micro_batch_size // micro
         yield (
-            f"--batch-size {micro} --gas {number}",
-            replace(layout, micro_batch_size=micro, num_micro_batches=number),
+            f"--batch-size {micro} --gas {num_micro_batches}",
+            replace(layout, micro_batch_size=micro, num_micro_batches=num_micro_batches),
         )
     last = most_zero_stage(layout) if layout.expert > 1 else 1 if layout.pipe > 1 else 3
     if layout.data > 1 and layout.optimizer != "adafactor":
@@ -387,17 +398,17 @@ def changes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
 
 
 def _longer(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
-    """Yield the layouts with an axis twice as long and half the replicas, which do twice the micro-batches."""
+    """Yield the layouts with one axis doubled, half the replicas, and twice the micro-batches per replica."""
     if layout.data % HALF:
         return
     fewer = replace(layout, data=layout.data // HALF, num_micro_batches=layout.num_micro_batches * HALF)
     if fewer.data == 1:
         fewer = _with_stage(fewer, 0)
     fewer = replace(fewer, expert=max(n for n in expert_sizes(planner, fewer) if layout.expert % n == 0))
-    cut = [*_cut_over_tensor(planner), planner.machine.devices_per_node]
+    split_sizes = [*_cut_over_tensor(planner), planner.machine.devices_per_node]
     tensor = layout.tensor * HALF
-    is_whole = all(size % tensor == 0 for size in cut)
-    if is_whole and layout.optimizer != "adafactor":
+    is_divisible = all(size % tensor == 0 for size in split_sizes)
+    if is_divisible and layout.optimizer != "adafactor":
         flags = f"--model-parallel-size {tensor} --gas {fewer.num_micro_batches}"
         yield flags + _less(layout, fewer), replace(fewer, tensor=tensor)
     pipe = layout.pipe * HALF
@@ -409,22 +420,22 @@ def _longer(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
 
 
 def _with_stage(layout: Layout, stage: int) -> Layout:
-    """Return ``layout`` with that stage of ZeRO; below 3 no weights are on the host."""
+    """Return ``layout`` with ZeRO stage ``stage``, and without weights on the host if the stage is below 3."""
     return replace(layout, zero_stage=stage, offload_parameters=layout.offload_parameters and stage == WHOLE)
 
 
 def _less(layout: Layout, changed: Layout) -> str:
-    """Return the words for what ``changed`` has less of ZeRO, and of expert ranks, than ``layout``."""
+    """Return the flags, as text, that lower the ZeRO stage or the number of expert ranks as in ``changed``."""
     flags = f" --zero-stage {changed.zero_stage}" if changed.zero_stage != layout.zero_stage else ""
     flags += f" --expert-model-parallel-size {changed.expert}" if changed.expert < layout.expert else ""
     return flags + " without --offload-parameters" * (layout.offload_parameters and not changed.offload_parameters)
 
 
 def _fitting(planner: Planner, tried: list[tuple[tuple[str, ...], Layout]]) -> Iterator[LayoutChange]:
-    known = set()
+    seen = set()
     for flags, layout in tried:
-        is_new = layout not in known
-        known.add(layout)
+        is_new = layout not in seen
+        seen.add(layout)
         fits = (
             is_new
             and planner.can_cut(layout)
@@ -435,5 +446,5 @@ def _fitting(planner: Planner, tried: list[tuple[tuple[str, ...], Layout]]) -> I
 
 
 def overflow_of(memory: list[Memory], usable: int) -> int:
-    """Return by how many bytes the fullest stage exceeds ``usable``; negative where it fits."""
+    """Return the number of bytes by which the fullest stage exceeds ``usable``; negative if it fits."""
     return max(stage.total for stage in memory) - usable

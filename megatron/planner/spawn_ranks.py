@@ -1,8 +1,8 @@
-"""A function in several processes of this machine at once: ranks that meet through a file, answer, and are gone.
+"""Run a function in several processes of this machine, as ranks of a process group.
 
-``run_ranks(n, function, *args)`` calls ``function(rank, *args)`` in each and returns the answers in rank order. What a
-rank tells on the way (``Rank.report``) reaches the caller at once. No port is taken, and no process is left: each is
-waited for, ended by force after the deadline, and dies with its parent.
+``run_ranks(n, function, *args)`` calls ``function(rank, *args)`` in each process and returns the results in rank order.
+Messages of ``Rank.report`` are delivered to the caller immediately. The ranks rendezvous through a file, so no port is
+needed. Processes never outlive the call: they are joined, or killed after the deadline, and they die with their parent.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Rank:
-    """The place of one process: its number, how many there are, and its device.
+    """One process: its number, the number of processes, and its device.
 
     Args:
-        kind, backend: of the device, and of torch.distributed; "" for no process group.
-        threads: of torch's own, on a CPU.
+        kind, backend: device type, and backend of torch.distributed; "" for no process group.
+        threads: number of torch's threads, on a CPU.
     """
 
     number: int
@@ -50,17 +50,17 @@ class Rank:
         return device.bind(self.kind, self.number)
 
     def report(self, text: str) -> None:
-        """Let the caller hear ``text``, from the first rank."""
+        """Send the progress message ``text`` to the caller. Has no effect on ranks other than 0."""
         if self.number == 0 and self._pipe is not None:
             self._pipe.send(("told", text))
 
     def meet(self) -> None:
-        """Wait for the others. Collective."""
+        """Wait for all ranks. Collective."""
         if self.backend:
             dist.barrier()
 
     def most(self, value: float) -> float:
-        """Return the largest value of all ranks. Collective."""
+        """Return the maximum over all ranks. Collective."""
         return self._reduced(value, dist.ReduceOp.MAX)
 
     def sum(self, value: float) -> float:
@@ -70,9 +70,9 @@ class Rank:
     def _reduced(self, value: float, how: Any) -> float:
         if not self.backend:
             return value
-        found = torch.tensor([value], dtype=torch.float64, device=self.place)
-        dist.all_reduce(found, op=how)
-        return found.item()
+        result = torch.tensor([value], dtype=torch.float64, device=self.place)
+        dist.all_reduce(result, op=how)
+        return result.item()
 
 
 def run_ranks(
@@ -85,14 +85,14 @@ def run_ranks(
     deadline_s: float = 120.0,
     report: Report = lambda text: None,
 ) -> list[Any]:
-    """Return what ``function(rank, *args)`` gave in each of ``size`` processes.
+    """Return the results of ``function(rank, *args)`` in ``size`` processes, in rank order.
 
-    On a CPU they are forked, from a process that has used no thread of torch's yet; elsewhere they start afresh, for a
-    device that has been used cannot be taken into a fork.
+    On a CPU the processes are forked from this one, which must not have used torch's threads. For other devices they
+    are spawned, since a device that has been used does not survive a fork.
 
     Args:
-        backend: "" where the processes need not meet.
-        threads: None: this machine's cores shared out.
+        backend: "" if the processes need no process group.
+        threads: threads per process; None divides this machine's cores among the processes.
 
     Raises:
         RuntimeError: a rank raised (its traceback is in the message), died, or took longer than ``deadline_s``.
@@ -102,13 +102,13 @@ def run_ranks(
     pipes, processes = [], []
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         try:
-            for number in range(size):
-                near, far = context.Pipe()
-                rank = Rank(number, size, kind, backend, threads, far)
+            for idx in range(size):
+                parent_end, child_end = context.Pipe()
+                rank = Rank(idx, size, kind, backend, threads, child_end)
                 process = context.Process(target=_work, args=(rank, folder, function, args), daemon=True)  # type: ignore[attr-defined]
                 process.start()
-                far.close()
-                pipes.append(near)
+                child_end.close()
+                pipes.append(parent_end)
                 processes.append(process)
             return _answers(pipes, deadline_s, report)
         finally:
@@ -121,28 +121,28 @@ def run_ranks(
 
 
 def _answers(pipes: list[Connection], deadline_s: float, report: Report) -> list[Any]:
-    """Return one answer of each rank; the first failure ends the wait, for the others may hang."""
+    """Return one result per rank. A failure is raised without waiting for other ranks, since they may be blocked."""
     answers: dict[int, Any] = {}
     end = time.monotonic() + deadline_s
     while len(answers) < len(pipes):
-        waiting = [pipe for number, pipe in enumerate(pipes) if number not in answers]
+        waiting = [pipe for idx, pipe in enumerate(pipes) if idx not in answers]
         ready = wait(waiting, max(0.0, end - time.monotonic()))
         if not ready:
-            missing = [number for number in range(len(pipes)) if number not in answers]
+            missing = [idx for idx in range(len(pipes)) if idx not in answers]
             raise RuntimeError(f"ranks must answer within {deadline_s:.0f} s, got nothing from {missing}")
         for pipe in ready:
-            number = pipes.index(pipe)  # type: ignore[arg-type]
+            idx = pipes.index(pipe)  # type: ignore[arg-type]
             try:
-                what, value = pipes[number].recv()
+                message_type, value = pipes[idx].recv()
             except (EOFError, ConnectionResetError):
-                what, value = "failed", "it died"
-            if what == "failed":
-                raise RuntimeError(f"rank {number} of {len(pipes)}: {value}")
-            if what == "told":
+                message_type, value = "failed", "it died"
+            if message_type == "failed":
+                raise RuntimeError(f"rank {idx} of {len(pipes)}: {value}")
+            if message_type == "told":
                 report(value)
             else:
-                answers[number] = value
-    return [answers[number] for number in range(len(pipes))]
+                answers[idx] = value
+    return [answers[idx] for idx in range(len(pipes))]
 
 
 def _work(rank: Rank, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -159,8 +159,8 @@ def _work(rank: Rank, folder: str, function: Callable[..., Any], args: tuple[Any
         _ = rank.place
         if rank.backend:
             store = dist.FileStore(str(Path(folder) / "store"), rank.size)
-            patience = timedelta(seconds=60)
-            dist.init_process_group(rank.backend, store=store, rank=rank.number, world_size=rank.size, timeout=patience)
+            timeout = timedelta(seconds=60)
+            dist.init_process_group(rank.backend, store=store, rank=rank.number, world_size=rank.size, timeout=timeout)
         answer = function(rank, *args)
         rank.meet()
         pipe.send(("answer", answer))
@@ -168,4 +168,4 @@ def _work(rank: Rank, folder: str, function: Callable[..., Any], args: tuple[Any
         pipe.send(("failed", "\n" + traceback.format_exc()))
     finally:
         pipe.close()
-        os._exit(0)  # the others may be gone: no farewell over the wire
+        os._exit(0)  # skip the shutdown of the process group, since other ranks may already have ended

@@ -1,1 +1,1 @@
-"""Maps between our logical names and Hugging Face's; no import of ``transformers``."""
+"""Conversion between our checkpoints and Hugging Face folders; ``transformers`` is imported only for --verify."""

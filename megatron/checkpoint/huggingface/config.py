@@ -1,4 +1,4 @@
-"""config.json from our Config and back, by the formats of the families; no torch."""
+"""Convert our Config to config.json and back, using the formats of the families. No torch."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import HFFormat
 from megatron.models.registry import FAMILIES, huggingface_formats, is_common_decoder
 
-# The files of a folder that say what it holds.
+# Files of a Hugging Face folder that describe its contents.
 
 CONFIG = "config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """Return the object in the file ``name`` of ``folder``.
+    """Return the JSON object in the file ``name`` of ``folder``.
 
     Raises:
-        CheckpointError: it is missing, or holds something else.
+        CheckpointError: the file is missing or is not a JSON object.
     """
     try:
         content = json.loads((folder / name).read_bytes())
@@ -42,22 +42,26 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def missing_file(folder: Path, name: str) -> CheckpointError:
-    """Return the error for a file with tensors that is not there."""
-    pickled = sorted(found.name for found in folder.glob("pytorch_model*.bin"))
-    cure = f" {', '.join(pickled)} can carry code and is not read: save it as safetensors first." if pickled else ""
-    return CheckpointError(f"{folder} must hold {name}, which is missing.{cure}")
+    """Return the error for a missing file of tensors."""
+    pickle_names = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
+    advice = (
+        f" {', '.join(pickle_names)} can carry code and is not read: save it as safetensors first."
+        if pickle_names
+        else ""
+    )
+    return CheckpointError(f"{folder} must hold {name}, which is missing.{advice}")
 
 
 def uses_index(folder: Path) -> bool:
-    """Return True if the tensors of ``folder`` are those of its index, as transformers chooses.
+    """Return True if the tensors of ``folder`` are read through its index, with the same rule as transformers.
 
-    A ``model.safetensors`` takes precedence: an index next to it is left over from an earlier save.
+    ``model.safetensors`` takes precedence: an index next to it is left over from an earlier save.
     """
     return (folder / INDEX).is_file() and not (folder / WEIGHTS).is_file()
 
 
 def missing_head(missing: Iterable[str], config: Config) -> str:
-    """Return the advice for an untied model whose head is among the ``missing`` tensors; empty for any other model."""
+    """Return advice for an untied model whose head is among the ``missing`` tensors; empty for any other model."""
     if not config.model.untie_embeddings or format_of(config).head not in missing:
         return ""
     return (
@@ -67,20 +71,20 @@ def missing_head(missing: Iterable[str], config: Config) -> str:
 
 
 def full_names(names: Iterable[str], config: Config) -> dict[str, str]:
-    """Return tensor's full name -> its name in the files, without what no model reads."""
+    """Return full tensor name -> name in the files, for the tensors that the model uses."""
     hf_format, names = format_of(config), list(names)
-    is_short = hf_format.word.removeprefix(hf_format.short) in names if hf_format.short else False
-    found: dict[str, str] = {}
+    uses_short_names = hf_format.word.removeprefix(hf_format.short) in names if hf_format.short else False
+    name_in_files: dict[str, str] = {}
     for name in names:
-        whole = f"{hf_format.short}{name}" if is_short and name != hf_format.head else name
-        full = None if hf_format.unread.fullmatch(whole) else hf_format.named(whole, config)
+        long_name = f"{hf_format.short}{name}" if uses_short_names and name != hf_format.head else name
+        full = None if hf_format.unread.fullmatch(long_name) else hf_format.named(long_name, config)
         if full is not None:
-            found[full] = name
-    return found
+            name_in_files[full] = name
+    return name_in_files
 
 
 def copies(config: Config) -> tuple[str, ...]:
-    """Return their names of what is the word table once more."""
+    """Return Hugging Face's names of the tensors that duplicate the word table."""
     hf_format = format_of(config)
     return (*hf_format.copies, *(() if config.model.untie_embeddings else (hf_format.head,)))
 
@@ -92,62 +96,69 @@ def formats_of(family: str) -> tuple[HFFormat, ...]:
     """Return the Hugging Face formats of ``family``, one for each model type.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: the family has no format.
     """
-    known = families_with_format()
-    if family not in known:
+    supported = families_with_format()
+    if family not in supported:
         title = FAMILIES[family].title if family in FAMILIES else family
-        have = ", ".join(FAMILIES[name].title for name in known)
-        raise CheckpointError(f"{title} has no Hugging Face form here; {have} have one")
+        titles = ", ".join(FAMILIES[name].title for name in supported)
+        raise CheckpointError(f"{title} has no Hugging Face form here; {titles} have one")
     return huggingface_formats(family)
 
 
 def format_of(config: Config, model_type: str | None = None) -> HFFormat:
-    """Return the format there that holds the model of ``config``.
+    """Return the Hugging Face format that represents the model of ``config``.
 
-    It is the first of its family that holds all of its settings; where none does, and it is the common decoder, the
-    first of the other decoders. So a run of pretrain_gpt2.py with the settings of a Qwen 3 is a Qwen 3 there.
+    The first format of the model's family that can express all settings is used. If no such format exists and the model
+    is a common decoder, the formats of the other common decoder families are tried. For example, a run of
+    pretrain_gpt2.py with the settings of a Qwen 3 is exported as a Qwen 3.
 
     Args:
-        model_type: the one to take; None: the first that fits.
+        model_type: use this model type; None selects the first that fits.
 
     Raises:
-        CheckpointError: none fits; it says what stands against the nearest.
+        CheckpointError: no format fits; lists the problems of the closest format.
     """
-    known = [one for family in _relatives(config.family) for one in formats_of(family)]
+    candidates = [hf_format for family in _relatives(config.family) for hf_format in formats_of(family)]
     if model_type is not None:
-        known = [one for one in known if model_type in one.model_types]
-        if not known:
+        candidates = [hf_format for hf_format in candidates if model_type in hf_format.model_types]
+        if not candidates:
             raise CheckpointError(
                 f"--model-type must be one that a model of this family can have, got {model_type!r}. Use one of "
-                f"{', '.join(kind for family in _relatives(config.family) for kind in types_of(family))}"
+                f"{', '.join(type_name for family in _relatives(config.family) for type_name in types_of(family))}"
             )
-    against: dict[str, list[str]] = {}
-    for one in known:
-        problems = list(one.problems(config))
+    problems_by_type: dict[str, list[str]] = {}
+    for hf_format in candidates:
+        problems = list(hf_format.problems(config))
         if not problems:
-            return one
-        against[one.model_types[0]] = problems
-    fewest = min(len(problems) for problems in against.values())
-    nearest = [f"{kind}: {'; '.join(problems)}" for kind, problems in against.items() if len(problems) == fewest]
+            return hf_format
+        problems_by_type[hf_format.model_types[0]] = problems
+    fewest = min(len(problems) for problems in problems_by_type.values())
+    nearest = [
+        f"{type_name}: {'; '.join(problems)}"
+        for type_name, problems in problems_by_type.items()
+        if len(problems) == fewest
+    ]
     raise CheckpointError(f"this model has no Hugging Face form; the nearest is {', or '.join(nearest)}")
 
 
 def _relatives(family: str) -> list[str]:
-    """Return the families whose formats may hold a model of ``family``: itself, and of the common decoder the others.
+    """Return the families whose formats may represent a model of ``family``, ``family`` itself first.
+
+    For a common decoder these include the other common decoders.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: none of these families has a Hugging Face format.
     """
     if not is_common_decoder(family):
         return [family] if formats_of(family) else []
-    own = [family] if family in families_with_format() else []
-    return own + [name for name in families_with_format() if name != family and is_common_decoder(name)]
+    own_formats = [family] if family in families_with_format() else []
+    return own_formats + [name for name in families_with_format() if name != family and is_common_decoder(name)]
 
 
 def types_of(family: str) -> list[str]:
-    """Return the values of ``model_type`` that a model of ``family`` is read from and may be written as."""
-    return [kind for one in formats_of(family) for kind in one.model_types]
+    """Return the values of config.json's ``model_type`` that can be imported and exported for ``family``."""
+    return [model_type for hf_format in formats_of(family) for model_type in hf_format.model_types]
 
 
 def families_with_format() -> list[str]:
@@ -156,30 +167,30 @@ def families_with_format() -> list[str]:
 
 
 def family_by_type() -> dict[str, str]:
-    """Return their model_type -> our family."""
-    return {kind: family for family in families_with_format() for kind in types_of(family)}
+    """Return Hugging Face's model_type -> our family."""
+    return {model_type: family for family in families_with_format() for model_type in types_of(family)}
 
 
 # ``config.json`` of a Hugging Face folder from our configuration, and back.
 #
-# The fields are in the ``huggingface.py`` of each family.
+# ``huggingface.py`` of each family defines the fields.
 
 _TOKENIZER = ("tokenizer_type", "tokenizer_path", "vocab_file", "merge_file")
 
 
 def saved_config(state: Mapping[str, Any]) -> Config:
-    """Return the configuration that a checkpoint's ``state`` keeps: what says what the model is, and the tokenizer.
+    """Return the configuration in a checkpoint's ``state``: the sections that define the model, and the tokenizer.
 
     Raises:
-        CheckpointError: there is none, or it is of a family that this program does not know.
+        CheckpointError: ``state`` has no configuration, or its family is unknown.
     """
     try:
         saved, sizes = former.settings(state["config"]), state["model"]
         sections = ("model", saved["family"], "data")
         values = {key: value for name in sections for key, value in saved.get(name, {}).items()}
         values = {**former_defaults(state["config"], sections), **values}
-        known = {option.name for _, option in all_options()}
-        values = {key: value for key, value in values.items() if key in known}
+        option_names = {option.name for _, option in all_options()}
+        values = {key: value for key, value in values.items() if key in option_names}
         config = config_from_values(values, family=saved["family"])
         return replace(config, model=replace(config.model, vocab_size=sizes["vocab_size"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -191,13 +202,13 @@ def saved_config(state: Mapping[str, Any]) -> Config:
 
 
 def config_to_huggingface(config: Config, dtype: str, model_type: str | None = None) -> dict[str, Any]:
-    """Return the fields of ``config.json``, ids of control tokens left out.
+    """Return the fields of ``config.json``, without the ids of control tokens.
 
     Args:
-        model_type: as of ``format_of``.
+        model_type: as in ``format_of``.
 
     Raises:
-        CheckpointError: listing everything of the model that has no form there.
+        CheckpointError: lists all settings of the model that the format cannot express.
     """
     return {**format_of(config, model_type).fields(config), "dtype": dtype}
 
@@ -206,38 +217,42 @@ def config_from_huggingface(theirs: Mapping[str, Any]) -> Config:
     """Return our configuration of the model that ``config.json`` describes.
 
     Raises:
-        CheckpointError: another architecture, a setting that our models do not have, a size that is missing; or listing
-            every value that no flag would take.
+        CheckpointError: the architecture or a setting is not supported, a size is missing, or values are out of range
+            (all of them are listed).
     """
-    kind, families = theirs.get("model_type"), family_by_type()
-    if kind is None or kind not in families:
-        raise CheckpointError(f"model_type must be one of {', '.join(families)}, got {kind!r}: another architecture")
+    model_type, families = theirs.get("model_type"), family_by_type()
+    if model_type is None or model_type not in families:
+        raise CheckpointError(
+            f"model_type must be one of {', '.join(families)}, got {model_type!r}: another architecture"
+        )
     try:
-        (hf_format,) = (one for one in formats_of(families[kind]) if kind in one.model_types)
+        (hf_format,) = (
+            candidate for candidate in formats_of(families[model_type]) if model_type in candidate.model_types
+        )
         values = _with_whole_numbers(hf_format.values(dict(theirs)))
-        found = list(_out_of_range(values))
-        config = Config() if found else config_from_values(values, family=families[kind])
-        found = found or list(model_problems(replace(config, given=tuple(values))))
+        problems = list(_out_of_range(values))
+        config = Config() if problems else config_from_values(values, family=families[model_type])
+        problems = problems or list(model_problems(replace(config, given=tuple(values))))
     except KeyError as error:
-        raise CheckpointError(f"config.json must hold {error} for a {kind}; it is missing") from error
+        raise CheckpointError(f"config.json must hold {error} for a {model_type}; it is missing") from error
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise CheckpointError(f"config.json does not describe a {kind}: {error}") from error
-    if found:
-        raise CheckpointError(f"config.json does not describe a {kind} that we have: {'; '.join(found)}")
+        raise CheckpointError(f"config.json does not describe a {model_type}: {error}") from error
+    if problems:
+        raise CheckpointError(f"config.json does not describe a {model_type} that we have: {'; '.join(problems)}")
     return config
 
 
 def _with_whole_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``values`` with 16.0 as 16 where a whole number is wanted."""
-    whole = {option.name for _, option in all_options() if option.kind == "int"}
+    """Return ``values`` with integral floats such as 16.0 converted to int for integer fields."""
+    int_fields = {option.name for _, option in all_options() if option.kind == "int"}
     return {
-        name: int(value) if name in whole and isinstance(value, float) and value.is_integer() else value
+        name: int(value) if name in int_fields and isinstance(value, float) and value.is_integer() else value
         for name, value in values.items()
     }
 
 
 def _out_of_range(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what no flag would take."""
+    """Yield a message for each value that its flag would reject."""
     for _, option in all_options():
         value = values.get(option.name)
         problem = option.problem(value, option.flag or option.name) if value is not None else None
@@ -246,25 +261,25 @@ def _out_of_range(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def flags_of(config: Config) -> list[str]:
-    """Return the flags with which a pretraining script builds the model of ``config`` and reads its tokenizer."""
-    files = {name: getattr(config.data, name) for name in _TOKENIZER}
-    beside = {name: getattr(config.model, name) for name in ("max_position_embeddings", "layernorm_epsilon")}
-    return words_of({**config.identity(), **beside, **files}, config)
+    """Return the flags with which a pretraining script builds the model of ``config`` and loads its tokenizer."""
+    tokenizer_fields = {name: getattr(config.data, name) for name in _TOKENIZER}
+    extra_fields = {name: getattr(config.model, name) for name in ("max_position_embeddings", "layernorm_epsilon")}
+    return words_of({**config.identity(), **extra_fields, **tokenizer_fields}, config)
 
 
 def words_of(given: Mapping[str, Any], config: Config) -> list[str]:
-    """Return the flags that set the fields ``given``, as far as the defaults of the family of ``config`` differ."""
-    usual = {**config.own.DEFAULTS, "num_query_groups": config.model.num_attention_heads}
+    """Return the flags for those fields in ``given`` that differ from the family's defaults."""
+    defaults = {**config.own.DEFAULTS, "num_query_groups": config.model.num_attention_heads}
     words: list[str] = []
     for _, option in all_options():
         value = given.get(option.name)
-        if value is not None and value != usual.get(option.name, option.default):
+        if value is not None and value != defaults.get(option.name, option.default):
             words += _words(option, value)
     return words
 
 
 def _words(option: Option, value: Any) -> list[str]:
-    """Return how a command line says ``value``."""
+    """Return the command-line words that set ``option`` to ``value``."""
     if value is True and option.flag:
         return [option.flag]
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Import, export, --verify; the first checkpoint of an imported run."""
+"""Export a checkpoint to a Hugging Face folder, verify the export, and import such a folder as a run."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
 from megatron.mpu.topology import Topology
 
-# A checkpoint of ours as a Hugging Face folder.
+# Export: one of our checkpoints as a Hugging Face folder.
 
 _TYPE, _THEIR_IDS = "hugging_face_type", "hugging_face_ids"
-"""Entries of the state of a checkpoint that an earlier version imported; ``origin`` takes their place."""
+"""Metadata entries of a checkpoint that an earlier version imported; ``origin`` has replaced them."""
 CHAT_TEMPLATE = "chat_template"
-"""Entry of the state of a run with --sft: the text of the file that --chat-template named."""
+"""Metadata entry of a run with --sft: the text of the file given by --chat-template."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 MAX_SHARD_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: names of the files with tensors, their number and bytes, and what there is less than whole."""
+    """Result of an export: names of the tensor files, number and bytes of the tensors, notes about omissions."""
 
     files: list[str]
     num_tensors: int
@@ -90,18 +90,18 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> Exported:
-    """Write ``checkpoint`` to the new folder ``output``. All weights are in memory at once.
+    """Write ``checkpoint`` to the new folder ``output``. All weights are in memory at the same time.
 
     Args:
-        dtype: a name of ``DTYPES``; None: as saved, which round trips bit for bit.
-        model_type: of config.json, where several can hold the model; None: that of the folder that it was imported
-            from, else the first that can.
-        tokenizer_path: in place of the tokenizer that the checkpoint names.
-        weights: those of the checkpoint, where they have been read already.
+        dtype: a key of ``DTYPES``; None keeps the saved type, so that a round trip is bit-identical.
+        model_type: model type of config.json, if several fit the model. None selects the model type of the imported
+            folder if it fits, otherwise the first one that fits.
+        tokenizer_path: replaces the tokenizer named in the checkpoint.
+        weights: the checkpoint's weights, if they have already been read.
 
     Raises:
-        CheckpointError: the model has no Hugging Face form, or its tensors are not those that its sizes ask for.
-        ConfigError: ``output`` holds something, or the tokenizer has more tokens than the model.
+        CheckpointError: no Hugging Face format fits the model, or its tensors do not match its settings.
+        ConfigError: ``output`` is not empty, or the tokenizer has more tokens than the model.
         DataError: ``tokenizer_path`` cannot be read.
     """
     require_free(output)
@@ -110,31 +110,31 @@ def export(
     saved_type = checkpoint.metadata.get(_TYPE) if origin is None else origin.model_type
     if model_type is None and saved_type is not None:
         model_type = _still_fitting(config, saved_type, notes)
-    config_to_huggingface(config, "", model_type)  # refuses before anything large is read
+    config_to_huggingface(config, "", model_type)  # raises before anything large is read
     weights = read_weights(checkpoint) if weights is None else weights
     if dtype is not None:
         weights = {name: tensor.to(DTYPES[dtype]) for name, tensor in weights.items()}
-    theirs = weights_to_huggingface(weights, config)
-    kind = str(next(iter(theirs.values())).dtype).removeprefix("torch.")
+    hf_tensors = weights_to_huggingface(weights, config)
+    dtype_name = str(next(iter(hf_tensors.values())).dtype).removeprefix("torch.")
     with new_folder(output) as folder:
-        names = write_tensors(folder, theirs, max_shard_bytes)
+        names = write_tensors(folder, hf_tensors, max_shard_bytes)
         if origin is None:
-            _write_settings(folder, checkpoint, config, kind, model_type, vocabulary)
+            _write_settings(folder, checkpoint, config, dtype_name, model_type, vocabulary)
         else:
-            notes += _write_carried(folder, origin, config, kind, model_type, vocabulary)
+            notes += _write_carried(folder, origin, config, dtype_name, model_type, vocabulary)
         carried = None if vocabulary is None or origin is None else _carried(origin, vocabulary)
-        lacking = None if vocabulary is None else write_tokenizer(folder, vocabulary, carried)
-    if lacking is not None:
-        notes.append(f"the tokenizer is not whole: {lacking}")
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in theirs.values())
-    return Exported(names, len(theirs), num_bytes, notes)
+        tokenizer_problem = None if vocabulary is None else write_tokenizer(folder, vocabulary, carried)
+    if tokenizer_problem is not None:
+        notes.append(f"the tokenizer is not whole: {tokenizer_problem}")
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in hf_tensors.values())
+    return Exported(names, len(hf_tensors), num_bytes, notes)
 
 
 def _still_fitting(config: Config, model_type: str, notes: list[str]) -> str | None:
-    """Return ``model_type``, that of the imported folder, if it holds the settings of the run, else None with a note.
+    """Return ``model_type`` (of the imported folder) if it fits the run's settings; otherwise add a note, return None.
 
     Raises:
-        CheckpointError: no type holds them.
+        CheckpointError: no model type fits the settings.
     """
     try:
         format_of(config, model_type)
@@ -152,7 +152,7 @@ def _write_settings(
     folder: Path, checkpoint: Checkpoint, config: Config, dtype: str, model_type: str | None,
     vocabulary: Vocabulary | None,
 ) -> None:  # fmt: skip
-    """Write config.json and generation_config.json of a run that started from scratch."""
+    """Write config.json and generation_config.json of a run that did not start from a Hugging Face folder."""
     ids = unknown_ids(config) if vocabulary is None else vocabulary.ids()
     ids.update(checkpoint.metadata.get(_THEIR_IDS) or {} if vocabulary is None else {})
     write_json(folder / CONFIG, {**config_to_huggingface(config, dtype, model_type), **ids})
@@ -189,7 +189,7 @@ def _has_tokens(origin: Origin, config: Config, vocabulary: Vocabulary | None) -
 
 
 def _carried(origin: Origin, vocabulary: Vocabulary) -> dict[str, str] | None:
-    """Return the tokenizer's small files of the imported folder; None where the run has another vocabulary."""
+    """Return the small tokenizer files of the imported folder; None if the run has another vocabulary."""
     is_same = origin.has_tokens_of(vocabulary.tokenizer.piece, vocabulary.tokenizer.vocab_size)
     return carried_files(origin, vocabulary) if is_same else None
 
@@ -197,57 +197,58 @@ def _carried(origin: Origin, vocabulary: Vocabulary) -> dict[str, str] | None:
 def _vocabulary(
     config: Config, tokenizer_path: Path | None, template: str | None
 ) -> tuple[Vocabulary | None, list[str]]:
-    """Return the tokenizer, and why there is none; only the one that the user names must be there."""
+    """Return the tokenizer and notes; a tokenizer that cannot be read is an error only if it is ``tokenizer_path``."""
     try:
-        found = vocabulary_of(config, tokenizer_path, template, may_be_larger=tokenizer_path is None)
+        vocabulary = vocabulary_of(config, tokenizer_path, template, may_be_larger=tokenizer_path is None)
     except DataError as error:
         if tokenizer_path is not None:
             raise
         return None, [f"no tokenizer is written ({error}); name it with --tokenizer-path"]
-    if found is None:
+    if vocabulary is None:
         return None, ["the checkpoint names no tokenizer; name one with --tokenizer-path"]
-    ids, rows = found.tokenizer.vocab_size, config.model.vocab_size or 0
-    return found, [f"the tokenizer has {ids} ids and the model {rows} rows"] if ids > rows else []
+    num_ids, num_rows = vocabulary.tokenizer.vocab_size, config.model.vocab_size or 0
+    return vocabulary, [f"the tokenizer has {num_ids} ids and the model {num_rows} rows"] if num_ids > num_rows else []
 
 
-# Do our model and Hugging Face's give the same logits on the same tokens?
+# Verification: compare the logits of our model and Hugging Face's on the same tokens.
 #
-# Both compute in fp64 without dropout. GPT-2 and BERT then agree to 1e-13 or so of the largest logit; where their model
-# computes a part in fp32 (T5's and LLaMA's norms, LLaMA's angles, MPT's softmax), 1e-7 is what there can be.
-# ``allowed`` of each family's ``HFFormat`` says what is let pass.
+# Both models compute in fp64 without dropout. For GPT-2 and BERT, logits agree to about 1e-13 of the largest logit. For
+# T5, LLaMA and MPT, they agree to about 1e-7, because Hugging Face's models run some operations in fp32 (norms of T5
+# and LLaMA, LLaMA's angles, MPT's softmax). The tolerance of a family is ``HFFormat.allowed``.
 
 _ROWS, _LENGTH = 2, 24
 
 
 def require_transformers() -> None:
-    """Check that ``transformers`` can be imported.
+    """Check that ``transformers`` is installed.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: ``transformers`` is not installed.
     """
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError('--verify needs the transformers library. Run: pip install -e ".[hf]"')
 
 
 def verify(checkpoint: Checkpoint, folder: Path, *, dtype: str | None = None, seed: int = 0) -> float:
-    """Return the largest difference of a logit as part of the largest, between ``checkpoint`` and ``folder``.
+    """Return the largest difference between the logits of the two models, relative to the largest logit.
 
     Args:
-        dtype: what our weights are rounded to first, as in the export; None: not.
+        checkpoint, folder: a checkpoint and its export.
+        dtype: round our weights to this type first, as in the export; None does not round.
 
     Raises:
-        CheckpointError: the difference is more than rounding.
+        CheckpointError: the difference exceeds the rounding error.
         ConfigError: ``transformers`` is not installed.
     """
     require_transformers()
     config = saved_config(checkpoint.metadata)
     tokens = _batch(config, seed)
     with torch.no_grad():
-        ours = _our_logits(checkpoint, config, dtype, tokens)
-        theirs = _their_logits(folder, config, tokens)
-    difference = float((ours - theirs).abs().max() / theirs.abs().max())
+        our_logits = _our_logits(checkpoint, config, dtype, tokens)
+        their_logits = _their_logits(folder, config, tokens)
+    difference = float((our_logits - their_logits).abs().max() / their_logits.abs().max())
     allowed = format_of(config).allowed
-    if not difference <= allowed:  # NaN too
+    if not difference <= allowed:  # also true for NaN
         raise CheckpointError(
             f"our logits and those of {folder} must agree to {allowed:.0e} of the largest, got "
             f"{difference:.1e}: do not use the folder, and report the command"
@@ -256,7 +257,7 @@ def verify(checkpoint: Checkpoint, folder: Path, *, dtype: str | None = None, se
 
 
 def _batch(config: Config, seed: int) -> torch.Tensor:
-    """Return tokens [b, s] that both models can read."""
+    """Return random tokens [b, s] that are valid for both models."""
     rng = torch.Generator().manual_seed(seed)
     length = min(_LENGTH, config.model.max_position_embeddings or _LENGTH)
     return torch.randint(0, config.model.vocab_size or 0, (_ROWS, length), generator=rng)
@@ -277,16 +278,18 @@ def _their_logits(folder: Path, config: Config, tokens: torch.Tensor) -> torch.T
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     hf_format = format_of(config)
-    kind = getattr(transformers, hf_format.auto if isinstance(hf_format.auto, str) else hf_format.auto(config))
-    loaded: Any = kind.from_pretrained(folder, dtype=torch.float64, local_files_only=True, output_loading_info=True)
+    model_class = getattr(transformers, hf_format.auto if isinstance(hf_format.auto, str) else hf_format.auto(config))
+    loaded: Any = model_class.from_pretrained(
+        folder, dtype=torch.float64, local_files_only=True, output_loading_info=True
+    )
     model, loading_info = loaded
-    odd = {
-        what: sorted(loading_info[what])
-        for what in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        if loading_info[what]
+    mismatches = {
+        key: sorted(loading_info[key])
+        for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if loading_info[key]
     }
-    if odd:
-        raise CheckpointError(f"transformers must find each tensor of its model in {folder}, got {odd}")
+    if mismatches:
+        raise CheckpointError(f"transformers must find each tensor of its model in {folder}, got {mismatches}")
     model.eval()
     hf_format.prepare(model, config)
     return hf_format.their_logits(model(**hf_format.their_inputs(tokens)))
@@ -296,11 +299,11 @@ def _their_logits(folder: Path, config: Config, tokens: torch.Tensor) -> torch.T
 
 
 def save_first(root: Path, weights: dict[str, torch.Tensor], config: Config, origin: str, more: dict[str, Any]) -> Path:
-    """Write the checkpoint of step 0 of a model whose weights come from elsewhere; return its path.
+    """Write a checkpoint of step 0 with imported weights; return its path.
 
     Args:
-        origin: stands where a run names its optimizer.
-        more: further entries of the state.
+        origin: description of the weights' origin, stored in the metadata entry "optimizer".
+        more: additional metadata entries.
     """
     records = [TensorRecord(WEIGHTS + name, tensor, Shard(tuple(tensor.shape))) for name, tensor in weights.items()]
     return save(root, 0, records, {**_state(config, origin), **more}, SINGLE)
@@ -322,7 +325,7 @@ def _state(config: Config, origin: str) -> dict[str, Any]:
     }
 
 
-# A Hugging Face folder as the first checkpoint of a run folder of ours.
+# Import: a Hugging Face folder as the first checkpoint of a run folder.
 
 TOKENIZER = "tokenizer"  # folder of the tokenizer's files in the run folder
 NO_OPTIMIZER = "none (weights of a Hugging Face folder)"
@@ -331,25 +334,25 @@ NO_OPTIMIZER = "none (weights of a Hugging Face folder)"
 def import_folder(source: Path, output: Path) -> tuple[Path, Config]:
     """Write the model in ``source`` to the new run folder ``output``; return the checkpoint and its configuration.
 
-    The checkpoint is of step 0 and holds weights alone: ``--load output --finetune`` starts from it.
+    The checkpoint is of step 0 and has only weights; train from it with ``--load output --finetune``.
 
     Raises:
-        CheckpointError: ``source`` is no Hugging Face folder of a model that we have, or its tensors are not those that
-            its ``config.json`` asks for.
-        ConfigError: ``output`` holds something.
+        CheckpointError: ``source`` is not a Hugging Face folder of a supported model, or its tensors do not match its
+            ``config.json``.
+        ConfigError: ``output`` is not empty.
     """
     require_free(output)
     if not source.is_dir():
         raise CheckpointError(f"--input must name a Hugging Face folder; {source} is not there, or a file")
-    theirs = read_json(source, CONFIG)
-    config = config_from_huggingface(theirs)
-    held = read_tensors(source)
-    config = without_zero_biases(held, config)
-    weights = weights_from_huggingface(held, config)
+    hf_config = read_json(source, CONFIG)
+    config = config_from_huggingface(hf_config)
+    tensors = read_tensors(source)
+    config = without_zero_biases(tensors, config)
+    weights = weights_from_huggingface(tensors, config)
     with new_folder(output) as folder:
         if copy_files(source, folder / TOKENIZER):
-            named = fields_of(folder / TOKENIZER, output.absolute() / TOKENIZER)
-            config = replace(config, data=replace(config.data, **named))
-        carried = {STATE: origin_in(source).state()}
-        saved = save_first(folder / CHECKPOINTS, weights, config, NO_OPTIMIZER, carried)
+            tokenizer_fields = fields_of(folder / TOKENIZER, output.absolute() / TOKENIZER)
+            config = replace(config, data=replace(config.data, **tokenizer_fields))
+        state_entries = {STATE: origin_in(source).state()}
+        saved = save_first(folder / CHECKPOINTS, weights, config, NO_OPTIMIZER, state_entries)
     return output / CHECKPOINTS / saved.name, config

@@ -1,12 +1,12 @@
-"""A Hugging Face folder: config.json, and tensors in one safetensors file or in several with an index.
+"""Read and write Hugging Face folders: config.json, and tensors in one safetensors file or in several with an index.
 
-| file | holds |
+| file | contents |
 |---|---|
-| config.json, generation_config.json | sizes; ids of control tokens |
+| config.json, generation_config.json | model settings; ids of control tokens |
 | model.safetensors | all tensors, or |
-| model-00001-of-00002.safetensors, ..., model.safetensors.index.json | some each, and which file holds which |
+| model-00001-of-00002.safetensors, ..., model.safetensors.index.json | shards, and the file of each tensor |
 
-A folder is put together beside its name and renamed at the end: what has the name is whole.
+A folder is assembled under a temporary name and renamed at the end, so that a folder with the final name is complete.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from megatron.checkpoint.huggingface.config import CONFIG as CONFIG
 from megatron.checkpoint.huggingface.config import INDEX, WEIGHTS, missing_file, read_json, uses_index
 from megatron.errors import CheckpointError, ConfigError
 
-_METADATA = b'{"__metadata__":{"format":"pt"},'  # transformers refuses a file that does not say so
+_METADATA = b'{"__metadata__":{"format":"pt"},'  # transformers rejects a file without it
 
 
 def require_free(folder: Path) -> None:
-    """Check that ``folder`` is not there yet, or empty.
+    """Check that ``folder`` does not exist or is empty.
 
     Raises:
-        ConfigError: it is there and holds something.
+        ConfigError: ``folder`` is not empty.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"--output must name a folder that is new or empty, got {folder}. Name another one")
@@ -43,10 +43,10 @@ def require_free(folder: Path) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Give a temporary folder to fill, which gets the name ``folder`` if nothing is raised, and is removed else.
+    """Yield a temporary folder to fill; rename it to ``folder`` on success and remove it on an error.
 
     Raises:
-        ConfigError: ``folder`` holds something already, or cannot be written.
+        ConfigError: ``folder`` is not empty, or cannot be written.
     """
     require_free(folder)
     temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
@@ -64,21 +64,23 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write ``content`` to ``path``."""
+    """Write ``content`` to ``path`` as JSON."""
     files.write_bytes(path, json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n")
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> list[str]:
-    """Write ``tensors`` in files of at most ``max_shard_bytes``, or of one larger tensor; return their names."""
+    """Write ``tensors`` to files of at most ``max_shard_bytes``, unless one tensor is larger; return the file names."""
     shards = _shards(tensors, max_shard_bytes)
     count = len(shards)
     names = [WEIGHTS] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     for name, shard in zip(names, shards, strict=True):
         files.write_chunks(folder / name, _chunks(shard))
     if count > 1:
-        held = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        file_of_tensor = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         total = sum(_bytes(tensor) for tensor in tensors.values())
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(held.items()))})
+        write_json(
+            folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of_tensor.items()))}
+        )
     return names
 
 
@@ -108,7 +110,7 @@ def _chunks(tensors: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
 
 @dataclass(frozen=True)
 class Slice:
-    """A tensor in an open file, of which no more is read than is indexed."""
+    """A tensor in an open file. Indexing reads only the requested part."""
 
     file: Any
     name: str
@@ -133,18 +135,18 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of ``folder`` by name.
 
     Raises:
-        CheckpointError: there are no safetensors, one is missing or damaged, or one lacks what the index says.
+        CheckpointError: there are no safetensors files, one is missing or damaged, or one lacks tensors of the index.
     """
     with ExitStack() as stack:
-        found = open_slices(folder, stack)
+        slices = open_slices(folder, stack)
         try:
-            return {name: part.file.get_tensor(name) for name, part in found.items()}
+            return {name: tensor_slice.file.get_tensor(name) for name, tensor_slice in slices.items()}
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{folder} cannot be read: {error}") from error
 
 
 def open_slices(folder: Path, stack: ExitStack) -> dict[str, Slice]:
-    """Return all tensors of ``folder`` by name, to be read in parts as long as ``stack`` is open.
+    """Return all tensors of ``folder`` by name as slices, which are readable while ``stack`` is open.
 
     Raises:
         CheckpointError: as ``read_tensors``.
@@ -156,11 +158,11 @@ def open_slices(folder: Path, stack: ExitStack) -> dict[str, Slice]:
         names = sorted({_plain(name) for name in index.values()})
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / INDEX} is not an index of safetensors: {error}") from error
-    held = {name: _open_file(folder, name, stack) for name in names}
-    missing = sorted(key for key, name in index.items() if key not in held[name])
+    slices_of_file = {name: _open_file(folder, name, stack) for name in names}
+    missing = sorted(key for key, name in index.items() if key not in slices_of_file[name])
     if missing:
         raise CheckpointError(f"{folder}: the files lack what the index says they hold: {', '.join(missing)}")
-    return {key: held[name][key] for key, name in index.items()}
+    return {key: slices_of_file[name][key] for key, name in index.items()}
 
 
 def _plain(name: str) -> str:

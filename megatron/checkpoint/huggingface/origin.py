@@ -1,18 +1,18 @@
-"""The small files of the Hugging Face folder that a run started from, carried through checkpoints to its exports.
+"""Small files of the Hugging Face folder that a run started from. Checkpoints store them, and exports restore them.
 
-Weights and sizes have settings of ours; most of the other content of such a folder has none: the ids of control tokens
-(several end tokens among them), chat templates, generation settings, unknown keys of config.json. A checkpoint keeps
-the texts of these files in its manifest, so that they reach every export whatever the layout, the format of the
-checkpoint or the place (a disk or an object store) are.
+Our settings cover the weights and sizes of such a folder, but not most of its other content: ids of control tokens
+(such as several end tokens), chat templates, generation settings, unknown keys of config.json. A checkpoint therefore
+stores the texts of these files in its manifest. Exports can read them there, independent of the layout, format and
+location (disk or object store) of the checkpoint.
 
 | file | in an export |
 |---|---|
-| config.json | as it was, except for the keys of the settings that differ from those of the folder |
-| generation_config.json | as it was; after --sft the token that ends a turn is added to ``eos_token_id`` |
-| tokenizer_config.json, special_tokens_map.json, added_tokens.json | as they were |
-| chat_template.jinja, additional_chat_templates/*.jinja | as they were; --chat-template replaces the first |
+| config.json | unchanged, except for settings that the run has changed |
+| generation_config.json | unchanged; after --sft the token that ends a turn is added to ``eos_token_id`` |
+| tokenizer_config.json, special_tokens_map.json, added_tokens.json | unchanged |
+| chat_template.jinja, additional_chat_templates/*.jinja | unchanged; --chat-template replaces the first |
 
-With another tokenizer than that of the folder, the ids are those of the tokenizer of the run.
+If the run has another tokenizer than the folder, the ids of control tokens are replaced by the ids of its tokenizer.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ GENERATION = "generation_config.json"
 SETTINGS, TEMPLATE, TEMPLATES = "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates"
 TOKENIZER_TEXTS = (SETTINGS, "special_tokens_map.json", "added_tokens.json", TEMPLATE, "chat_template.json")
 STATE = "hugging_face"
-"""Entry of a checkpoint's state."""
+"""Key of the metadata entry with these files."""
 CARRIED = (STATE, "hugging_face_type", "hugging_face_ids")
-"""Entries that a run takes over from the checkpoint that it loads; the last two are those of earlier versions."""
+"""Metadata entries that a run copies from the loaded checkpoint; earlier versions wrote the last two entries."""
 
 _LONGEST_PLAIN = 20_000
 _ID = re.compile(r"\w*_token_ids?")
-_DROPPED = ("auto_map",)  # names Python files of the folder, which are not carried
+_DROPPED = ("auto_map",)  # refers to Python files in the folder, which are not carried
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Origin:
 
     Args:
         files: path in the folder -> text.
-        pieces: id of a control token that the folder names -> its text in the folder's tokenizer; empty without one.
+        pieces: id of each control token in the folder's settings -> its text in the folder's tokenizer; empty without
+            a tokenizer.
     """
 
     files: Mapping[str, str]
@@ -67,7 +68,7 @@ class Origin:
 
     @property
     def generation(self) -> dict[str, Any]:
-        """The content of generation_config.json; empty if there is none."""
+        """The content of generation_config.json; empty without this file."""
         return _object(self.files.get(GENERATION))
 
     @property
@@ -80,41 +81,41 @@ class Origin:
         return {name: text for name, text in self.files.items() if name not in (CONFIG, GENERATION)}
 
     def state(self) -> dict[str, Any]:
-        """Return the checkpoint's entry, as JSON can hold it. Long texts are compressed."""
+        """Return the metadata entry as JSON-serializable data. Long texts are compressed."""
         files = {name: text if len(text) <= _LONGEST_PLAIN else _packed(text) for name, text in self.files.items()}
         return {"files": files, "pieces": {str(token): piece for token, piece in self.pieces.items()}}
 
     def has_tokens_of(self, piece_of: Callable[[int], str | None] | None, size: int) -> bool:
-        """Return True if the ids of the folder's control tokens stand for the same tokens in another vocabulary.
+        """Return True if the ids of the folder's control tokens have the same texts in another vocabulary.
 
         Args:
-            piece_of: the text of an id there; None: unknown.
-            size: number of ids there.
+            piece_of: returns the text of an id in the other vocabulary; None if the texts are unknown.
+            size: number of ids in the other vocabulary.
         """
-        named = set(self.pieces) or {token for ids in _ids(self.config).values() for token in _listed(ids)}
-        if any(not 0 <= token < size for token in named):
+        control_ids = set(self.pieces) or {token for ids in _ids(self.config).values() for token in _listed(ids)}
+        if any(not 0 <= token < size for token in control_ids):
             return False
         return piece_of is None or all(piece_of(token) == piece for token, piece in self.pieces.items())
 
 
 def read_origin(folder: Path, pieces_of: Callable[[Iterable[int]], Mapping[int, str]] | None = None) -> Origin:
-    """Return the small files of ``folder``, a Hugging Face folder.
+    """Read the small files of the Hugging Face folder ``folder``.
 
     Args:
-        pieces_of: the texts of ids in the folder's tokenizer.
+        pieces_of: returns the texts of ids in the folder's tokenizer.
 
     Raises:
         CheckpointError: a file is not UTF-8.
     """
-    found = Origin({**_texts(folder, (CONFIG, GENERATION)), **tokenizer_texts(folder)})
+    origin = Origin({**_texts(folder, (CONFIG, GENERATION)), **tokenizer_texts(folder)})
     if pieces_of is None:
-        return found
-    fields = (*_ids(found.config).values(), *_ids(found.generation).values())
-    return Origin(found.files, pieces_of(sorted({token for ids in fields for token in _listed(ids)})))
+        return origin
+    id_fields = (*_ids(origin.config).values(), *_ids(origin.generation).values())
+    return Origin(origin.files, pieces_of(sorted({token for ids in id_fields for token in _listed(ids)})))
 
 
 def origin_of(state: Mapping[str, Any]) -> Origin | None:
-    """Return the origin that a checkpoint's ``state`` keeps; None for a run that started from scratch.
+    """Return the origin stored in a checkpoint's ``state``; None if the run did not start from a Hugging Face folder.
 
     Raises:
         CheckpointError: the entry is damaged.
@@ -130,7 +131,7 @@ def origin_of(state: Mapping[str, Any]) -> Origin | None:
 
 
 def tokenizer_texts(folder: Path) -> dict[str, str]:
-    """Return path -> text of the small files of the tokenizer in ``folder``.
+    """Return path -> text of the small tokenizer files in ``folder``.
 
     Raises:
         CheckpointError: a file is not UTF-8.
@@ -140,24 +141,24 @@ def tokenizer_texts(folder: Path) -> dict[str, str]:
 
 
 def with_template(files: Mapping[str, str], text: str | None) -> dict[str, str]:
-    """Return tokenizer ``files`` with ``text`` as the default chat template; templates of other names stay.
+    """Return tokenizer ``files`` with ``text`` as the default chat template; named templates are kept.
 
     Args:
-        text: None: without a default template.
+        text: the template; None removes the default template.
     """
     changed = {name: content for name, content in files.items() if name not in (TEMPLATE, "chat_template.json")}
     settings = _object(changed.get(SETTINGS))
     templates = settings.pop("chat_template", None)
     if templates is not None:
         changed[SETTINGS] = as_json(settings)
-    for one in templates if isinstance(templates, list) else ():
-        if one.get("name") != "default":
-            changed[f"{TEMPLATES}/{one['name']}.jinja"] = one["template"]
+    for template in templates if isinstance(templates, list) else ():
+        if template.get("name") != "default":
+            changed[f"{TEMPLATES}/{template['name']}.jinja"] = template["template"]
     return changed if text is None else {**changed, TEMPLATE: text}
 
 
 def as_json(content: Mapping[str, Any]) -> str:
-    """Return the text of a JSON file as transformers writes it."""
+    """Return ``content`` as the text of a JSON file, formatted as by transformers."""
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -167,39 +168,45 @@ def as_json(content: Mapping[str, Any]) -> str:
 def config_text(
     origin: Origin, config: Config, dtype: str, ids: Mapping[str, Any] | None = None, model_type: str | None = None
 ) -> str:
-    """Return config.json of ``config``: the folder's text, with the settings that differ from the folder's replaced.
+    """Return the text of an export's config.json: the folder's config.json with the changed settings replaced.
 
     Args:
         dtype: type of the weights, as config.json names it.
-        ids: replace the ids of control tokens; None: the folder's are kept.
-        model_type: of the export. Of another type than the folder's only ids are carried.
+        ids: replacements for the ids of control tokens; None keeps the folder's.
+        model_type: model type of the export. If it differs from the folder's, only ids are taken from the folder.
 
     Raises:
-        CheckpointError: the model has no Hugging Face form.
+        CheckpointError: no Hugging Face format fits the model.
     """
-    now, theirs = config_to_huggingface(config, dtype, model_type), origin.config
-    if now["model_type"] != theirs.get("model_type"):
-        return as_json({**now, **(_ids(theirs) if ids is None else ids)})
-    merged = _merged(theirs, now, config, model_type)
+    current, folder_config = config_to_huggingface(config, dtype, model_type), origin.config
+    if current["model_type"] != folder_config.get("model_type"):
+        return as_json({**current, **(_ids(folder_config) if ids is None else ids)})
+    merged = _merged(folder_config, current, config, model_type)
     merged = {key: value for key, value in merged.items() if key not in _DROPPED}
     if ids is not None:
         merged = {**{key: value for key, value in merged.items() if not _ID.fullmatch(key)}, **ids}
-    return origin.files[CONFIG] if merged == theirs else as_json(merged)
+    return origin.files[CONFIG] if merged == folder_config else as_json(merged)
 
 
 def _merged(theirs: dict[str, Any], now: dict[str, Any], config: Config, model_type: str | None) -> dict[str, Any]:
-    """Return ``theirs`` with the keys replaced whose settings differ in ``now``."""
-    stated = theirs.get("dtype") or theirs.get("torch_dtype") or "float32"
-    then = config_to_huggingface(config_from_huggingface(theirs), stated, now["model_type"])
-    changed = {key for key in {*then, *now} if key not in then or key not in now or then[key] != now[key]}
+    """Return the folder's config.json (``theirs``), updated with the settings of the run (``now``) that differ."""
+    folder_dtype = theirs.get("dtype") or theirs.get("torch_dtype") or "float32"
+    folder_fields = config_to_huggingface(config_from_huggingface(theirs), folder_dtype, now["model_type"])
+    changed = {
+        key
+        for key in {*folder_fields, *now}
+        if key not in folder_fields or key not in now or folder_fields[key] != now[key]
+    }
     for group in format_of(config, model_type).groups:
         changed |= group if changed & group else set()
-    new = {key: now[key] for key in changed if key in now}
-    if "dtype" in new and "torch_dtype" in theirs:
-        new["torch_dtype"] = new["dtype"] if "dtype" in theirs else new.pop("dtype")
-    kept = {key: new.get(key, value) for key, value in theirs.items() if key not in changed or key in new}
+    replacements = {key: now[key] for key in changed if key in now}
+    if "dtype" in replacements and "torch_dtype" in theirs:
+        replacements["torch_dtype"] = replacements["dtype"] if "dtype" in theirs else replacements.pop("dtype")
+    base = {
+        key: replacements.get(key, value) for key, value in theirs.items() if key not in changed or key in replacements
+    }
     wanted = config_from_huggingface(now)
-    for candidate in ({**kept, **new}, {**theirs, **now}):
+    for candidate in ({**base, **replacements}, {**theirs, **now}):
         try:
             if _is_same(config_from_huggingface(candidate), wanted):
                 return candidate
@@ -213,31 +220,31 @@ def _is_same(one: Config, other: Config) -> bool:
 
 
 def generation_text(origin: Origin, stop_id: int | None, ids: Mapping[str, Any] | None = None) -> str | None:
-    """Return generation_config.json of an export; None where the folder has none and config.json says the same.
+    """Return the text of an export's generation_config.json; None if the export needs no such file.
 
     Args:
         stop_id: the token that ends a turn of the conversations that the run was trained on.
-        ids: replace the ids of control tokens, the end of a turn included; None: the folder's are kept.
+        ids: replacements for the ids of control tokens, including the end of a turn; None keeps the folder's.
     """
-    theirs = origin.generation
+    folder_settings = origin.generation
     if ids is not None:
-        kept = {key: value for key, value in theirs.items() if not _ID.fullmatch(key)}
+        kept = {key: value for key, value in folder_settings.items() if not _ID.fullmatch(key)}
         return as_json({**(kept or {"_from_model_config": False}), **ids})
-    ends = _listed(theirs.get("eos_token_id", origin.config.get("eos_token_id")))
-    if stop_id is None or stop_id in ends:
+    end_ids = _listed(folder_settings.get("eos_token_id", origin.config.get("eos_token_id")))
+    if stop_id is None or stop_id in end_ids:
         return origin.files.get(GENERATION)
-    base = theirs or {"_from_model_config": False, **_ids(origin.config)}
-    return as_json({**base, "eos_token_id": [stop_id, *ends] if ends else stop_id})
+    base = folder_settings or {"_from_model_config": False, **_ids(origin.config)}
+    return as_json({**base, "eos_token_id": [stop_id, *end_ids] if end_ids else stop_id})
 
 
 def _ids(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that hold ids of tokens."""
+    """Return the entries whose values are token ids."""
     return {key: value for key, value in content.items() if _ID.fullmatch(key)}
 
 
 def _listed(ids: Any) -> list[int]:
-    found = ids if isinstance(ids, list) else [ids]
-    return [token for token in found if isinstance(token, int) and not isinstance(token, bool)]
+    id_list = ids if isinstance(ids, list) else [ids]
+    return [token for token in id_list if isinstance(token, int) and not isinstance(token, bool)]
 
 
 def _texts(folder: Path, names: Iterable[str]) -> dict[str, str]:
@@ -247,7 +254,7 @@ def _texts(folder: Path, names: Iterable[str]) -> dict[str, str]:
 def _read(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, str]]:
     for name in names:
         try:
-            # bytes, since reading as text would change line ends
+            # read as bytes, since text mode would convert line endings
             yield name, (folder / name).read_bytes().decode("utf-8")
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             continue
@@ -256,7 +263,7 @@ def _read(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _object(text: str | None) -> dict[str, Any]:
-    """Return the JSON object in ``text``; empty where there is none."""
+    """Return the JSON object in ``text``; an empty dictionary if ``text`` is not a JSON object."""
     try:
         content = json.loads(text or "{}")
     except ValueError:

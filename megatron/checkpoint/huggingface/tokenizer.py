@@ -1,4 +1,4 @@
-"""Tokenizer files of a Hugging Face folder from our tokenizer and back, and the ids of its control tokens."""
+"""Convert tokenizer files of a Hugging Face folder from and to our tokenizer, with the ids of its control tokens."""
 
 from __future__ import annotations
 
@@ -39,28 +39,30 @@ from megatron.tokenizer.t5_sentence_piece import T5SentencePieceTokenizer
 #
 # | our tokenizer | files |
 # |---|---|
-# | one that the `tokenizers` library runs | tokenizer.json; of GPT2BPETokenizer vocab.json and merges.txt too |
-# | T5SentencePiece, or SentencePiece of a T5, that cuts as T5's does | spiece.model |
-# | any other SentencePiece | spiece.model, which no class of theirs reads exactly as it is |
-# | CPM1, CPM2 | none: words are cut before pieces are |
+# | a tokenizer of the `tokenizers` library | tokenizer.json; for GPT2BPETokenizer also vocab.json and merges.txt |
+# | T5SentencePiece, or SentencePiece in a T5, if it splits text in the same way as T5Tokenizer | spiece.model |
+# | other SentencePiece tokenizers | spiece.model, for which no Hugging Face class gives the same result |
+# | CPM1, CPM2 | none: they split words before pieces |
 #
-# ``tokenizer_config.json`` names class and control tokens in the first two cases. A run with --sft adds its template as
-# ``chat_template.jinja``. A run that started from a Hugging Face folder, and has its tokens, writes the folder's own
-# files instead, from the folder of the run's tokenizer or from the checkpoint (``origin``).
-# The import also reads a ``vocab.txt`` where there is no ``tokenizer.json``: as BertWordPiece, lower case as
-# ``tokenizer_config.json`` says.
+# In the first two cases ``tokenizer_config.json`` names the class and the control tokens. A run with --sft adds its
+# template as ``chat_template.jinja``. A run that started from a Hugging Face folder and still uses its tokens writes
+# the folder's own files instead, from the folder of the run's tokenizer or from the checkpoint (``origin``).
+# The import also reads a ``vocab.txt`` without ``tokenizer.json`` as BertWordPiece; ``tokenizer_config.json`` decides
+# whether it lower-cases.
 
 JSON, SPIECE, VOCAB, MERGES = "tokenizer.json", "spiece.model", "vocab.json", "merges.txt"
-VOCAB_TEXT = "vocab.txt"  # of BERT
+VOCAB_TEXT = "vocab.txt"  # BERT's vocabulary
 _VOCABULARIES = (JSON, VOCAB_TEXT, SPIECE, VOCAB, MERGES, "tokenizer.model")
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A run's tokenizer, for T5 where its control tokens lie, and of a run with --sft its chat template, or why there
-    is none any more.
+    """A run's tokenizer, with the control tokens and the chat template for an export.
 
     Args:
+        t5: ids of T5's control tokens; None for other models.
+        chat: chat template of a run with --sft.
+        chat_problem: reason why the chat template of a run with --sft is not available.
         has_own_template: --chat-template replaces the template next to the tokenizer.
     """
 
@@ -72,11 +74,11 @@ class Vocabulary:
 
     @property
     def stop_id(self) -> int | None:
-        """The token that ends a turn of the conversations that the run was trained on; None without any."""
+        """Id of the token that ends a turn of a conversation; None if the run was not trained on conversations."""
         return None if self.chat is None else self.chat.stop_id
 
     def ids(self) -> dict[str, int | None]:
-        """Return the ids that config.json and generation_config.json name."""
+        """Return the ids of control tokens for config.json."""
         if self.t5 is not None:
             t5 = self.t5
             return {"eos_token_id": t5.eos_id, "pad_token_id": t5.pad_id, "decoder_start_token_id": t5.start_id}
@@ -84,7 +86,7 @@ class Vocabulary:
         return {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": self.tokenizer.pad_id}
 
     def generation_ids(self) -> dict[str, Any]:
-        """Return the ids that generation_config.json names: what was fine-tuned on conversations stops at two."""
+        """Return the ids for generation_config.json; a model fine-tuned on conversations has two end tokens."""
         ids: dict[str, Any] = self.ids()
         if self.stop_id is not None:
             ends = (self.stop_id, ids["eos_token_id"])
@@ -93,7 +95,7 @@ class Vocabulary:
 
 
 def unknown_ids(config: Config) -> dict[str, int | None]:
-    """Return what stands for ``Vocabulary.ids`` where there is no tokenizer: left out, theirs would count."""
+    """Return the keys of ``Vocabulary.ids`` with None as values. Omitted keys would get transformers' defaults."""
     first = "decoder_start_token_id" if config.own.is_encoder_decoder else "bos_token_id"
     return {first: None, "eos_token_id": None, "pad_token_id": None}
 
@@ -101,82 +103,84 @@ def unknown_ids(config: Config) -> dict[str, int | None]:
 def vocabulary_of(
     config: Config, tokenizer_path: Path | None, template: str | None = None, *, may_be_larger: bool = False
 ) -> Vocabulary | None:
-    """Return the tokenizer of the run, or that of ``tokenizer_path``; None where neither is named.
+    """Load the tokenizer in ``tokenizer_path``, by default the run's tokenizer; return None if none is set.
 
     Args:
-        template: text of the file that --chat-template named when the run saved.
-        may_be_larger: also return a tokenizer that gives text ids for which the model has no row.
+        template: text of the file given by --chat-template when the run saved.
+        may_be_larger: accept a tokenizer that encodes text to ids beyond the model's vocabulary size.
 
     Raises:
-        DataError: it cannot be read.
-        ConfigError: text has tokens for which the model has no row.
+        DataError: the tokenizer cannot be read.
+        ConfigError: the tokenizer encodes text to ids beyond the model's vocabulary size.
     """
-    named = config.data
+    data_config = config.data
     if tokenizer_path is not None:
-        named = replace(named, tokenizer_path=str(tokenizer_path), vocab_file=None, merge_file=None)
-        if named.tokenizer_type == "GPT2BPETokenizer" or tokenizer_path.suffix == ".json":
-            named = replace(named, tokenizer_type=None)
-    if not (named.tokenizer_path or named.vocab_file):
+        data_config = replace(data_config, tokenizer_path=str(tokenizer_path), vocab_file=None, merge_file=None)
+        if data_config.tokenizer_type == "GPT2BPETokenizer" or tokenizer_path.suffix == ".json":
+            data_config = replace(data_config, tokenizer_type=None)
+    if not (data_config.tokenizer_path or data_config.vocab_file):
         return None
     tokenizer = build(
-        named.tokenizer_type,
-        vocab_file=named.vocab_file,
-        merge_file=named.merge_file,
-        tokenizer_path=named.tokenizer_path,
+        data_config.tokenizer_type,
+        vocab_file=data_config.vocab_file,
+        merge_file=data_config.merge_file,
+        tokenizer_path=data_config.tokenizer_path,
     )
-    eod_token = named.eod_token
+    eod_token = data_config.eod_token
     if eod_token is not None and (eod_token == BY_NAME or tokenizer.token_to_id(eod_token) is not None):
         tokenizer.use_eod(eod_token)
     data = data_parts(config.family) if config.own.is_encoder_decoder else None
     t5 = None if data is None else data.special_tokens(tokenizer, config)
-    size, rows = max(tokenizer.vocab_size, t5.vocab_size if t5 else 0), config.model.vocab_size or 0
-    if t5 is None and size > rows >= tokenizer.text_vocab_size:
-        tokenizer.num_rows = rows  # the others are special tokens, which text never becomes
-    elif size > rows and not may_be_larger:
+    size, num_rows = max(tokenizer.vocab_size, t5.vocab_size if t5 else 0), config.model.vocab_size or 0
+    if t5 is None and size > num_rows >= tokenizer.text_vocab_size:
+        tokenizer.num_rows = num_rows  # ids beyond the rows are special tokens, which text is never encoded to
+    elif size > num_rows and not may_be_larger:
         raise ConfigError(
-            f"the tokenizer must not have more tokens than the model, got {size} in {tokenizer.paths[0]} and {rows} "
-            "rows. Name the run's own with --tokenizer-path"
+            f"the tokenizer must not have more tokens than the model, got {size} in {tokenizer.paths[0]} and "
+            f"{num_rows} rows. Name the run's own with --tokenizer-path"
         )
-    if named.sft is None:
+    if data_config.sft is None:
         return Vocabulary(tokenizer, t5)
-    has_own = named.chat_template is not None
+    has_own_template = data_config.chat_template is not None
     try:
         if template is not None:
             special = special_names(tokenizer)
-            chat = ChatTemplate(template, tokenizer, source=str(named.chat_template), special=special)
+            chat = ChatTemplate(template, tokenizer, source=str(data_config.chat_template), special=special)
         else:
-            chat = find_template(tokenizer, named.chat_template)
-        return Vocabulary(tokenizer, t5, chat, has_own_template=has_own)
+            chat = find_template(tokenizer, data_config.chat_template)
+        return Vocabulary(tokenizer, t5, chat, has_own_template=has_own_template)
     except DataError as error:
-        return Vocabulary(tokenizer, t5, chat_problem=str(error), has_own_template=has_own)
+        return Vocabulary(tokenizer, t5, chat_problem=str(error), has_own_template=has_own_template)
 
 
 def carried_files(origin: Origin, vocabulary: Vocabulary) -> dict[str, str]:
-    """Return path -> text of the tokenizer's small files that an export takes from the run's Hugging Face folder.
+    """Return path -> text of the small tokenizer files that an export copies from the run's Hugging Face folder.
 
     The folder of the run's tokenizer takes precedence, since the user has chosen it.
 
     Raises:
         CheckpointError: a file next to the tokenizer cannot be read.
     """
-    files = tokenizer_texts(vocabulary.tokenizer.paths[0].parent)
-    files = files if SETTINGS in files else dict(origin.tokenizer_files)
+    texts = tokenizer_texts(vocabulary.tokenizer.paths[0].parent)
+    texts = texts if SETTINGS in texts else dict(origin.tokenizer_files)
     if not vocabulary.has_own_template:
-        return files
-    return with_template(files, None if vocabulary.chat is None else vocabulary.chat.text)
+        return texts
+    return with_template(texts, None if vocabulary.chat is None else vocabulary.chat.text)
 
 
 def pieces_of(tokenizer: Tokenizer, ids: Iterable[int]) -> dict[int, str]:
-    """Return id -> text of those of ``ids`` that the tokenizer has."""
+    """Return id -> text for all ``ids`` in the vocabulary; other ids are left out."""
     pieces = {token: tokenizer.piece(token) for token in ids if 0 <= token < tokenizer.vocab_size}
     return {token: piece for token, piece in pieces.items() if piece is not None}
 
 
 def write_tokenizer(folder: Path, vocabulary: Vocabulary, carried: Mapping[str, str] | None = None) -> str | None:
-    """Write the files of the table above; return why there is less than a tokenizer, None where it is whole.
+    """Write the tokenizer files listed in the table above.
+
+    Returns None, or the reason if the files do not form a usable tokenizer.
 
     Args:
-        carried: path -> text of small files, which are written in place of those that follow from the tokenizer.
+        carried: path -> text of small files to write instead of files generated from the tokenizer.
     """
     tokenizer, t5, carried = vocabulary.tokenizer, vocabulary.t5, carried or {}
     if isinstance(tokenizer, LibraryTokenizer):
@@ -190,20 +194,20 @@ def write_tokenizer(folder: Path, vocabulary: Vocabulary, carried: Mapping[str, 
         return f"{SPIECE} is there, but T5Tokenizer has no mode tokens of several --denoisers"
     if not _cuts_as_t5(tokenizer.paths[0]):
         return f"{SPIECE} is there, but T5Tokenizer would cut text into other pieces: use the sentencepiece library"
-    names = [f"<extra_id_{number}>" for number in range(len(t5.sentinels))]
+    names = [f"<extra_id_{idx}>" for idx in range(len(t5.sentinels))]
     added = sum(SentencePieceTokenizer.token_to_id(tokenizer, name) is None for name in names)  # type: ignore[arg-type]
-    theirs = json.loads(carried.get(SETTINGS, "null"))
-    if theirs is None:
+    carried_settings = json.loads(carried.get(SETTINGS, "null"))
+    if carried_settings is None:
         settings = {"tokenizer_class": "T5Tokenizer", "extra_ids": added}
         carried = {**carried, SETTINGS: as_json({**settings, **_names(vocabulary)})}
-    elif theirs.get("extra_ids", 100) != added:
-        carried = {**carried, SETTINGS: as_json({**theirs, "extra_ids": added})}
+    elif carried_settings.get("extra_ids", 100) != added:
+        carried = {**carried, SETTINGS: as_json({**carried_settings, "extra_ids": added})}
     _write_texts(folder, carried)
     return None
 
 
 def _cuts_as_t5(model: Path) -> bool:
-    """Return whether a word gets a blank before it, several blanks are one, and no bytes stand for characters."""
+    """Return True if ``model`` adds a space before words, merges spaces and has no byte pieces, like T5's model."""
     library = sentencepiece.SentencePieceProcessor(model_file=str(model))
     has_bytes = any(library.is_byte(token) for token in range(library.get_piece_size()))
     return not has_bytes and "".join(library.encode("a  a", out_type=str)) == "\u2581a\u2581a"
@@ -218,8 +222,8 @@ def _write_library(
     texts, is_theirs = dict(carried), SETTINGS in carried and not added
     suffixes = [path.suffix for path in tokenizer.paths]
     if not added and suffixes == [".json"]:
-        _copy(tokenizer.paths[0], folder / JSON)  # byte for byte: token files know their tokenizer by its bytes
-    elif not is_theirs:  # else their class makes it from the vocabulary, with added tokens and special ones
+        _copy(tokenizer.paths[0], folder / JSON)  # bytes unchanged: token files identify their tokenizer by a checksum
+    elif not is_theirs:  # otherwise Hugging Face's class builds the tokenizer from the vocabulary files
         files.write_bytes(folder / JSON, library.to_str(pretty=True).encode())
     if suffixes == [".json", ".txt"]:
         for path, name in zip(tokenizer.paths, (VOCAB, MERGES), strict=True):
@@ -234,7 +238,7 @@ def _write_library(
             settings |= vocabulary.chat.special
             texts[TEMPLATE] = vocabulary.chat.text
             for name, text in vocabulary.chat.named.items():
-                if Path(name).name == name:  # a name in tokenizer_config.json may be any text
+                if Path(name).name == name:  # a template name in tokenizer_config.json may be any text
                     texts[f"{NAMED}/{name}.jinja"] = text
         texts[SETTINGS] = as_json(settings)
     _write_texts(folder, texts)
@@ -246,20 +250,18 @@ def _write_library(
 
 
 def _appended(tokenizer: Tokenizer, t5: T5Tokens) -> dict[str, int]:
-    """Return the ids that the run put behind the vocabulary by a name for each, in their order."""
-    names = {token: f"<extra_id_{number}>" for number, token in enumerate(t5.sentinels)}
-    names.update({token: f"<mode_{kind}>" for kind, token in t5.modes.items()})
+    """Return name -> id of the ids that the run appended to the vocabulary, in ascending order of the ids."""
+    names = {token: f"<extra_id_{idx}>" for idx, token in enumerate(t5.sentinels)}
+    names.update({token: f"<mode_{mode}>" for mode, token in t5.modes.items()})
     return {names[token]: token for token in sorted(names) if token >= tokenizer.vocab_size}
 
 
 def _names(vocabulary: Vocabulary) -> dict[str, str]:
-    """Return the control tokens of ``tokenizer_config.json`` by name."""
+    """Return the entries of ``tokenizer_config.json`` that name the control tokens."""
     by_id = {token: name for name, token in reversed(vocabulary.tokenizer.control_tokens.items())}
     ids = {**vocabulary.ids(), "unk_token_id": vocabulary.tokenizer.unk_id}
     ids.pop("decoder_start_token_id", None)
-    return {
-        kind.removesuffix("_id"): by_id[token] for kind, token in ids.items() if token is not None and token in by_id
-    }
+    return {key.removesuffix("_id"): by_id[token] for key, token in ids.items() if token is not None and token in by_id}
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -270,7 +272,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _copy_vocabularies(source: Path, target: Path) -> None:
-    """Copy the vocabulary files of a Hugging Face folder that ``target`` lacks: the same tokenizer in other formats."""
+    """Copy the vocabulary files in other formats that ``target`` lacks, if ``source`` is a Hugging Face folder."""
     if not (source / SETTINGS).is_file():
         return
     for name in _VOCABULARIES:
@@ -285,19 +287,19 @@ def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:
 
 
 def copy_files(source: Path, target: Path) -> bool:
-    """Copy the tokenizer's files of the folder ``source`` into ``target``; return whether there are any."""
-    found = [name for name in (*_VOCABULARIES, *TOKENIZER_TEXTS) if (source / name).is_file()]
-    if not ({JSON, VOCAB_TEXT, SPIECE} & {*found} or {VOCAB, MERGES} <= {*found}):
+    """Copy the tokenizer files of the folder ``source`` to ``target``; return True if it has a tokenizer."""
+    names = [name for name in (*_VOCABULARIES, *TOKENIZER_TEXTS) if (source / name).is_file()]
+    if not ({JSON, VOCAB_TEXT, SPIECE} & {*names} or {VOCAB, MERGES} <= {*names}):
         return False
     files.make_folder(target)
-    for name in found:
+    for name in names:
         shutil.copyfile(source / name, target / name)
     _write_texts(target, {name: text for name, text in tokenizer_texts(source).items() if "/" in name})
     return True
 
 
 def fields_of(folder: Path, place: Path) -> dict[str, Any]:
-    """Return the tokenizer's fields of our configuration for the files in ``folder``, which will be ``place``."""
+    """Return the tokenizer fields of our configuration for the files in ``folder``, with ``place`` as their folder."""
     if (folder / JSON).exists():
         return {"tokenizer_type": "TokenizersJSON", "tokenizer_path": str(place)}
     if (folder / VOCAB_TEXT).exists():
@@ -309,36 +311,37 @@ def fields_of(folder: Path, place: Path) -> dict[str, Any]:
 
 
 def tokenizer_difference(source: Path, config: Config) -> str | None:
-    """Return how the tokenizer of the run differs from that of the folder ``source``, None where ids mean the same.
+    """Describe the difference between the run's tokenizer and the tokenizer in ``source``; return None if they agree.
 
     Raises:
-        DataError: one of the two is not there, or cannot be read.
+        DataError: one of the two tokenizers is missing or cannot be read.
     """
-    theirs, ours = _tokenizer_in(source), vocabulary_of(config, None)
-    if ours is None:
+    folder_tokenizer, vocabulary = _tokenizer_in(source), vocabulary_of(config, None)
+    if vocabulary is None:
         raise DataError("the run names no tokenizer")
     pairs = [
-        (ours.tokenizer.piece(token), theirs.piece(token))
-        for token in range(min(ours.tokenizer.vocab_size, theirs.vocab_size))
+        (vocabulary.tokenizer.piece(token), folder_tokenizer.piece(token))
+        for token in range(min(vocabulary.tokenizer.vocab_size, folder_tokenizer.vocab_size))
     ]
-    other = [pair for pair in pairs if None not in pair and pair[0] != pair[1]]
-    if other:
-        one, another = other[0]
+    differing = [pair for pair in pairs if None not in pair and pair[0] != pair[1]]
+    if differing:
+        run_piece, folder_piece = differing[0]
         return (
-            f"{len(other)} of {len(pairs)} ids stand for other tokens, the first for {one!r} and there for {another!r}"
+            f"{len(differing)} of {len(pairs)} ids stand for other tokens, the first for {run_piece!r} and there for "
+            f"{folder_piece!r}"
         )
-    if ours.tokenizer.vocab_size != theirs.vocab_size:
-        return f"it has {ours.tokenizer.vocab_size} tokens, and that of the folder {theirs.vocab_size}"
+    if vocabulary.tokenizer.vocab_size != folder_tokenizer.vocab_size:
+        return f"it has {vocabulary.tokenizer.vocab_size} tokens, and that of the folder {folder_tokenizer.vocab_size}"
     return None
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Tell whether there are files in ``folder`` that ``fields_of`` names."""
+    """Return True if ``folder`` has tokenizer files that ``fields_of`` supports."""
     return any((folder / name).is_file() for name in (JSON, VOCAB_TEXT, SPIECE, VOCAB))
 
 
 def origin_in(source: Path) -> Origin:
-    """Return the small files of the Hugging Face folder ``source``, with the texts of its control tokens.
+    """Read the small files of the Hugging Face folder ``source``, with the texts of its control tokens.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -350,9 +353,9 @@ def origin_in(source: Path) -> Origin:
 
 
 def _pieces_in(source: Path, ids: Iterable[int]) -> dict[int, str]:
-    """Return id -> text of those of ``ids`` that the tokenizer in the folder ``source`` has.
+    """Return id -> text for all ``ids`` of the tokenizer in the folder ``source``; other ids are left out.
 
-    A tokenizer.json is searched as it is: building a tokenizer of 128,000 tokens takes seconds.
+    tokenizer.json is searched directly, because building a tokenizer of 128,000 tokens takes seconds.
     """
     if not (source / JSON).is_file():
         return pieces_of(_tokenizer_in(source), ids)
@@ -360,11 +363,16 @@ def _pieces_in(source: Path, ids: Iterable[int]) -> dict[int, str]:
         content = json.loads((source / JSON).read_bytes())
         vocabulary = content["model"]["vocab"]
         pairs: Iterable[tuple[str, int]] = (
-            vocabulary.items() if isinstance(vocabulary, dict) else ((row[0], at) for at, row in enumerate(vocabulary))
+            vocabulary.items()
+            if isinstance(vocabulary, dict)
+            else ((row[0], idx) for idx, row in enumerate(vocabulary))
         )
         wanted = set(ids)
-        found = {token: piece for piece, token in pairs if token in wanted}
-        return {**found, **{one["id"]: one["content"] for one in content["added_tokens"] if one["id"] in wanted}}
+        pieces = {token: piece for piece, token in pairs if token in wanted}
+        return {
+            **pieces,
+            **{entry["id"]: entry["content"] for entry in content["added_tokens"] if entry["id"] in wanted},
+        }
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise DataError(f"{source / JSON} is not a file of the `tokenizers` library: {error!r}") from error
 
@@ -372,5 +380,5 @@ def _pieces_in(source: Path, ids: Iterable[int]) -> dict[int, str]:
 def _tokenizer_in(source: Path) -> Tokenizer:
     if not has_tokenizer(source):
         raise DataError(f"{source} holds none of {JSON}, {SPIECE}, {VOCAB} and {VOCAB_TEXT}")
-    named = fields_of(source, source)
-    return build(named.pop("tokenizer_type"), **named)
+    fields = fields_of(source, source)
+    return build(fields.pop("tokenizer_type"), **fields)

@@ -1,4 +1,4 @@
-"""All tensors under either names; slices read straight into a rank's parts."""
+"""Convert all weights between our names and Hugging Face's; read slices directly into a rank's shards."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import named_parameters
 from megatron.mpu.shard import Shard
 
-# All tensors of a model under either names, checked against those that it must have.
+# All tensors of a model, with our names or Hugging Face's, checked against the tensors that the model must have.
 
 _ROWS_AT_ONCE = 4096
 
 
 class Readable(Protocol):
-    """A tensor, or one in a file, of which no more is read than is indexed."""
+    """A tensor in memory, or a tensor in a file. Indexing a tensor in a file reads only the requested part."""
 
     @property
     def shape(self) -> Any: ...
@@ -50,7 +50,7 @@ Named = TypeVar("Named", bound=Readable)
 
 
 def build_model(config: Config) -> torch.nn.Module:
-    """Return the model of ``config`` without dropout, in one piece; its weights are not initialised."""
+    """Return the model of ``config``, unsharded and without dropout; its weights are not initialized."""
     model = replace(config.model, make_vocab_size_divisible_by=1, hidden_dropout=0.0, attention_dropout=0.0)
     try:
         return registry.build_model(replace(config, model=model), ParallelContext())
@@ -59,10 +59,10 @@ def build_model(config: Config) -> torch.nn.Module:
 
 
 def weights_to_huggingface(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors:
-    """Return the tensors of a Hugging Face file with our ``weights``: copies of a tied table are left out.
+    """Return our ``weights`` as the tensors of a Hugging Face file, without copies of a tied table.
 
     Raises:
-        CheckpointError: listing every weight that is missing, unknown, or of another shape than ``config`` says.
+        CheckpointError: lists every weight that is missing, unknown, or has another shape than ``config`` defines.
     """
     require_own("the checkpoint", weights, config)
     return _weights_to_huggingface(weights, config)
@@ -72,38 +72,41 @@ def weights_from_huggingface(tensors: Mapping[str, torch.Tensor], config: Config
     """Return our weights from the ``tensors`` of a Hugging Face file.
 
     Raises:
-        CheckpointError: listing every tensor that is missing, unknown, or of another shape than ``config`` says; a
+        CheckpointError: lists every tensor that is missing, unknown, or has another shape than ``config`` defines; or a
             copy of the word table differs from it.
     """
-    ours, known = format_of(config).to_ours(checked(tensors, config), config), expected_weights(config)
-    return {name: tensor for name, tensor in ours.items() if name in known}
+    weights, expected = format_of(config).to_ours(checked(tensors, config), config), expected_weights(config)
+    return {name: tensor for name, tensor in weights.items() if name in expected}
 
 
 def checked(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
-    """Return the ``tensors`` of a Hugging Face folder by their full names, each once, if they are those of the model.
+    """Check the ``tensors`` of a Hugging Face folder against the model; return them by full name, without copies.
 
     Raises:
         CheckpointError: as ``weights_from_huggingface``.
     """
     hf_format = format_of(config)
-    theirs, expected = _named(tensors, config), _weights_to_huggingface(expected_weights(config), config)
-    if hf_format.ties_missing_head and hf_format.head in expected and hf_format.word in theirs:
-        theirs.setdefault(hf_format.head, theirs[hf_format.word])
-    _check("the Hugging Face folder", theirs, expected, missing_head(expected.keys() - theirs.keys(), config))
-    return theirs
+    hf_tensors, expected = _named(tensors, config), _weights_to_huggingface(expected_weights(config), config)
+    if hf_format.ties_missing_head and hf_format.head in expected and hf_format.word in hf_tensors:
+        hf_tensors.setdefault(hf_format.head, hf_tensors[hf_format.word])
+    _check("the Hugging Face folder", hf_tensors, expected, missing_head(expected.keys() - hf_tensors.keys(), config))
+    return hf_tensors
 
 
 def require_own(what: str, weights: Mapping[str, torch.Tensor], config: Config) -> None:
-    """Check that ``weights`` are those of our model of ``config``, no more and no less.
+    """Check that ``weights`` are exactly the weights of our model of ``config``.
+
+    Args:
+        what: subject of the error message, such as "the checkpoint".
 
     Raises:
-        CheckpointError: listing every weight of ``what`` that is missing, unknown, or of another shape.
+        CheckpointError: lists every weight that is missing, unknown, or has another shape.
     """
     _check(what, weights, expected_weights(config))
 
 
 def without_zero_biases(tensors: Mapping[str, Readable], config: Config) -> Config:
-    """Return ``config`` as it is, or with biases where it says that there are none and some are not zero."""
+    """Return ``config``, with biases enabled if config.json disables them but the tensors include nonzero biases."""
     biases = format_of(config).biases
     if config.model.hidden_bias or biases is NOTHING:
         return config
@@ -114,23 +117,23 @@ def without_zero_biases(tensors: Mapping[str, Readable], config: Config) -> Conf
 
 
 def _named(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
-    """Return ``tensors`` with their full names, each once, without what no model reads."""
+    """Return ``tensors`` by full name, without copies of the word table and without unused tensors."""
     hf_format = format_of(config)
-    theirs = {full: tensors[name] for full, name in full_names(tensors, config).items()}
+    by_full_name = {full: tensors[name] for full, name in full_names(tensors, config).items()}
     for name in copies(config):
-        copy = theirs.pop(name, None)
-        if copy is not None and not _equal(copy, theirs.setdefault(hf_format.word, copy)):
+        copy = by_full_name.pop(name, None)
+        if copy is not None and not _equal(copy, by_full_name.setdefault(hf_format.word, copy)):
             raise CheckpointError(
                 f"{name} must equal {hf_format.word}, of which config.json calls it a copy "
                 "(tie_word_embeddings), and holds other values"
             )
-    return theirs
+    return by_full_name
 
 
 def _equal(one: Readable, other: Readable) -> bool:
-    """Return True if two tables have the same values, block by block so that neither has to be in memory.
+    """Return True if two tables have the same values; they are read block by block to limit memory.
 
-    Tables of different types are compared in the type with fewer bits: a copy may have been rounded.
+    Tables of different types are compared in the type with fewer bits, since a copy may have been rounded.
     """
     return tuple(one.shape) == tuple(other.shape) and all(
         _same_values(one[start : start + _ROWS_AT_ONCE], other[start : start + _ROWS_AT_ONCE])
@@ -148,14 +151,14 @@ def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def expected_weights(config: Config) -> Tensors:
-    """Return our weights without values."""
+    """Return our weights as meta tensors."""
     with torch.device("meta"):
         return {name: parameter.detach() for name, parameter in named_parameters(build_model(config))}
 
 
 def _weights_to_huggingface(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors:
-    theirs = format_of(config).from_ours(dict(weights), config)
-    return {name: tensor for name, tensor in theirs.items() if name not in copies(config)}
+    hf_tensors = format_of(config).from_ours(dict(weights), config)
+    return {name: tensor for name, tensor in hf_tensors.items() if name not in copies(config)}
 
 
 def _check(what: str, found: Mapping[str, Any], expected: Mapping[str, torch.Tensor], advice: str = "") -> None:
@@ -171,15 +174,15 @@ def _check(what: str, found: Mapping[str, Any], expected: Mapping[str, torch.Ten
         raise CheckpointError(f"{what} does not hold this model ({len(problems)} tensors): {listed}{advice}")
 
 
-# Weights of a Hugging Face folder read straight into the parts that a rank holds, whatever the layout.
+# Weights of a Hugging Face folder read directly into a rank's shards, for any layout.
 #
-# A rank opens the files, reads the blocks of rows or columns that its parts are made of, and holds no more than its
-# parts and one of them once more. Nothing is written. ``megatron.checkpoint.loading`` has the rule for a vocabulary of
-# another size.
+# A rank opens the files and reads the blocks of rows or columns that its shards consist of. It needs memory for its
+# shards, plus a copy of one shard at a time. Nothing is written. ``megatron.checkpoint.resized_vocab`` handles a
+# changed vocabulary size.
 
 
 def is_folder(source: Path) -> bool:
-    """Tell whether ``source`` is a Hugging Face folder, of a model that we have or of another one."""
+    """Return True if ``source`` is a Hugging Face folder, even if its model is not supported."""
     if not (source / folder.CONFIG).is_file():
         return False
     return folder.read_json(source, folder.CONFIG).get("model_type") is not None
@@ -190,9 +193,10 @@ class Pretrained:
     """An open Hugging Face folder.
 
     Args:
-        config: our configuration of its model, with its vocabulary.
-        shapes, recipes: of our weights of this model.
-        slices: their tensors, to be read in parts.
+        config: our configuration of its model, with its vocabulary size.
+        shapes: our weight's name -> its full shape.
+        recipes: our weight's name -> its conversion from Hugging Face's tensors.
+        slices: Hugging Face's tensors by name, which can be read in parts.
     """
 
     path: Path
@@ -202,26 +206,26 @@ class Pretrained:
     slices: Mapping[str, folder.Slice]
 
     def check_fits(self, config: Config) -> None:
-        """Check that the folder's weights fit the run's model, as closely as its flags ask for.
+        """Check that the folder's weights fit the run's model, given the run's --resize-vocab and --finetune.
 
         Raises:
-            CheckpointError: naming what differs, with the flags that fit.
+            CheckpointError: names the differences, and the flags that fit.
         """
         saved = self.config.model.vocab_size
         try:
             check_model(self.config.identity(), config)
         except CheckpointError as error:
-            is_other = saved != config.model.vocab_size and not config.checkpoint.resize_vocab
-            remedy = ", or --resize-vocab for the vocabulary" if is_other else ""
+            is_other_vocab = saved != config.model.vocab_size and not config.checkpoint.resize_vocab
+            remedy = ", or --resize-vocab for the vocabulary" if is_other_vocab else ""
             raise CheckpointError(f"{error} {self.path} needs these flags: {self.flags}{remedy}") from None
 
     @property
     def flags(self) -> str:
-        """The flags with which a pretraining script builds this model."""
+        """Flags with which a pretraining script builds this model."""
         return shlex.join(flags_of(self.config))
 
     def load(self, records: Iterable[TensorRecord]) -> None:
-        """Fill the tensors of ``records``, whose names are those of weights.
+        """Fill the tensors of ``records``, which must be records of weights.
 
         Raises:
             CheckpointError: a tensor cannot be read.
@@ -254,15 +258,15 @@ class Pretrained:
 
 
 def open_pretrained(source: Path, stack: ExitStack) -> Pretrained:
-    """Return the folder ``source``, open as long as ``stack`` is.
+    """Open the Hugging Face folder ``source``; it stays open as long as ``stack``.
 
     Raises:
-        CheckpointError: it is no Hugging Face folder of a model that we have, or its tensors are not those that its
-            ``config.json`` asks for.
+        CheckpointError: ``source`` is not a Hugging Face folder of a supported model, or its tensors do not match its
+            ``config.json``.
     """
     config = config_from_huggingface(folder.read_json(source, folder.CONFIG))
-    held = folder.open_slices(source, stack)
-    config = without_zero_biases(held, config)
+    slices = folder.open_slices(source, stack)
+    config = without_zero_biases(slices, config)
     shapes = {name: tuple(tensor.shape) for name, tensor in expected_weights(config).items()}
     recipes = format_of(config).recipes(config)
-    return Pretrained(source, config, shapes, recipes, checked(held, config))
+    return Pretrained(source, config, shapes, recipes, checked(slices, config))

@@ -1,1 +1,1 @@
-"""Checkpoints of Megatron-LM, CPM-Pretrain and CPM-1, read without running what they carry."""
+"""Import of checkpoints of Megatron-LM, CPM-Pretrain and CPM-1, without executing code in their files."""

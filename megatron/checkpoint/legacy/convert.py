@@ -1,4 +1,4 @@
-"""A checkpoint of Megatron-LM, CPM-Pretrain or CPM-1 as the first checkpoint of a run folder of ours."""
+"""Import a checkpoint of Megatron-LM, CPM-Pretrain or CPM-1 as the first checkpoint of a run folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EPSILON = 1e-5
 _LEARNED = "learned_absolute"
 _POSITIONS = "embedding.position.weight"
 _ACTIVATIONS = {"swiglu": "gated-silu", "squared_relu": "squared-relu"}
-"""Switch of Megatron-LM -> our activation."""
+"""Boolean setting of Megatron-LM -> our activation."""
 _UNKNOWN_HERE = {
     "quick_geglu": "a gate of the quick GELU",
     "multi_latent_attention": "latent attention",
@@ -34,12 +34,12 @@ _UNKNOWN_IN_T5 = {
 }
 _ROPE_SCALING = {"rotary_scaling": "llama3", "rotary_low_frequency_factor": 1.0, "rotary_high_frequency_factor": 4.0,
                  "rotary_original_positions": 8192}  # fmt: skip
-"""What --use-rope-scaling of Megatron-LM fixes."""
+"""Our settings for --use-rope-scaling of Megatron-LM."""
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user says of a checkpoint; None: as the files say, or as its docstring in the tool."""
+    """The user's overrides of the files' settings; None uses the files or the default of tools/import_checkpoint.py."""
 
     iteration: str | None = None
     num_heads: int | None = None
@@ -51,47 +51,48 @@ class Wishes:
 def import_checkpoint(source: Path, output: Path, wishes: Wishes) -> tuple[Path, Config, list[str]]:
     """Write the model in ``source`` to the new run folder ``output``; return checkpoint, configuration and notes.
 
-    The checkpoint is of step 0 and holds weights alone: ``--load output --finetune`` starts from it.
+    The checkpoint is of step 0 and has only weights; train from it with ``--load output --finetune``.
 
     Raises:
-        CheckpointError: no checkpoint of these families, or its tensors are not those of a decoder or T5 of ours.
-        ConfigError: ``output`` holds something.
+        CheckpointError: ``source`` is not a checkpoint of a supported program, or its tensors fit neither our decoder
+            nor our T5.
+        ConfigError: ``output`` is not empty.
     """
     require_free(output)
     files = find_legacy_files(source, wishes.iteration)
     is_gated = None if wishes.activation is None else wishes.activation.startswith("gated-")
-    found = read_legacy_weights(files, num_heads=wishes.num_heads, order=wishes.qkv_order, is_gated=is_gated)
-    config = _config(found, wishes)
-    _cut_vocabulary(found, config.model.vocab_size or 0)
-    require_own(str(files.folder), found.weights, config)
+    legacy = read_legacy_weights(files, num_heads=wishes.num_heads, order=wishes.qkv_order, is_gated=is_gated)
+    config = _config(legacy, wishes)
+    _cut_vocabulary(legacy, config.model.vocab_size or 0)
+    require_own(str(files.folder), legacy.weights, config)
     notes = [
-        f"rows of query, key and value: {found.order}; activation: {config.model.activation}; "
+        f"rows of query, key and value: {legacy.order}; activation: {config.model.activation}; "
         f"vocabulary: {config.model.vocab_size}",
-        *found.notes,
+        *legacy.notes,
     ]
     with new_folder(output) as folder:
-        saved = save_first(folder / CHECKPOINTS, found.weights, config, "none (weights of another program)", {})
+        saved = save_first(folder / CHECKPOINTS, legacy.weights, config, "none (weights of another program)", {})
     return output / CHECKPOINTS / saved.name, config, notes
 
 
 def _config(found: LegacyWeights, wishes: Wishes) -> Config:
-    """Return the configuration of the model whose weights were found: sizes are read off the tensors."""
+    """Return the configuration of the imported model; its sizes are derived from the shapes of the tensors."""
     weights, settings = found.weights, found.settings
     _refuse_unknown(found)
     side = "encoder." if found.is_t5 else ""
     activation = wishes.activation or _activation(settings)
     try:
-        rows, hidden = weights["embedding.word.weight"].shape
+        num_rows, hidden = weights["embedding.word.weight"].shape
         heads = wishes.num_heads or int(settings["num_attention_heads"])
         groups = groups_of(settings, heads)
-        qkv = weights[f"{side}layers.0.attention.query_key_value.weight"].shape[0]
-        up = weights[f"{side}layers.0.mlp.up.weight"].shape[0]
+        qkv_rows = weights[f"{side}layers.0.attention.query_key_value.weight"].shape[0]
+        up_rows = weights[f"{side}layers.0.mlp.up.weight"].shape[0]
         values: dict[str, Any] = {
             "num_layers": _height(found, side),
             "hidden_size": hidden,
             "num_attention_heads": heads,
-            "kv_hidden_size": qkv // (heads + 2 * groups),
-            "ff_hidden_size": up // 2 if activation.startswith("gated-") else up,
+            "kv_hidden_size": qkv_rows // (heads + 2 * groups),
+            "ff_hidden_size": up_rows // 2 if activation.startswith("gated-") else up_rows,
         }
         if _POSITIONS in weights:
             values["max_position_embeddings"] = weights[_POSITIONS].shape[0]
@@ -105,7 +106,7 @@ def _config(found: LegacyWeights, wishes: Wishes) -> Config:
         "layernorm_epsilon": settings.get("norm_epsilon", settings.get("layernorm_epsilon", _EPSILON)),
         "activation": activation,
         "apply_residual_connection_post_layernorm": bool(settings.get("apply_residual_connection_post_layernorm")),
-        "vocab_size": wishes.vocab_size or rows,
+        "vocab_size": wishes.vocab_size or num_rows,
         "hidden_dropout": settings.get("hidden_dropout", 0.1),
         "attention_dropout": settings.get("attention_dropout", 0.1),
     }
@@ -127,33 +128,35 @@ def _positions(settings: Mapping[str, Any]) -> str:
 
 
 def _normalization(settings: Mapping[str, Any]) -> str:
-    """Return the kind of norms; Megatron-DeepSpeed writes it in small letters."""
-    said = str(settings.get("normalization") or "LayerNorm")
-    return {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(said.lower(), said)
+    """Return the type of the norms, which is in lower case in Megatron-DeepSpeed's settings."""
+    norm = str(settings.get("normalization") or "LayerNorm")
+    return {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}.get(norm.lower(), norm)
 
 
 def _refuse_unknown(found: LegacyWeights) -> None:
-    """Refuse settings that make a model of another kind.
+    """Reject settings that our models do not support.
 
     Raises:
-        CheckpointError: listing them; or there are no positions where the settings say that they are learned.
+        CheckpointError: lists the settings; or the checkpoint has no learned positions although its settings need them.
     """
     settings, positions = found.settings, _positions(found.settings)
-    known = (_LEARNED,) if found.is_t5 else (_LEARNED, "rope", "none")
-    strange = [
+    supported_positions = (_LEARNED,) if found.is_t5 else (_LEARNED, "rope", "none")
+    unsupported = [
         name for key, name in {**_UNKNOWN_HERE, **(_UNKNOWN_IN_T5 if found.is_t5 else {})}.items() if settings.get(key)
     ]
     norm = _normalization(settings)
     if norm not in (("LayerNorm",) if found.is_t5 else ("LayerNorm", "RMSNorm")):
-        strange.append(f"{norm} for LayerNorm")
-    if settings.get("num_experts") not in (None, 0, 1, [1]):  # Megatron-DeepSpeed's is [1] where there are none
-        strange.append("experts")
-    if positions not in known:
-        strange.append(f"positions of type {positions}")
+        unsupported.append(f"{norm} for LayerNorm")
+    if settings.get("num_experts") not in (None, 0, 1, [1]):  # Megatron-DeepSpeed writes [1] for models without experts
+        unsupported.append("experts")
+    if positions not in supported_positions:
+        unsupported.append(f"positions of type {positions}")
     if (settings.get("softmax_type") or "vanilla") != "vanilla":
-        strange.append(f"a softmax of type {settings['softmax_type']}")
-    if strange:
-        raise CheckpointError(f"our decoders and T5 are without what the files' settings name: {', '.join(strange)}")
+        unsupported.append(f"a softmax of type {settings['softmax_type']}")
+    if unsupported:
+        raise CheckpointError(
+            f"our decoders and T5 are without what the files' settings name: {', '.join(unsupported)}"
+        )
     if positions == _LEARNED and _POSITIONS not in found.weights:
         raise CheckpointError(
             f"the checkpoint must hold learned positions ({_POSITIONS}), and does not; nor do its settings name others "
@@ -162,7 +165,7 @@ def _refuse_unknown(found: LegacyWeights) -> None:
 
 
 def _features(found: LegacyWeights) -> dict[str, Any]:
-    """Return the settings of a decoder that Megatron-LM's have other names for."""
+    """Return the decoder settings for which Megatron-LM has other names."""
     weights, settings, positions = found.weights, found.settings, _positions(found.settings)
     has_bias = "layers.0.attention.query_key_value.bias" in weights
     values: dict[str, Any] = {
@@ -189,16 +192,18 @@ def _features(found: LegacyWeights) -> dict[str, Any]:
 
 
 def _window(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the window and which layers have it: Megatron-LM's is (tokens before, tokens behind), -1 for all of them.
+    """Return the settings of the attention window.
+
+    Megatron-LM's window is (tokens before, tokens after), where -1 means no limit.
 
     Raises:
-        CheckpointError: tokens behind are seen.
+        CheckpointError: the window includes tokens after the current one.
     """
     window = settings.get("window_size")
     if window is None:
         return {}
-    before, behind = (int(each) for each in window)
-    if behind not in (0, -1) or (behind == -1 and before != -1):
+    before, after = (int(size) for size in window)
+    if after not in (0, -1) or (after == -1 and before != -1):
         raise CheckpointError(f"a window of a decoder must end at the token itself, got window_size {tuple(window)}")
     every = settings.get("window_attn_skip_freq")
     if before == -1:
@@ -207,7 +212,7 @@ def _window(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _activation(settings: Mapping[str, Any]) -> str:
-    """Return the activation; of GELU the tanh form, unless the run's settings say that its exact form was computed."""
+    """Return the activation. GELU means the tanh form, unless the settings show that the exact form was used."""
     for switch, activation in _ACTIVATIONS.items():
         if settings.get(switch):
             return activation
@@ -221,10 +226,10 @@ def _height(found: LegacyWeights, side: str) -> int:
 
 
 def _cut_vocabulary(found: LegacyWeights, vocab_size: int) -> None:
-    """Drop rows of padding behind the vocabulary.
+    """Drop padding rows at the end of the vocabulary.
 
     Raises:
-        CheckpointError: there are fewer rows than the vocabulary has.
+        CheckpointError: the tables have fewer rows than the vocabulary.
     """
     for name in ("embedding.word.weight", "head.weight"):
         if name in found.weights:

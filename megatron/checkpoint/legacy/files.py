@@ -1,4 +1,4 @@
-"""Which files make up such a checkpoint, read without running code."""
+"""Find the files of a legacy checkpoint, and read them without executing code."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import torch
 
 from megatron.errors import CheckpointError
 
-# Which files make up a checkpoint of these families.
+# Files of a checkpoint of each program.
 #
-# | folder | file of a rank | family |
+# | folder | file of a rank | program |
 # |---|---|---|
-# | iter_0000100, by latest_checkpointed_iteration.txt | mp_rank_TT/model_optim_rng.pt | Megatron-LM, CPM-Pretrain |
-# | the same | mp_rank_TT_PPP/model_optim_rng.pt | the same with a pipeline |
-# | 80000, by the same file | mp_rank_TT_model_states.pt | CPM-1 |
-# | global_step100, by latest | mp_rank_TT_model_states.pt | DeepSpeed |
+# | iter_0000100, from latest_checkpointed_iteration.txt | mp_rank_TT/model_optim_rng.pt | Megatron-LM, CPM-Pretrain |
+# | the same | mp_rank_TT_PPP/model_optim_rng.pt | the same, with a pipeline |
+# | 80000, from the same file | mp_rank_TT_model_states.pt | CPM-1 |
+# | global_step100, from latest | mp_rank_TT_model_states.pt | DeepSpeed |
 # | the same | layer_LL-model_TT-model_states.pt | DeepSpeed with a pipeline |
 #
-# TT counts tensor ranks, PPP stages, LL layers. The distributed checkpoints of Megatron-Core (torch_dist) are known,
-# and refused with the way to these files: their tensors can be put together by Megatron-LM alone.
+# TT is the tensor rank, PPP the stage, LL the layer. Distributed checkpoints of Megatron-Core (torch_dist) are detected
+# and rejected with instructions to convert them: only Megatron-LM can assemble their tensors.
 
 _MEGATRON = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 _DEEPSPEED = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -37,9 +37,11 @@ _CORE = ("common.pt", "metadata.json")
 
 @dataclass(frozen=True)
 class Files:
-    """The files of one checkpoint: ``ranks[stage][tensor rank]``, and of a DeepSpeed pipeline ``layers[number][...]``.
+    """The files of one checkpoint.
 
-    Where there are layers, ``ranks`` holds settings alone.
+    Args:
+        ranks: ``ranks[stage][tensor_rank]``; if there are ``layers``, these files only have settings.
+        layers: ``layers[idx][tensor_rank]`` of a DeepSpeed pipeline.
     """
 
     folder: Path
@@ -48,34 +50,35 @@ class Files:
 
 
 def find_legacy_files(folder: Path, iteration: str | None = None) -> Files:
-    """Return the files of the checkpoint in ``folder``: the one that it points to, or that of ``iteration``.
+    """Return the files of the checkpoint of ``iteration`` in ``folder``; None selects the latest one.
 
     Raises:
-        CheckpointError: there is none, a rank's file is missing, or it is a distributed one of Megatron-Core.
+        CheckpointError: ``folder`` has no such checkpoint, a rank's file is missing, or Megatron-Core wrote it as a
+            distributed checkpoint.
     """
     if not folder.is_dir():
         raise CheckpointError(f"--input must name a folder with a checkpoint, got {folder}, which is none")
-    chosen = _chosen(folder, iteration)
-    _refuse_distributed(chosen)
-    layers = _layers(chosen)
-    found = {path: _DEEPSPEED.fullmatch(path.name) for path in chosen.iterdir()}
-    if any(found.values()):
-        by_rank = sorted((int(match[1]), path) for path, match in found.items() if match)
-        _require_all([rank for rank, _ in by_rank], chosen, "tensor rank")
-        return Files(chosen, [[path for _, path in by_rank]], layers)
+    checkpoint = _chosen(folder, iteration)
+    _refuse_distributed(checkpoint)
+    layers = _layers(checkpoint)
+    state_matches = {path: _DEEPSPEED.fullmatch(path.name) for path in checkpoint.iterdir()}
+    if any(state_matches.values()):
+        by_rank = sorted((int(match[1]), path) for path, match in state_matches.items() if match)
+        _require_all([rank for rank, _ in by_rank], checkpoint, "tensor rank")
+        return Files(checkpoint, [[path for _, path in by_rank]], layers)
     if layers:
-        return Files(chosen, [], layers)
+        return Files(checkpoint, [], layers)
     ranks: dict[tuple[int, int], Path] = {}
-    for path in chosen.iterdir():
+    for path in checkpoint.iterdir():
         match = _MEGATRON.fullmatch(path.name)
         if match and path.is_dir():
             ranks[int(match[2] or 0), int(match[1])] = _file_in(path)
     if not ranks:
         raise CheckpointError(
-            f"{chosen} holds no checkpoint of Megatron-LM, CPM or DeepSpeed: none of mp_rank_00/model_optim_rng.pt, "
-            "mp_rank_00_model_states.pt, layer_00-model_00-model_states.pt is there"
+            f"{checkpoint} holds no checkpoint of Megatron-LM, CPM or DeepSpeed: none of "
+            "mp_rank_00/model_optim_rng.pt, mp_rank_00_model_states.pt, layer_00-model_00-model_states.pt is there"
         )
-    return Files(chosen, _rows(ranks, chosen))
+    return Files(checkpoint, _rows(ranks, checkpoint))
 
 
 def _chosen(folder: Path, iteration: str | None) -> Path:
@@ -84,19 +87,25 @@ def _chosen(folder: Path, iteration: str | None) -> Path:
         if not pointers:
             return folder
         iteration = pointers[0].read_text(errors="replace").strip()[:100]
-    named = [folder / iteration]
+    candidates = [folder / iteration]
     if iteration.isdecimal():
-        named = [folder / f"iter_{int(iteration):07d}", folder / iteration, folder / f"global_step{int(iteration)}"]
-    for path in named:
+        candidates = [
+            folder / f"iter_{int(iteration):07d}",
+            folder / iteration,
+            folder / f"global_step{int(iteration)}",
+        ]
+    for path in candidates:
         if path.is_dir():
             return path
-    raise CheckpointError(f"{folder} must hold {' or '.join(path.name for path in named)}, and does not")
+    raise CheckpointError(f"{folder} must hold {' or '.join(path.name for path in candidates)}, and does not")
 
 
 def _refuse_distributed(folder: Path) -> None:
-    """Refuse what torch's distributed checkpointing or Megatron-Core's wrote; our own folders have none of these names.
+    """Reject checkpoints written by torch's distributed checkpointing or Megatron-Core.
 
-    Source: the folders that ``--ckpt-format torch_dist`` and ``zarr`` of Megatron-LM leave.
+    Checkpoints of this project have no files of these names.
+
+    Source: folders written by Megatron-LM with ``--ckpt-format torch_dist`` and ``zarr``.
     """
     pieces = sorted(path.name for path in folder.glob("*.distcp"))
     if pieces or all((folder / name).is_file() for name in _CORE):
@@ -117,13 +126,13 @@ def _file_in(folder: Path) -> Path:
 
 
 def _rows(found: dict[tuple[int, int], Path], folder: Path) -> list[list[Path]]:
-    """Return ``found`` by (row, tensor rank) as a list of rows, all complete."""
-    tensor = 1 + max(rank for _, rank in found)
+    """Convert (row, tensor rank) -> path to a list of rows, and check that all rows are complete."""
+    tensor_size = 1 + max(rank for _, rank in found)
     rows = sorted({row for row, _ in found})
-    missing = [f"{row}/{rank}" for row in rows for rank in range(tensor) if (row, rank) not in found]
+    missing = [f"{row}/{rank}" for row in rows for rank in range(tensor_size) if (row, rank) not in found]
     if missing:
         raise CheckpointError(f"{folder} lacks files of stage or layer / tensor rank {', '.join(missing)}")
-    return [[found[row, rank] for rank in range(tensor)] for row in rows]
+    return [[found[row, rank] for rank in range(tensor_size)] for row in rows]
 
 
 def _layers(folder: Path) -> list[list[Path]]:
@@ -137,15 +146,15 @@ def _require_all(numbers: list[int], folder: Path, what: str) -> None:
         raise CheckpointError(f"{folder} lacks the files of {what} {', '.join(map(str, missing))}")
 
 
-# Reading a pickled file with a list of what it may build.
+# Read a pickled file with an allowlist of classes.
 #
-# ``torch.load(weights_only=True)`` builds tensors and plain containers; of other classes only those named here. Loss
-# scalers become empty shells: what they held is not used. Any other class, function or module ends the reading before
-# anything of it runs.
+# ``torch.load(weights_only=True)`` only builds tensors, plain containers, and the classes in ``ALLOWED``. Loss scalers
+# become empty stubs, since their state is not used. A file with any other class, function or module is rejected before
+# any of its code runs.
 
 
 class UnpickledStub:
-    """Stands in for an object whose class is not here and whose content nobody reads."""
+    """Replaces objects of classes that are not available and whose content is not used."""
 
     def __init__(self, *value: object) -> None:
         return None
@@ -167,8 +176,8 @@ _ENUMS = (
     "megatron.core.enums.ModelType",
     "megatron.core.transformer.enums.AttnBackend",
 )
-"""Of Megatron-LM's settings since 2021: the kind of model, and which kernels computed attention."""
-_reconstruct: Any = np.ndarray.__reduce__(np.zeros(0))[0]  # type: ignore[index]  # its home moved with NumPy 2
+"""Enums in Megatron-LM's settings since 2021: the type of model, and the attention kernels."""
+_reconstruct: Any = np.ndarray.__reduce__(np.zeros(0))[0]  # type: ignore[index]  # NumPy 2 moved it to another module
 _ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 ALLOWED: list[Any] = [
     argparse.Namespace,
@@ -181,15 +190,14 @@ ALLOWED: list[Any] = [
     *((UnpickledStub, f"{module}.{name}") for module in _SCALER_MODULES for name in _SCALERS),
     *((UnpickledStub, name) for name in _ENUMS),
 ]
-"""Classes that a file may name beside tensors: settings and their enums, the state of NumPy's generator, loss scalers.
-"""
+"""Classes that a file may use in addition to tensors: settings, their enums, NumPy's generator state, loss scalers."""
 
 
 def unpickle_allowed(path: Path) -> dict[str, Any]:
-    """Return the dictionary in ``path``, its tensors on the CPU.
+    """Return the dictionary in ``path``, with its tensors on the CPU.
 
     Raises:
-        CheckpointError: the file is cut short or no dictionary, or names something that is not ``ALLOWED``.
+        CheckpointError: the file is truncated, is not a dictionary, or uses a class that is not in ``ALLOWED``.
     """
     try:
         with torch.serialization.safe_globals(ALLOWED):
@@ -208,5 +216,5 @@ def unpickle_allowed(path: Path) -> dict[str, Any]:
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
-    return (named or lines or [type(error).__name__])[0]
+    relevant = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
+    return (relevant or lines or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""Their weights by our names, tensor slices merged."""
+"""Read the weights of a legacy checkpoint: convert the names to ours and merge the slices of the tensor ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tensors = dict[str, torch.Tensor]
 
 # Our names of the weights in checkpoints of Megatron-LM and its descendants.
 #
-# | theirs, behind prefixes | ours |
+# | theirs, after prefixes | ours |
 # |---|---|
 # | word_embeddings, position_embeddings | embedding.word, embedding.position |
 # | {transformer, encoder}.layers.{i}.input_layernorm | layers.{i}.input_norm |
@@ -30,13 +30,13 @@ Tensors = dict[str, torch.Tensor]
 # | ...final_layernorm | final_norm |
 # | output_layer, lm_head | head |
 #
-# Since 2023 Megatron-LM's norms are called input_norm and so on, without "layer".
-# A T5 has ``encoder.`` and ``decoder.`` before the layers, here too.
+# Since 2023 Megatron-LM's norms have names without "layer", such as input_norm.
+# A T5 has ``encoder.`` and ``decoder.`` before the layers, in our names as well.
 #
-# Megatron-Core's GPT (``--ckpt-format torch``) calls its only side ``decoder`` and has names of its own in it, by which
-# it is known; Transformer Engine's layers keep a norm with the product behind it:
+# Megatron-Core's GPT (``--ckpt-format torch``) calls its only side ``decoder``. Its checkpoints are detected by the
+# names of their layers. Transformer Engine's layers store a norm together with the linear layer that follows it:
 #
-# | Megatron-Core | as above |
+# | Megatron-Core | name in the first table |
 # |---|---|
 # | self_attention.linear_qkv, linear_proj | self_attention.query_key_value, dense |
 # | self_attention.q_layernorm, k_layernorm | self_attention.query_norm, key_norm |
@@ -90,7 +90,7 @@ _ROWS = ("embedding.word", "head", "attention.query_key_value", "cross_attention
 
 
 def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return the tensors of nested dictionaries by their names joined with dots; what is no tensor is left out."""
+    """Return the tensors in nested dictionaries, with keys joined by dots; other values are left out."""
     flat: dict[str, torch.Tensor] = {}
     for key, value in tree.items():
         if isinstance(value, torch.Tensor):
@@ -101,15 +101,15 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tens
 
 
 def is_unread(name: str) -> bool:
-    """Return whether a tensor of that name is a buffer or a copy, which no model of ours reads."""
+    """Return True if a tensor of this name is a buffer or a copy that our models do not use."""
     return _UNREAD.fullmatch(name) is not None
 
 
 def our_name(theirs: str, first_layers: Mapping[str, int]) -> str | None:
-    """Return our name of ``theirs`` in a model with two sides, None if we have none.
+    """Return our name of the tensor ``theirs``, with the prefix of its side; None if our models have no such tensor.
 
     Args:
-        first_layers: of "encoder" and "decoder", the global number of the first layer of this stage.
+        first_layers: side ("encoder", "decoder") -> global index of the first layer of this stage.
     """
     name = _PREFIX.sub("", theirs).replace("layernorm.", "norm.")
     if name in _TOP:
@@ -126,82 +126,83 @@ def our_name(theirs: str, first_layers: Mapping[str, int]) -> str | None:
 
 
 def of_core(held: Tensors) -> Tensors:
-    """Return ``held`` with the names of the table above, if it is of Megatron-Core's GPT; else as it is.
+    """Convert the names of a GPT of Megatron-Core as in the second table; return other ``held`` tensors unchanged.
 
     Raises:
-        CheckpointError: it has two sides.
+        CheckpointError: the tensors belong to a T5 of Megatron-Core.
     """
     if not any(_CORE_MARK in name for name in held):
         return held
     if any(_PREFIX.sub("", name).startswith("encoder.") for name in held):
         raise CheckpointError("a T5 of Megatron-Core cannot be imported; its GPT can")
-    named = {}
+    renamed = {}
     for name, tensor in held.items():
-        for theirs, ours in _OF_CORE:
-            if theirs in name:
-                name = name.replace(theirs, ours)
+        for core_name, megatron_name in _OF_CORE:
+            if core_name in name:
+                name = name.replace(core_name, megatron_name)
                 break
-        named[re.sub(r"(^|\.)decoder\.", r"\1encoder.", name)] = tensor
-    return named
+        renamed[re.sub(r"(^|\.)decoder\.", r"\1encoder.", name)] = tensor
+    return renamed
 
 
 def layers_of(side: str, names: Iterable[str]) -> int:
-    """Return how many layers of ``side`` there are, by our ``names``."""
-    numbers = [int(name.split(".")[2]) for name in names if name.startswith(f"{side}.layers.")]
-    return max(numbers, default=-1) + 1
+    """Return the number of layers of ``side``, from our ``names``."""
+    indices = [int(name.split(".")[2]) for name in names if name.startswith(f"{side}.layers.")]
+    return max(indices, default=-1) + 1
 
 
 def of_one_side(name: str) -> str:
-    """Return our name of the encoder's weight ``name`` in a model that has no decoder."""
+    """Return our name of the encoder's weight ``name`` in a model without a decoder."""
     return name.removeprefix("encoder.")
 
 
 def cut_dim(ours: str) -> int | None:
-    """Return the dimension along which tensor ranks hold slices of the weight; None: each holds all of it."""
-    stem, _, kind = ours.rpartition(".")
+    """Return the dimension along which the weight is split over tensor ranks; None if it is replicated."""
+    stem, _, suffix = ours.rpartition(".")
     if stem.endswith(_ROWS) or stem.endswith("mlp.up"):
         return 0
-    return 1 if kind == "weight" and stem.endswith((".dense", "mlp.down")) else None
+    return 1 if suffix == "weight" and stem.endswith((".dense", "mlp.down")) else None
 
 
 def heads_parts(ours: str) -> int:
-    """Return how many of query, key and value a weight's rows hold for each head; 1 where their order is no matter."""
+    """Return the number of parts (query, key, value) per head in a weight's rows; 1 if the rows need no reordering."""
     stem = ours.rpartition(".")[0]
     return 3 if stem.endswith("query_key_value") else 2 if stem.endswith("key_value") else 1
 
 
-# Whole tensors from the slices of tensor ranks, rows of query, key and value in our order.
+# Merge the slices of the tensor ranks to full tensors, with the rows of query, key and value in our order.
 #
-# Megatron-LM wrote the rows of a rank's query, key and value in three orders; the version in a file says which:
+# Megatron-LM has used three orders of a rank's query, key and value rows. The version in a file determines the order:
 #
 # | version | rows | |
 # |---|---|---|
 # | 0, CPM-1 | [3, heads, d] | all queries, all keys, all values |
 # | 1 | [heads, d, 3] | |
-# | 2 and later | [heads, 3, d] | as ours |
+# | 2 and later | [heads, 3, d] | our order |
 #
-# "heads" are those of the rank, so each slice is put in order before the slices are joined.
+# "heads" is the number of heads per rank, so each slice is reordered before the slices are concatenated.
 
 ORDERS = {"3-heads-d": 0.0, "heads-d-3": 1.0, "heads-3-d": 2.0}
-"""Name of an order -> the first version that has it."""
+"""Name of an order -> the first version that uses it."""
 
 
 def order_of(version: float) -> str:
-    """Return the order of rows that files of ``version`` have."""
+    """Return the order of rows in files of ``version``."""
     return [name for name, first in ORDERS.items() if version >= first][-1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowLayout:
-    """How the rows of the products lie on a tensor rank.
+    """Order of the rows of query, key, value and MLP weights on a tensor rank.
 
     Args:
-        order: of ``ORDERS``.
-        num_groups: heads of keys and values. Where they are fewer than the heads, rows lie as ours: the query heads of
-            a group, its key, its value, then the next group's.
-        is_gated: the first half of ``mlp.up`` is the gate, the second what it is multiplied with; ours take turns.
-        interleaved: so many numbers of each head, from its start, turn as neighbouring pairs (--rotary-interleaved);
-            ours turn halves, so that rows of queries and keys are put in another order: all even ones, then the odd.
+        order: key of ``ORDERS``.
+        num_groups: heads of keys and values. If there are fewer than ``num_heads``, rows are grouped, as in our
+            models: the query heads of a group, its key, its value, then the next group.
+        is_gated: the rows of ``mlp.up`` are all gates, then all factors. In our models, gates and factors alternate.
+        interleaved: number of leading elements of each head that rotary embedding rotates as adjacent pairs
+            (--rotary-interleaved). Our models rotate halves, so the rows of queries and keys are reordered: even rows
+            first, then odd rows.
     """
 
     order: str
@@ -212,34 +213,36 @@ class RowLayout:
 
 
 def merged(name: str, slices: Sequence[torch.Tensor], layout: RowLayout) -> tuple[torch.Tensor, float]:
-    """Return the whole tensor of our name ``name``, and by how much copies of an uncut one differ from the first.
+    """Merge the slices of all tensor ranks into the full weight ``name`` (our name).
+
+    Returns (full weight, largest absolute difference between the ranks' copies if the weight is replicated).
 
     Raises:
-        CheckpointError: the rows of query, key and value are no multiple of the heads; or the layout has no order of
-            groups.
+        CheckpointError: the number of query, key and value rows is not a multiple of the heads; or the layout's order
+            does not support groups.
     """
     parts, dim = heads_parts(name), cut_dim(name)
     if parts > 1:
-        slices = [_ordered(name, one, parts, layout, len(slices)) for one in slices]
+        slices = [_ordered(name, tensor, parts, layout, len(slices)) for tensor in slices]
     if layout.is_gated and ".mlp.up." in name:
-        slices = [one.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) for one in slices]
+        slices = [tensor.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) for tensor in slices]
     if dim is not None and len(slices) > 1:
         return _in_halves(name, torch.cat(list(slices), dim), layout), 0.0
     first = slices[0]
-    differs = [one for one in slices[1:] if not torch.equal(one, first)]
-    difference = max((float((one.double() - first.double()).abs().max()) for one in differs), default=0.0)
+    differing = [tensor for tensor in slices[1:] if not torch.equal(tensor, first)]
+    difference = max((float((tensor.double() - first.double()).abs().max()) for tensor in differing), default=0.0)
     return _in_halves(name, first, layout), difference
 
 
 def _ordered(name: str, rows: torch.Tensor, parts: int, layout: RowLayout, ranks: int) -> torch.Tensor:
-    """Return the rows of one rank as [heads, parts, d], or as [groups, heads / groups + 2, d]."""
+    """Return the rows of one rank in the order [heads, parts, d], or [groups, heads / groups + 2, d]."""
     is_grouped = parts == 3 and layout.num_groups != layout.num_heads
     count = layout.num_groups if is_grouped else layout.num_heads
-    each = layout.num_heads // layout.num_groups + 2 if is_grouped else parts
-    blocks, left = divmod(count, ranks)
-    if left or rows.shape[0] % (each * max(blocks, 1)):
+    heads_per_block = layout.num_heads // layout.num_groups + 2 if is_grouped else parts
+    blocks, remainder = divmod(count, ranks)
+    if remainder or rows.shape[0] % (heads_per_block * max(blocks, 1)):
         raise CheckpointError(
-            f"{name}: {rows.shape[0]} rows on each of {ranks} tensor ranks cannot be {each} x {count} "
+            f"{name}: {rows.shape[0]} rows on each of {ranks} tensor ranks cannot be {heads_per_block} x {count} "
             f"{'groups' if is_grouped else 'heads'}; check --num-attention-heads"
         )
     if layout.order == "heads-3-d":
@@ -250,41 +253,41 @@ def _ordered(name: str, rows: torch.Tensor, parts: int, layout: RowLayout, ranks
             f"--qkv-order heads-3-d alone, got {layout.order}"
         )
     d = rows.shape[0] // (parts * blocks)
-    rest = tuple(rows.shape[1:])
+    trailing = tuple(rows.shape[1:])
     if layout.order == "3-heads-d":
-        turned = rows.reshape(parts, blocks, d, *rest).transpose(0, 1)
+        reordered = rows.reshape(parts, blocks, d, *trailing).transpose(0, 1)
     else:
-        turned = rows.reshape(blocks, d, parts, *rest).transpose(1, 2)
-    return turned.reshape(rows.shape)
+        reordered = rows.reshape(blocks, d, parts, *trailing).transpose(1, 2)
+    return reordered.reshape(rows.shape)
 
 
 def _in_halves(name: str, whole: torch.Tensor, layout: RowLayout) -> torch.Tensor:
-    """Return ``whole`` with neighbouring pairs of queries and keys moved apart, where they turn so."""
-    turned = layout.interleaved
-    if not turned or not name.rpartition(".")[0].endswith((".query_key_value", ".query_norm", ".key_norm")):
+    """Return ``whole`` with reordered query and key rows if rotary embedding rotates adjacent pairs."""
+    num_rotated = layout.interleaved
+    if not num_rotated or not name.rpartition(".")[0].endswith((".query_key_value", ".query_norm", ".key_norm")):
         return whole
     if not name.rpartition(".")[0].endswith(".query_key_value"):
-        return torch.cat((whole[:turned:2], whole[1:turned:2], whole[turned:]))
-    each = layout.num_heads // layout.num_groups + 2
-    heads = whole.unflatten(0, (layout.num_groups, each, -1)).clone()  # [g, a/g + 2, d, ...]
-    rows = heads[:, :-1, :turned].clone()  # of queries and keys
-    heads[:, :-1, :turned] = torch.cat((rows[:, :, ::2], rows[:, :, 1::2]), dim=2)
+        return torch.cat((whole[:num_rotated:2], whole[1:num_rotated:2], whole[num_rotated:]))
+    heads_per_group = layout.num_heads // layout.num_groups + 2
+    heads = whole.unflatten(0, (layout.num_groups, heads_per_group, -1)).clone()  # [g, a/g + 2, d, ...]
+    rows = heads[:, :-1, :num_rotated].clone()  # rows of queries and keys
+    heads[:, :-1, :num_rotated] = torch.cat((rows[:, :, ::2], rows[:, :, 1::2]), dim=2)
     return heads.flatten(0, 2)
 
 
-# The weights of a checkpoint of these families, by our names.
+# Weights of a checkpoint of these programs, with our names.
 
 _BIAS_OF_HEAD = "lm_head.bias"
 
 
 @dataclass
 class LegacyWeights:
-    """What the files hold.
+    """Weights and settings of a legacy checkpoint.
 
     Attributes:
-        settings: the arguments of the run that saved them; empty where there are none.
-        order: of the rows of query, key and value; None where no file says it.
-        notes: what a user should know.
+        settings: arguments of the run that saved the weights; empty if the files have no arguments.
+        order: order of the rows of query, key and value; None if no file determines it.
+        notes: messages for the user.
     """
 
     weights: Tensors
@@ -300,17 +303,18 @@ def read_legacy_weights(
     """Return the weights in ``files``.
 
     Args:
-        num_heads, order, is_gated: as the user gives them; None: as the files say.
+        num_heads, order, is_gated: values given by the user; None takes them from the files.
 
     Raises:
-        CheckpointError: neither says it; a file cannot be read; tensors are unknown, or missing on some rank.
+        CheckpointError: a value is missing both in the arguments and in the files; a file cannot be read; tensors are
+            unknown, or missing on some rank.
     """
-    settings, said = _facts(files)
-    found = LegacyWeights({}, settings, order or said)
+    settings, order_in_files = _facts(files)
+    legacy = LegacyWeights({}, settings, order or order_in_files)
     heads = num_heads or settings.get("num_attention_heads")
     if not heads:
         raise CheckpointError("the files do not say how many heads there are; give --num-attention-heads")
-    if found.order is None:
+    if legacy.order is None:
         raise CheckpointError(
             "the files carry no version, so the order of query, key and value is not known. Give --qkv-order: "
             "heads-3-d for CPM-Pretrain and Megatron-LM since 2.1, 3-heads-d for older ones (version 0), heads-d-3 for "
@@ -318,24 +322,24 @@ def read_legacy_weights(
         )
     is_gated = bool(settings.get("swiglu")) if is_gated is None else is_gated
     layout = RowLayout(
-        order=found.order,
+        order=legacy.order,
         num_heads=int(heads),
         num_groups=groups_of(settings, int(heads)),
         is_gated=is_gated,
         interleaved=interleaved_of(settings, int(heads)),
     )
     for stage in _layer_stages(files) if files.layers else _stages(files):
-        _add(found, [of_core(held) for held in stage], layout)
-    found.is_t5 = layers_of("decoder", found.weights) > 0
-    if not found.is_t5:
-        found.weights = {of_one_side(name): tensor for name, tensor in found.weights.items()}
-    return found
+        _add(legacy, [of_core(tensors) for tensors in stage], layout)
+    legacy.is_t5 = layers_of("decoder", legacy.weights) > 0
+    if not legacy.is_t5:
+        legacy.weights = {of_one_side(name): tensor for name, tensor in legacy.weights.items()}
+    return legacy
 
 
 def groups_of(settings: Mapping[str, Any], num_heads: int) -> int:
-    """Return the heads of keys and values, by the run's settings.
+    """Return the number of key and value heads according to the run's settings.
 
-    Megatron-LM has ``num_query_groups`` beside ``group_query_attention``, Megatron-DeepSpeed ``num_key_value_heads``.
+    Megatron-LM has ``num_query_groups`` with ``group_query_attention``, Megatron-DeepSpeed ``num_key_value_heads``.
     """
     if settings.get("group_query_attention"):
         return int(settings.get("num_query_groups") or 1)
@@ -343,7 +347,7 @@ def groups_of(settings: Mapping[str, Any], num_heads: int) -> int:
 
 
 def interleaved_of(settings: Mapping[str, Any], num_heads: int) -> int:
-    """Return how many numbers of each head turn as neighbouring pairs; 0: none."""
+    """Return the number of elements of each head that are rotated as adjacent pairs; 0 if there are none."""
     if not settings.get("rotary_interleaved"):
         return 0
     size = settings.get("kv_channels") or int(settings["hidden_size"]) // num_heads
@@ -351,7 +355,7 @@ def interleaved_of(settings: Mapping[str, Any], num_heads: int) -> int:
 
 
 def _facts(files: Files) -> tuple[dict[str, Any], str | None]:
-    """Return the settings of the run and the order of rows that the first file tells."""
+    """Return the settings of the run and the order of rows from the first file; None if it does not show the order."""
     if not files.ranks:
         return {}, None
     content = unpickle_allowed(files.ranks[0][0])
@@ -366,7 +370,7 @@ def _facts(files: Files) -> tuple[dict[str, Any], str | None]:
 
 
 def _stages(files: Files) -> Iterator[list[Tensors]]:
-    """Yield for each stage the tensors of its tensor ranks, by their names."""
+    """Yield, for each stage, the tensors of every tensor rank, with their original names."""
     for stage in files.ranks:
         yield [_model_of(path) for path in stage]
 
@@ -382,64 +386,64 @@ def _model_of(path: Path) -> Tensors:
 
 
 def _layer_stages(files: Files) -> Iterator[list[Tensors]]:
-    """Yield the layers of a DeepSpeed pipeline with the names that a model in one piece has; a tied copy is left out.
+    """Yield the layers of a DeepSpeed pipeline, named as without a pipeline; skip the second copy of a tied table.
 
     Raises:
-        CheckpointError: a file holds neither embeddings, nor a layer, nor a norm, nor a head.
+        CheckpointError: a file contains neither embeddings nor a layer, norm or head.
     """
     has_embedding = False
     for paths in files.layers:
         ranks = [flattened(unpickle_allowed(path)) for path in paths]
-        kinds = set(ranks[0])
-        if not kinds:
+        names = set(ranks[0])
+        if not names:
             continue
-        if "word_embeddings.weight" in kinds:
+        if "word_embeddings.weight" in names:
             if not has_embedding:
                 yield ranks
             has_embedding = True
-        elif kinds & {"input_layernorm.weight", "input_norm.weight"}:
-            yield _renamed(ranks, "transformer.layers.0.")  # each file is a stage of one layer
-        elif kinds <= {"weight", "bias"} and ranks[0]["weight"].dim() == 1:
+        elif names & {"input_layernorm.weight", "input_norm.weight"}:
+            yield _renamed(ranks, "transformer.layers.0.")  # each file is treated as a stage of one layer
+        elif names <= {"weight", "bias"} and ranks[0]["weight"].dim() == 1:
             yield _renamed(ranks, "transformer.final_layernorm.")
-        elif kinds == {"weight"}:
+        elif names == {"weight"}:
             yield _renamed(ranks, "lm_head.")
         else:
-            raise CheckpointError(f"{paths[0]} holds no layer of a GPT-2: {', '.join(sorted(kinds))}")
+            raise CheckpointError(f"{paths[0]} holds no layer of a GPT-2: {', '.join(sorted(names))}")
 
 
 def _renamed(ranks: list[Tensors], prefix: str) -> list[Tensors]:
-    return [{prefix + name: tensor for name, tensor in held.items()} for held in ranks]
+    return [{prefix + name: tensor for name, tensor in tensors.items()} for tensors in ranks]
 
 
 def _add(found: LegacyWeights, ranks: list[Tensors], layout: RowLayout) -> None:
-    """Put the tensors of one stage into ``found``, whose layers come before this stage's."""
+    """Add the tensors of one stage to ``found``, which has the layers of the earlier stages."""
     first_layers = {side: layers_of(side, found.weights) for side in ("encoder", "decoder")}
     unknown = []
-    for theirs in ranks[0]:
-        if is_unread(theirs):
+    for their_name in ranks[0]:
+        if is_unread(their_name):
             continue
-        if theirs.endswith(_BIAS_OF_HEAD):
-            _require_zero(theirs, ranks)
+        if their_name.endswith(_BIAS_OF_HEAD):
+            _require_zero(their_name, ranks)
             continue
-        name = our_name(theirs, first_layers)
+        name = our_name(their_name, first_layers)
         if name is None:
-            unknown.append(theirs)
-        elif name not in found.weights:  # a later stage repeats the tables that both sides share
-            found.weights[name] = _whole(found, name, theirs, ranks, layout)
+            unknown.append(their_name)
+        elif name not in found.weights:  # a later stage repeats tables shared by both sides
+            found.weights[name] = _whole(found, name, their_name, ranks, layout)
     if unknown:
         raise CheckpointError(f"these tensors are of no decoder or T5 of ours: {', '.join(unknown)}")
 
 
 def _whole(found: LegacyWeights, name: str, theirs: str, ranks: list[Tensors], layout: RowLayout) -> torch.Tensor:
-    lacking = [str(rank) for rank, held in enumerate(ranks) if theirs not in held]
-    if lacking:
-        raise CheckpointError(f"{theirs} is on tensor rank 0 and not on {', '.join(lacking)}")
-    whole, difference = merged(name, [held[theirs] for held in ranks], layout)
+    missing_ranks = [str(rank) for rank, tensors in enumerate(ranks) if theirs not in tensors]
+    if missing_ranks:
+        raise CheckpointError(f"{theirs} is on tensor rank 0 and not on {', '.join(missing_ranks)}")
+    full, difference = merged(name, [tensors[theirs] for tensors in ranks], layout)
     if difference:
         found.notes.append(f"{name}: copies on the tensor ranks differ by up to {difference:.1e}; rank 0's is taken")
-    return whole
+    return full
 
 
 def _require_zero(name: str, ranks: list[Tensors]) -> None:
-    if any(bool(held[name].any()) for held in ranks if name in held):
+    if any(bool(tensors[name].any()) for tensors in ranks if name in tensors):
         raise CheckpointError(f"{name} is not zero, and the head of our models has no bias")
