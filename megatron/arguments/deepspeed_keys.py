@@ -181,10 +181,10 @@ OTHER_PARAMS = {
 
 
 def implied_by(kind: str, params: Mapping[str, object]) -> dict[str, float]:
-    """Return parameter -> default of DeepSpeed's optimizer of type ``kind`` for each parameter not in ``params``.
+    """Return parameter -> default of DeepSpeed's optimizer of type ``kind`` for parameters missing in ``params``.
 
-    ``torch_adam`` selects torch's AdamW, whose default weight decay is 0.01. ``kind`` is a type as DeepSpeed accepts it.
-    The defaults of betas and eps equal those of our flags and are left out.
+    ``torch_adam`` selects torch's AdamW, whose default weight decay is 0.01. ``kind`` is a type as DeepSpeed accepts
+    it. The defaults of betas and eps equal those of our flags and are left out.
 
     Source: DeepSpeed, ops/adam/fused_adam.py and cpu_adam.py; torch.optim.AdamW and SGD.
     """

@@ -1,4 +1,4 @@
-"""BatchConfig: batch sizes, lengths of the run; Share: the micro-batches of one replica."""
+"""BatchConfig: batch sizes and the length of the run; Share: the micro-batches of one replica."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Share(NamedTuple):
     """The micro-batches of a step that one replica runs.
 
     Args:
-        first: index of its first micro-batch; earlier replicas run those before.
-        num_micro_batches: number of its micro-batches.
-        mean_num_micro_batches: mean of that number over the replicas, by which losses are weighted on all of them.
+        first: index of the replica's first micro-batch; earlier replicas run the micro-batches before it.
+        num_micro_batches: number of micro-batches of the replica.
+        mean_num_micro_batches: mean number over the replicas; all replicas weight their losses by it.
     """
 
     first: int
@@ -26,17 +26,19 @@ class Share(NamedTuple):
 
 
 def share_of(num_micro_batches: int, replicas: int, replica: int) -> Share:
-    """Return a replica's part of the micro-batches of a step; of those left over, the first replicas take one each."""
-    number, more = divmod(num_micro_batches, replicas)
-    return Share(replica * number + min(replica, more), number + int(replica < more), num_micro_batches / replicas)
+    """Return a replica's share of the micro-batches of a step; the first replicas run one more if any remain."""
+    count, remainder = divmod(num_micro_batches, replicas)
+    return Share(
+        replica * count + min(replica, remainder), count + int(replica < remainder), num_micro_batches / replicas
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
     """``global batch = batch_size x gas x data-parallel size``; an iteration is an optimizer step in every mode.
 
-    In an elastic job the last replicas may take a micro-batch less than ``gas`` (``megatron.config.elastic``): the
-    requested global batch is then below the product, by less than a micro-batch of each.
+    In an elastic job the last replicas may run one micro-batch less than ``gas`` (``megatron.config.elastic``). The
+    requested global batch is then less than the product, by less than one micro-batch per replica.
     """
 
     batch_size: int = option(
@@ -87,7 +89,7 @@ class BatchConfig:
     train_tokens: int | None = None
     """--train-tokens; ``train_iters`` as for ``train_samples``."""
     requested_train_iters: int | None = None
-    """--train-iters if it was given next to --train-tokens."""
+    """--train-iters if it was given together with --train-tokens."""
 
     def __post_init__(self) -> None:
         if not self.gas:
@@ -102,34 +104,34 @@ class BatchConfig:
         return self.gas
 
     def global_batch_size(self, data_parallel_size: int) -> int:
-        """Return the samples of one step over all replicas; with a ramp of the steps behind it."""
+        """Return the samples of one step over all replicas; with a batch ramp-up, of a step after the ramp."""
         full, requested = self.batch_size * self.gas * data_parallel_size, self.requested_global_batch_size
         return requested if 0 < full - requested < self.batch_size * data_parallel_size else full
 
     def share(self, data_parallel_size: int, replica: int) -> Share:
-        """Return what a replica takes of a step; with a ramp of the steps behind it."""
+        """Return a replica's share of a step; with a batch ramp-up, of a step after the ramp."""
         return share_of(self.global_batch_size(data_parallel_size) // self.batch_size, data_parallel_size, replica)
 
     def gas_text(self, data_parallel_size: int) -> str:
-        """Return "4", or "3 or 4" where some replicas take one less."""
+        """Return the micro-batches of a replica as text: "4", or "3 or 4" if some replicas run one less."""
         least = self.share(data_parallel_size, data_parallel_size - 1).num_micro_batches
         return str(self.gas) if least == self.gas else f"{least} or {self.gas}"
 
     @property
     def lengths(self) -> SeqLengths:
-        """The length of a step by tokens consumed.
+        """The sequence length of a step as a function of the tokens consumed.
 
         Raises:
-            ValueError: --seq-length-schedule cannot be read.
+            ValueError: --seq-length-schedule is invalid.
         """
         schedule = self.seq_length_schedule
         return SeqLengths(self.seq_length, () if schedule is None else parse_lengths(schedule))
 
     def sizes(self, data_parallel_size: int) -> BatchSizes:
-        """Return the samples of a step over all replicas, by samples consumed.
+        """Return the samples of a step over all replicas as a function of the samples consumed.
 
         Raises:
-            ValueError: --rampup-batch-size cannot be read, or does not lead to the global batch.
+            ValueError: --rampup-batch-size is invalid or does not reach the global batch.
         """
         full = self.global_batch_size(data_parallel_size)
         if self.rampup_batch_size is None:

@@ -1,4 +1,4 @@
-"""What is saved, where, and what a start goes on from."""
+"""CheckpointConfig: what is saved and where, and the checkpoint from which a run starts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megatron import object_store
 from megatron.config.option import option
 
 DEFAULT_MINUTES = 30.0
-"""Between the saves of a run that names no interval: so much is lost at most."""
+"""Minutes between checkpoints of a run that sets no interval; at most this much work is lost."""
 DEFAULT_KEPT = 2
-"""Of those saves, which nobody has asked for, so many stay."""
+"""Number of checkpoints to keep if they are saved at the default interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """The run folder and its checkpoints."""
+    """Run folder and checkpoints."""
 
     save: str | None = option(
         None, "run folder: checkpoints, metrics, pictures", shown_default="runs/<script>-<time>", short="run folder"
@@ -97,30 +97,30 @@ class CheckpointConfig:
 
     @property
     def is_default_interval(self) -> bool:
-        """Whether nobody has said when to save in mid-run."""
+        """True if no flag sets an interval between checkpoints."""
         return not self.save_interval and self.save_interval_minutes is None
 
     @property
     def is_deepspeed(self) -> bool:
-        """Whether checkpoints are written in DeepSpeed's layout."""
+        """True if checkpoints are written in DeepSpeed's layout."""
         return self.checkpoint_format == "deepspeed"
 
     @property
     def minutes(self) -> float:
-        """Minutes between checkpoints by time; 0: never."""
+        """Minutes between checkpoints that are saved by time; 0 for never."""
         if self.save_interval_minutes is not None:
             return self.save_interval_minutes
         return DEFAULT_MINUTES if self.is_default_interval else 0.0
 
     def problems(self) -> Iterator[str]:
-        """Yield what cannot be: flags that need a checkpoint without one, and flags that undo each other."""
+        """Yield flags that need a checkpoint without one, and flags that contradict each other."""
         if self.load is not None and self.resume:
             yield f"give --load or --resume, not both: got --load {self.load} and --resume. Leave one out"
-        needy = (
+        need_checkpoint = (
             "load_if_exists", "strict_load", "no_load_optim", "no_load_rng", "load_weights_only", "finetune",
             "eval_only", "allow_data_change", "allow_vocab_change", "resize_vocab",
         )  # fmt: skip
-        for name in needy if self.load is None and not self.resume else ():
+        for name in need_checkpoint if self.load is None and not self.resume else ():
             if getattr(self, name):
                 yield f"{_flag(name)} needs a checkpoint, got none. Add --load FOLDER"
         for name in ("finetune", "eval_only", "no_load_optim", "no_load_rng") if self.load_weights_only else ():

@@ -1,4 +1,4 @@
-"""ExpertFeatures: feed-forward layers of experts (MoE) as flags, by Megatron-LM's names; what cannot go together."""
+"""ExpertFeatures: flags of feed-forward layers of experts (MoE), named as in Megatron-LM, and their checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOFTMAX, SIGMOID = "softmax", "sigmoid"
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFeatures:
-    """The experts of a decoder; a base of ``ModelConfig``. All act with ``num_experts`` alone."""
+    """The experts of a decoder; a base of ``ModelConfig``. All fields take effect with ``num_experts`` only."""
 
     num_experts: int = _option(
         0,
@@ -91,7 +91,7 @@ class ExpertFeatures:
     )
 
     def __post_init__(self) -> None:
-        if self.num_experts <= 1:  # a dense model, whatever is said of experts
+        if self.num_experts <= 1:  # a dense model ignores all expert settings
             for name in NAMES:
                 object.__setattr__(self, name, ExpertFeatures.__dataclass_fields__[name].default)
         elif not self.moe_ffn_hidden_size:
@@ -99,7 +99,7 @@ class ExpertFeatures:
 
     @property
     def has_aux_loss(self) -> bool:
-        """Whether a loss balances the experts."""
+        """True if a loss balances the experts."""
         return self.moe_router_load_balancing_type == AUX_LOSS and self.moe_aux_loss_coeff > 0
 
 
@@ -107,33 +107,33 @@ NAMES = tuple(field.name for field in fields(ExpertFeatures))
 TRAINING = (
     "moe_router_bias_update_rate", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff",
 )  # fmt: skip
-"""Those that change how a model is trained and not what it computes."""
+"""Fields that affect how a model is trained but not what it computes."""
 ARCHITECTURE = (
     "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
     "moe_router_enable_expert_bias", "moe_shared_expert_gate",
 )  # fmt: skip
-"""Those that ``--model`` sets: the parts of the router and of the shared expert, without sizes."""
+"""Fields that ``--model`` sets: the parts of the router and of the shared expert, without sizes."""
 REFITTED = (
     "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
     "moe_router_num_groups", "moe_router_group_topk", "moe_expert_capacity_factor", "moe_token_drop_policy",
 )  # fmt: skip
-"""Those with which the same weights fit and compute something else."""
+"""Fields that may differ when weights are loaded: the weights fit, but the model computes something else."""
 
 
 def has_experts(model: Any, layer: int) -> bool:
-    """Return whether layer number ``layer``, from 0, of a model with these features has experts.
+    """Return True if layer ``layer``, counted from 0, of a model with these features has experts.
 
     Raises:
-        ValueError: ``moe_layer_freq`` cannot be read, or is a list of another length than there are layers.
+        ValueError: ``moe_layer_freq`` is invalid, or its list does not have one entry per layer.
     """
     return bool(model.num_experts) and expert_layers(model.moe_layer_freq, model.num_layers)[layer]
 
 
 def expert_layers(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether ``text``, a value of ``moe_layer_freq``, gives it experts.
+    """Return a bool per layer: True if ``text``, a value of ``moe_layer_freq``, assigns experts to it.
 
     Raises:
-        ValueError: it cannot be read, or is a list of another length than there are layers.
+        ValueError: ``text`` is invalid, or its list does not have one entry per layer.
 
     Source: Megatron-LM's ``--moe-layer-freq``: a number, or an expression of lists.
     """
@@ -143,25 +143,25 @@ def expert_layers(text: str, num_layers: int) -> tuple[bool, ...]:
 
 
 def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Return the list that an expression of whole numbers, lists of 0 and 1, + and * is, with a place for each layer.
+    """Evaluate an expression of integers, lists of 0 and 1, + and * to a list with one entry per layer.
 
     Raises:
-        ValueError: it cannot be read, or is a list of another length than there are layers.
+        ValueError: ``text`` is invalid, or its list does not have one entry per layer.
     """
     try:
-        found = _evaluated(ast.parse(text.strip(), mode="eval").body)
+        entries = _evaluated(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, RecursionError):
         raise ValueError(text) from None
-    if not isinstance(found, list) or len(found) != num_layers:
+    if not isinstance(entries, list) or len(entries) != num_layers:
         raise ValueError(text)
-    return tuple(bool(each) for each in found)
+    return tuple(bool(entry) for entry in entries)
 
 
 def _evaluated(node: ast.AST) -> list[int] | int:
     if isinstance(node, ast.List):
-        found = [_evaluated(each) for each in node.elts]
-        if all(each in (0, 1) for each in found):
-            return [each for each in found if isinstance(each, int)]
+        entries = [_evaluated(entry) for entry in node.elts]
+        if all(entry in (0, 1) for entry in entries):
+            return [entry for entry in entries if isinstance(entry, int)]
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
@@ -175,11 +175,11 @@ def _evaluated(node: ast.AST) -> list[int] | int:
     raise ValueError(ast.dump(node))
 
 
-# What cannot be.
+# Problems of experts.
 
 
 def expert_problems(config: Any) -> Iterator[str]:
-    """Yield what cannot be of the experts of ``config``, a ``Config`` of a decoder."""
+    """Yield the problems of the experts of ``config``, a ``Config`` of a decoder."""
     model = config.model
     if not model.num_experts:
         return
@@ -279,7 +279,7 @@ def _layout_problems(config: Any) -> Iterator[str]:
 
 
 def expert_rank_problems(config: Any, ranks: int) -> Iterator[str]:
-    """Yield why ``ranks`` on the data and context axes cannot share out the experts of ``config``."""
+    """Yield a problem if the experts of ``config`` cannot be divided over ``ranks`` on the data and context axes."""
     ep = config.parallel.expert_model_parallel_size
     if config.model.num_experts and ranks % ep:
         yield (

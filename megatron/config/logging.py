@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 PROFILE_ALONE = "11-12"
-"""Of --profile alone, as Megatron-LM has it."""
+"""Steps of --profile without a value, as in Megatron-LM."""
 WANDB_ONLY = ("wandb_exp_name", "wandb_save_dir", "wandb_entity")
-"""Fields that act with --wandb-project only."""
+"""Fields that take effect with --wandb-project only."""
 LOGGING_IN_TRAINING = ("log_layer_norms", "profile", "eval_tasks")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Metrics on request, and the profiler."""
+    """Optional metrics, and the profiler."""
 
     log_layer_norms: bool = option(
         False, "record the norm of the gradients of each layer, too, at the steps of --log-interval"
@@ -69,12 +69,12 @@ class LoggingConfig:
         """Return the steps to profile.
 
         Raises:
-            ValueError: the text names none, or not whole numbers from 1 on.
+            ValueError: the range is empty, or a number is not an integer of at least 1.
         """
         return steps_of(self.profile) if self.profile is not None else range(0)
 
     def problems(self) -> Iterator[str]:
-        """Yield what cannot be read."""
+        """Yield the problems of this section."""
         try:
             self.profiled()
         except ValueError:

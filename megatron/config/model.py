@@ -10,7 +10,7 @@ from megatron.config.option import option
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(DecoderFeatures):
-    """The sizes and parts of a model; a size of 0 is derived from the others when the object is made."""
+    """Sizes and parts of a model; a size of 0 is derived from the others when the object is created."""
 
     architecture: str = option(
         "",
@@ -126,7 +126,7 @@ class ModelConfig(DecoderFeatures):
         return self.num_attention_heads * self.kv_hidden_size
 
     def padded_vocab_size(self, tensor: int) -> int:
-        """Return the rows of the embedding over all tensor ranks, padding included.
+        """Return the number of embedding rows over all tensor ranks, including padding.
 
         Raises:
             ValueError: the vocabulary is not known yet.

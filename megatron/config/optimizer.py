@@ -1,4 +1,4 @@
-"""OptimizerConfig, PrecisionConfig."""
+"""OptimizerConfig and PrecisionConfig."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from dataclasses import dataclass
 
 from megatron.config.option import option
 
-# Tables by name: a number for each parameter whose name fits a pattern.
+# Tables by name: a number for each parameter whose name matches a pattern.
 
 
 def read_table(text: str) -> dict[str, float]:
-    """Return pattern -> number of ``text``, "PATTERN=NUMBER" with commas between several.
+    """Parse "PATTERN=NUMBER", with commas between several entries, into pattern -> number.
 
     Raises:
-        ValueError: it cannot be read, a number is below 0 or not finite, or a pattern stands there twice.
+        ValueError: an entry is malformed, a number is negative or not finite, or a pattern is repeated.
     """
-    found: dict[str, float] = {}
+    table: dict[str, float] = {}
     for word in text.split(","):
         pattern, sign, number = (part.strip() for part in word.rpartition("="))
-        if not (pattern and sign) or pattern in found or not 0 <= (value := float(number)) < math.inf:
+        if not (pattern and sign) or pattern in table or not 0 <= (value := float(number)) < math.inf:
             raise ValueError(word)
-        found[pattern] = value
-    return found
+        table[pattern] = value
+    return table
 
 
-# The optimizer and the course of the learning rate.
+# The optimizer and the learning-rate schedule.
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Learning rate over the steps, decay, betas and the clip of the global gradient norm."""
+    """Learning-rate schedule, weight decay, betas and clipping of the global gradient norm."""
 
     optimizer: str = option(
         "adamw",
@@ -234,9 +234,9 @@ class OptimizerConfig:
     @property
     def warmup_length(self) -> float:
         """Length of the warm-up in steps, or in samples if ``lr_follows_samples``."""
-        given = self.lr_warmup_samples if self.lr_follows_samples else self.lr_warmup_iters
-        if given is not None:
-            return given
+        explicit = self.lr_warmup_samples if self.lr_follows_samples else self.lr_warmup_iters
+        if explicit is not None:
+            return explicit
         length = self.warmup * (self.lr_decay_samples or self.lr_decay_iters)
         if not self.lr_follows_samples and self.lr_warmup_rounding == "down":
             return int(length)
@@ -244,7 +244,7 @@ class OptimizerConfig:
 
     @property
     def bf16_states(self) -> tuple[str, ...]:
-        """AdamW's states that are kept in bf16, by their names in checkpoints."""
+        """AdamW's states that are stored in bf16, by their names in checkpoints."""
         return tuple(name for name in ("exp_avg", "exp_avg_sq") if getattr(self, f"{name}_dtype") == "bf16")
 
     @property
@@ -253,7 +253,7 @@ class OptimizerConfig:
         return "momentum" if self.optimizer == "sgd" and self.sgd_momentum else self.optimizer
 
     def problems(self) -> Iterator[str]:
-        """Yield what cannot be, looking at the optimizer alone."""
+        """Yield the problems of the optimizer alone."""
         yield from self._state_problems()
         if self.zero_stage and self.optimizer == "adafactor":
             yield (
@@ -271,7 +271,7 @@ class OptimizerConfig:
             yield "--lr-decay-style exponential needs --min-lr above 0, got 0: its curve never reaches 0. Set --min-lr"
 
     def _state_problems(self) -> Iterator[str]:
-        """Yield what keeps AdamW's states otherwise, or has none."""
+        """Yield a problem if bf16 states are given for an optimizer that does not support them."""
         flags = ", ".join(f"--{name.replace('_', '-')}-dtype" for name in self.bf16_states)
         if flags and self.optimizer not in ("adamw", "muon"):
             got = f"got --optimizer {self.optimizer}"
@@ -281,7 +281,7 @@ class OptimizerConfig:
             yield f"{flags} acts on our own AdamW, {got}. Leave one of them out"
 
     def _rate_problems(self) -> Iterator[str]:
-        """Yield tables by name that cannot be read, and rates of the tables that cannot be together."""
+        """Yield invalid tables by name, and learning rates that contradict each other."""
         for name in ("lr_by_name", "weight_decay_by_name"):
             text, flag = getattr(self, name), f"--{name.replace('_', '-')}"
             try:
@@ -314,15 +314,15 @@ class OptimizerConfig:
             )
 
     def _warmup_problems(self) -> Iterator[str]:
-        """Yield a warm-up that is as long as the decay, and two lengths of one thing."""
+        """Yield a warm-up that is as long as the decay, and a decay of wsd that is longer than the whole decay."""
         by_samples = self.lr_decay_samples is not None
         unit = "samples" if by_samples else "iters"
         decay = self.lr_decay_samples if self.lr_decay_samples is not None else self.lr_decay_iters
-        for name, counts in (("warmup", "warm-up"), ("wsd_decay", "decay of wsd")):
+        for name, noun in (("warmup", "warm-up"), ("wsd_decay", "decay of wsd")):
             length = getattr(self, f"lr_{name}_{unit}")
             if length is not None and decay and (length > decay or (length == decay and name == "warmup")):
                 yield (
-                    f"the {counts} must be shorter than the whole, got --lr-{name.replace('_', '-')}-{unit} {length:g} "
+                    f"the {noun} must be shorter than the whole, got --lr-{name.replace('_', '-')}-{unit} {length:g} "
                     f"and --lr-decay-{unit} {decay:g}. Lower the first"
                 )
 
@@ -334,7 +334,7 @@ DTYPES = ("fp32", "bf16", "fp16", "fp64")
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """``dtype`` None: not said; ``resolve_dtype`` then takes what suits the device."""
+    """Number format of weights and activations, and loss scale; if ``dtype`` is None, ``resolve_dtype`` sets it."""
 
     dtype: str | None = option(
         None,
@@ -352,9 +352,9 @@ class PrecisionConfig:
         2, "the overflow that halves the scale first; each one after it does too, until a good window", minimum=1
     )
     min_scale: float = option(1.0, "lowest dynamic loss scale", above=0, aliases=("--min-loss-scale",))
-    excluded: tuple[str, ...] = ()  # formats that the JSON says are not enabled; never chosen for the device
+    excluded: tuple[str, ...] = ()  # formats that the JSON disables; never chosen for the device
 
     @property
     def is_dynamic(self) -> bool:
-        """True when the loss scale follows overflows."""
+        """True if the loss scale is dynamic."""
         return self.loss_scale == 0

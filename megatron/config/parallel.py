@@ -1,4 +1,4 @@
-"""How the model is laid over processes and devices."""
+"""ParallelConfig: distribution of the model over processes and devices."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from tds.schedule.simulate import (
 
 METHODS = ("balanced", "uniform", "parameters", "profile")
 STEP_TIMEOUT_S = 60
-"""A rank that gets no further for so long in a step ends the job; the first step has longer, for its first kernels."""
+"""Seconds without progress in a step after which a rank ends the job; the first step has a longer limit."""
 
 
 TRACE_IN_RUN = "<run folder>/trace"
-"""Of --pipeline-trace alone, until the run folder is known."""
+"""Value of --pipeline-trace without a folder, until the run folder is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Sizes of the tensor, pipe and context axes, how the pipeline runs, and the device that carries them."""
+    """Sizes of the tensor, pipe and context axes, the pipeline schedule, and the device."""
 
     model_parallel_size: int = option(
         1,
@@ -254,12 +254,12 @@ class ParallelConfig:
 
     @property
     def num_stages(self) -> int:
-        """p, where 0 and 1 both mean one stage."""
+        """p; sizes 0 and 1 both mean one stage."""
         return max(self.pipe_parallel_size, 1)
 
     @property
     def cuts_experts(self) -> bool:
-        """Whether each expert is cut over the tensor ranks."""
+        """True if each expert is sharded over the tensor ranks."""
         return self.expert_tensor_parallel_size != 1
 
     @property
@@ -268,7 +268,7 @@ class ParallelConfig:
 
     @property
     def schedule(self) -> str:
-        """The schedule's name, said or by default."""
+        """Name of the schedule, given or by default."""
         if self.pipeline_schedule_file is not None:
             return IN_FILE + self.pipeline_schedule_file
         if self.pipeline_schedule == AUTO and self.pipeline_auto_schedules:
@@ -277,40 +277,40 @@ class ParallelConfig:
 
     @property
     def auto_schedules(self) -> list[str]:
-        """The schedules among which "auto" chooses; none: all."""
+        """The schedules among which "auto" chooses; empty for all."""
         return [name.strip() for name in (self.pipeline_auto_schedules or "").split(",") if name.strip()]
 
     @property
     def placement(self) -> str:
-        """How the chunks lie on the stages, said or by the schedule."""
+        """Placement of the chunks on the stages, given or determined by the schedule."""
         if not self.has_pipeline:
             return LOOP
-        if (found := self._order_in_file) is not None:
-            return found.placement.kind
+        if (file_schedule := self._order_in_file) is not None:
+            return file_schedule.placement.kind
         if self.auto_schedules and set(self.auto_schedules) <= set(IN_A_V):
             return self.pipeline_placement or V
         return self.pipeline_placement or placement_for(self.pipeline_schedule)
 
     @property
     def chunks(self) -> int:
-        """c, which is 1 without a pipeline."""
+        """c, the number of chunks per stage; 1 without a pipeline."""
         if not self.has_pipeline:
             return 1
-        if (found := self._order_in_file) is not None:
-            return found.placement.num_chunks
+        if (file_schedule := self._order_in_file) is not None:
+            return file_schedule.placement.num_chunks
         if self.pipeline_layout is not None:
-            with suppress(ValueError):  # of which problems() tells
+            with suppress(ValueError):  # reported by problems()
                 return max(len(parse_layout(self.pipeline_layout)) // self.num_stages, 1)
         return max(self.pipeline_chunks, 2 if self.placement == V else 1)
 
     @property
     def group_size(self) -> int:
-        """Micro-batches that go through a chunk before the next one's turn; 0: the stages, or one chunk, or a V."""
+        """Micro-batches that one chunk runs before the next chunk; 0 means the number of stages, one chunk, or a V."""
         return self.micro_batch_group_size if self.chunks > 1 and self.placement == LOOP else 0
 
     @property
     def _order_in_file(self) -> FileSchedule | None:
-        """The order of --pipeline-schedule-file; None without one that can be read, of which problems() tells."""
+        """The order of --pipeline-schedule-file; None without a valid file, which problems() reports."""
         if self.pipeline_schedule_file is not None:
             with suppress(OSError, ValueError):
                 return read_schedule(self.pipeline_schedule_file)
@@ -318,30 +318,30 @@ class ParallelConfig:
 
     @property
     def loss_stage(self) -> int:
-        """The stage that has the loss."""
+        """The stage that computes the loss."""
         return Placement(self.num_stages, self.chunks, self.placement).last_stage
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return d: what the tensor, pipe and context axes leave of ``world_size`` ranks."""
+        """Return d: ``world_size`` divided by the sizes of the tensor, pipe and context axes."""
         return world_size // self.replica_size
 
     @property
     def replica_size(self) -> int:
-        """Ranks that work on the same samples: t p c."""
+        """Number of ranks that work on the same samples: t p c."""
         return self.model_parallel_size * self.num_stages * self.context_parallel_size
 
     @property
     def step_timeout_s(self) -> int:
-        """How long a rank may get no further in a step."""
+        """Seconds without progress in a step before a timeout."""
         return self.step_timeout or STEP_TIMEOUT_S
 
     @property
     def phase_timeout_s(self) -> float:
-        """The same in what takes long: opening data, the first step, loading, saving, evaluation."""
+        """Limit in seconds for long phases: opening data, the first step, loading, saving and evaluation."""
         return 60.0 * self.phase_timeout_minutes
 
     def problems(self) -> Iterator[str]:
-        """Yield what cannot be, looking at the layout alone."""
+        """Yield the problems of the layout alone."""
         if unknown := accelerators.problem(self.device):
             yield unknown
         method = self.partition_method
@@ -354,7 +354,7 @@ class ParallelConfig:
             yield f"--partition-method must be one of {', '.join(METHODS)}, or type:REGEX, got {method!r}"
         if self.has_pipeline and (wrong := self._file_problem() or self._layout_problem()):
             yield wrong
-            return  # what follows asks for chunks
+            return  # the checks below need valid chunks
         if self.has_pipeline:
             yield from self._schedule_problems()
         if self.checkpoint_activations and self.recompute_granularity == "selective":
@@ -377,53 +377,53 @@ class ParallelConfig:
             )
 
     def _file_problem(self) -> str | None:
-        """Return what is wrong with a file of a schedule, looking at the layout alone."""
+        """Return the problem of the schedule file with the layout alone, or None."""
         if self.pipeline_schedule_file is None:
             return None
-        beside = {
+        exclusive = {
             "--pipeline-schedule": self.pipeline_schedule is not None,
             "--pipeline-auto-schedules": self.pipeline_auto_schedules is not None,
             "--pipeline-chunks": self.pipeline_chunks > 1,
             "--pipeline-placement": self.pipeline_placement is not None,
             "--microbatch-group-size-per-virtual-pipeline-stage": bool(self.micro_batch_group_size),
         }
-        if said := [flag for flag, is_said in beside.items() if is_said]:
-            return f"--pipeline-schedule-file says how chunks lie and run, got {', '.join(said)} too. Leave it out"
+        if given := [flag for flag, is_said in exclusive.items() if is_said]:
+            return f"--pipeline-schedule-file says how chunks lie and run, got {', '.join(given)} too. Leave it out"
         try:
-            found = read_schedule(self.pipeline_schedule_file).placement.num_stages
+            stages = read_schedule(self.pipeline_schedule_file).placement.num_stages
         except (OSError, ValueError) as error:
             return f"--pipeline-schedule-file must hold an order that runs: {error}"
-        if found != self.num_stages:
+        if stages != self.num_stages:
             return (
                 f"--pipeline-schedule-file must be for --pipe-parallel-size {self.num_stages}, got "
-                f"{self.pipeline_schedule_file} of {found} stages. Use --pipe-parallel-size {found}, or another file"
+                f"{self.pipeline_schedule_file} of {stages} stages. Use --pipe-parallel-size {stages}, or another file"
             )
         return None
 
     def _layout_problem(self) -> str | None:
-        """Return what is wrong with a layout in Megatron's notation but for the number of its layers."""
+        """Return the problem of a layout in Megatron's notation, or None; the number of layers is checked elsewhere."""
         if self.pipeline_layout is None:
             return None
-        beside = {
+        exclusive = {
             "--pipeline-chunks": self.pipeline_chunks > 1,
             "--num-layers-per-virtual-pipeline-stage": bool(self.layers_per_chunk),
             "--partition-method": self.partition_method != "balanced",
         }
-        if said := [flag for flag, is_said in beside.items() if is_said]:
-            return f"--pipeline-model-parallel-layout says the chunks, got {', '.join(said)} too. Leave it out"
+        if given := [flag for flag, is_said in exclusive.items() if is_said]:
+            return f"--pipeline-model-parallel-layout says the chunks, got {', '.join(given)} too. Leave it out"
         try:
-            number = len(parse_layout(self.pipeline_layout))
+            num_pieces = len(parse_layout(self.pipeline_layout))
         except ValueError as error:
             return str(error)
-        if number % self.num_stages:
+        if num_pieces % self.num_stages:
             return (
                 "--pipeline-model-parallel-layout must have a multiple of --pipe-parallel-size pieces, got "
-                f"{number} and {self.num_stages} in {self.pipeline_layout!r}"
+                f"{num_pieces} and {self.num_stages} in {self.pipeline_layout!r}"
             )
         return None
 
     def _auto_problem(self) -> str | None:
-        """Return why "auto" cannot choose among the schedules that are named."""
+        """Return the reason why "auto" cannot choose among the named schedules, or None."""
         flag, named = "--pipeline-auto-schedules", self.pipeline_auto_schedules
         if named is None:
             return None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Seed, log, early ends, and DeepSpeed's JSON."""
+    """Seed, logging, exit conditions, and DeepSpeed's JSON."""
 
     seed: int = option(1234, "seed of weights, data order and dropout", minimum=0, short="seed of the run")
     deterministic: bool = option(

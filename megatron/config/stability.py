@@ -17,7 +17,7 @@ DRIFT_INTERVAL = 100
 
 @dataclass(frozen=True, kw_only=True)
 class StabilityConfig:
-    """The guard against bad steps, and the comparison of copies."""
+    """Guard against anomalous steps, and comparison of the copies of each weight."""
 
     stability_guard: str = option(
         "off",
@@ -42,10 +42,10 @@ class StabilityConfig:
 
     @property
     def is_guarded(self) -> bool:
-        """True where bad steps are skipped."""
+        """True if anomalous steps are skipped."""
         return self.stability_guard != "off"
 
     @property
     def goes_back(self) -> bool:
-        """True where bad steps in a row lead back to a checkpoint."""
+        """True if consecutive anomalous steps cause a rollback to a checkpoint."""
         return self.stability_guard == "rollback"
