@@ -43,43 +43,47 @@ class BatchConfig:
 
     batch_size: int = option(
         4,
-        "samples of one forward pass on one replica (micro-batch)",
+        "micro-batch size: samples of one forward on one replica",
         minimum=1,
         aliases=("--micro-batch-size",),
-        short="samples of a micro-batch",
+        short="micro-batch size",
     )
     gas: int = option(
-        0, "micro-batches per step on one replica", minimum=1, shown_default="1", short="micro-batches per step"
+        0,
+        "gradient accumulation: micro-batches per step on one replica",
+        minimum=1,
+        shown_default="1",
+        short="micro-batches per step",
     )
     requested_global_batch_size: int = option(
         0,
-        "samples per step over all replicas; gives --gas when that is not set, else must agree",
+        "samples per step over all replicas; determines --gas if that is not set, otherwise must agree with it",
         flag="--global-batch-size",
         minimum=1,
         shown_default="batch-size x gas x replicas",
     )
     rampup_batch_size: str | None = option(
         None,
-        "START INCREMENT SAMPLES: steps of START samples, of INCREMENT more from time to time, and of the whole global "
-        "batch from so many samples on",
+        "START INCREMENT SAMPLES: start with START samples per step and add INCREMENT at regular intervals, up to "
+        "the global batch after SAMPLES samples",
         join=" ".join,
         shown_default="the whole global batch in every step",
     )
-    seq_length: int = option(256, "tokens of a sample", minimum=1, short="tokens of a sample")
+    seq_length: int = option(256, "number of tokens of a sample", minimum=1, short="tokens per sample")
     seq_length_schedule: str | None = option(
         None,
-        'lengths at which samples are read from so many tokens of training on: "0: 512; 1e9: 2048; 5e9: 4096"; each '
-        "divides --seq-length, and samples are cut into pieces of it",
+        'sequence lengths by training tokens: "0: 512; 1e9: 2048; 5e9: 4096"; each divides --seq-length, and '
+        "samples are split into sequences of that length",
         family_kind="decoder",
         elsewhere="what frames a sample of T5 or BERT, and what is masked in it, is made for its whole length and "
         "cannot be cut; leave it out",
         shown_default="--seq-length in every step",
     )
     train_iters: int = option(
-        200, "optimizer steps of the run; 0: no step, evaluate and save only", minimum=0, short="optimizer steps"
+        200, "number of optimizer steps of the run; 0: evaluate and save only", minimum=0, short="optimizer steps"
     )
     eval_iters: int = option(
-        10, "steps of each evaluation; 0: no evaluation", minimum=0, short="steps of an evaluation"
+        10, "number of steps of an evaluation; 0: no evaluation", minimum=0, short="steps of an evaluation"
     )
     eval_interval: int = option(
         100, "steps between evaluations; 0: never", minimum=0, short="steps between evaluations"

@@ -56,123 +56,124 @@ class DataConfig:
     """Token files, their split, and the tokenizer that encoded them."""
 
     data_path: str | None = _paths(
-        "token files: the path without .bin and .idx; several with weights in turn: 0.7 a 0.3 b; none: the script "
-        "brings its own data; mock: random tokens",
+        "token files: path without .bin and .idx; a blend with weights: 0.7 a 0.3 b; none: the script provides the "
+        "data; mock: random tokens",
         short="token files, without .bin and .idx",
     )
-    train_data_path: str | None = _paths("token files of the training alone, in place of --data-path")
-    valid_data_path: str | None = _paths("token files of the validation alone, in place of --data-path")
-    test_data_path: str | None = _paths("token files of the test alone, in place of --data-path")
+    train_data_path: str | None = _paths("token files of the training split, instead of --data-path")
+    valid_data_path: str | None = _paths("token files of the validation split, instead of --data-path")
+    test_data_path: str | None = _paths("token files of the test split, instead of --data-path")
     sft: str | None = _paths(
-        "supervised fine-tuning on files of conversations in place of --data-path: JSON lines or one JSON array in "
-        "the format of OpenAI, ShareGPT or Alpaca, also .gz, .zst, parquet and .arrow; only what the assistant says "
-        "has a loss; several with weights in turn: 0.7 a.jsonl 0.3 b.jsonl",
+        "supervised fine-tuning on conversations instead of --data-path: JSON lines or a JSON array in the format "
+        "of OpenAI, ShareGPT or Alpaca, also .gz, .zst, parquet and .arrow; the loss covers the assistant's tokens "
+        "only; a blend with weights: 0.7 a.jsonl 0.3 b.jsonl",
         family_kind="decoder",
         elsewhere="it is for decoders; leave it out",
-        short="JSON lines of conversations to fine-tune on",
+        short="conversations (JSON lines) for fine-tuning",
     )
     valid_sft: str | None = _paths(
-        "conversations of the validation alone, beside --sft; without it --split cuts those of --sft",
+        "conversations of the validation split; without it --split divides those of --sft",
         family_kind="decoder",
         elsewhere="it is for decoders; leave it out",
     )
     chat_template: str | None = _decoder(
         None,
-        "file with the chat template (jinja) of --sft",
+        "file with the chat template (jinja) for --sft",
         shown_default="chat_template.jinja or tokenizer_config.json beside the tokenizer",
     )
     sft_overlong: str = _decoder(
         "cut",
-        "of conversations longer than --seq-length + 1 tokens. cut: from the end, with a note that counts them; "
-        "refuse: an error that names the first",
+        "conversations longer than --seq-length + 1 tokens: cut: truncated at the end, with a note of their "
+        "number; refuse: an error that names the first",
         choices=("cut", "refuse"),
     )
-    split: str = option("949,50,1", "shares of documents for training, validation and test", short="train, valid, test")
+    split: str = option(
+        "949,50,1", "fractions of documents for training, validation and test", short="train, valid, test"
+    )
     split_by: str = option(
         "range",
-        "range: the splits are neighbouring documents; hash: a document's tokens say where it falls, so equal ones "
-        "fall in the same split, and more documents move none",
+        "range: each split is a range of documents; hash: the hash of a document's tokens selects its split, so "
+        "duplicates share a split and additional documents move none",
         choices=("range", "hash"),
     )
-    mixture_schedule: str | None = option(
-        None, 'weights that hold from so many tokens of training on: "1e9: 0.5 0.5; 2e9: 0.2 0.8"'
-    )
+    mixture_schedule: str | None = option(None, 'blend weights by training tokens: "1e9: 0.5 0.5; 2e9: 0.2 0.8"')
     data_impl: str = option(
         "mmap",
-        "how token files are read: mapped, or by calls (for network file systems)",
+        "access to token files: memory-mapped, or read calls (for network file systems)",
         choices=("mmap", "pread"),
         synonyms={"infer": "mmap"},
         constants={"--no-mmap-bin-files": "pread"},
     )
     data_cache_path: str | None = option(
         None,
-        "folder of this host for orders of documents, which are made once",
+        "folder on this host for the document order, which is computed once",
         shown_default="in the system's temporary folder",
     )
     object_storage_cache_path: str | None = option(
         None,
-        "folder of this host for what is read from object stores (--data-path s3://...)",
+        "folder on this host for data from object stores (--data-path s3://...)",
         shown_default="below --data-cache-path",
     )
     object_storage_cache_gb: float = option(
-        16.0, "GB that are kept there at most; blocks that were used longest ago go first", minimum=0
+        16.0, "maximum size of this folder in GB; the least recently used blocks are removed", minimum=0
     )
     tokenizer_type: str | None = option(
         None,
-        "kind of tokenizer; NullTokenizer: --vocab-size ids without a text",
+        "type of the tokenizer; NullTokenizer: --vocab-size ids without text",
         choices=TOKENIZERS,
         synonyms=TOKENIZER_SYNONYMS,
         shown_default="by the files that are given",
     )
-    vocab_file: str | None = option(None, "vocabulary of the tokenizer")
-    merge_file: str | None = option(None, "merges of a GPT-2 BPE tokenizer")
+    vocab_file: str | None = option(None, "vocabulary file of the tokenizer")
+    merge_file: str | None = option(None, "merges file of a GPT-2 BPE tokenizer")
     tokenizer_path: str | None = option(
         None,
-        "file or folder of the vocabulary: JSON of `tokenizers`, SentencePiece .model, vocab.txt",
+        "file or folder of the tokenizer: JSON of `tokenizers`, SentencePiece .model, vocab.txt",
         aliases=("--tokenizer-model", "--tokenizer-name-or-path", "--tokenizer-file"),
         short="file or folder of the tokenizer",
     )
     eod_token: str | None = option(
         None,
-        "name of the end-of-document token; by-name: the first of a list of names, as up to version 8c23b9e6",
+        "name of the end-of-document token; by-name: the first match in a list of names, as up to version 8c23b9e6",
         shown_default="by the token files and the tokenizer's folder",
     )
     num_workers: int = option(
         0,
-        "processes that read ahead for each rank that reads (two ranks of a pipeline); 0: the rank reads itself, "
-        "or one does where it would wait for an object store",
+        "worker processes that prefetch data, for each rank that reads data (two ranks per pipeline); 0: the rank "
+        "reads the data itself, except that one process fetches from an object store",
         minimum=0,
     )
-    prefetch_factor: int = option(2, "micro-batches that each of these processes reads ahead", minimum=1)
+    prefetch_factor: int = option(2, "micro-batches that each worker process prefetches", minimum=1)
     packing: str = _decoder(
         "concat",
-        "concat: documents end to end, cut into samples; best-fit: whole documents into samples that they fill, kept "
-        "apart",
+        "concat: documents are concatenated and split into samples; best-fit: samples are filled with complete "
+        "documents, which are kept apart",
         choices=("concat", "best-fit"),
     )
     fim_rate: float = _decoder(
         0.0,
-        "share of documents whose middle is moved to the end (fill in the middle)",
+        "fraction of documents whose middle is moved to the end (fill in the middle)",
         minimum=0,
         maximum=1,
     )
     fim_spm_rate: float = _decoder(
         0.5,
-        "share of these in the order suffix, prefix, middle; the others are prefix, suffix, middle",
+        "fraction of these documents in the order suffix, prefix, middle; the others are in the order prefix, "
+        "suffix, middle",
         minimum=0,
         maximum=1,
     )
     reset_position_ids: bool = option(
         False,
-        "count positions from 0 after each end of document",
+        "restart positions at 0 after each end-of-document token",
     )
     reset_attention_mask: bool = option(
         False,
-        "no attention across the end of a document",
+        "no attention across end-of-document tokens",
     )
     eod_mask_loss: bool = _decoder(
         False,
-        "no loss on the end-of-document token",
+        "no loss on end-of-document tokens",
     )
 
     def __post_init__(self) -> None:

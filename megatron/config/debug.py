@@ -25,19 +25,19 @@ class DebugConfig:
 
     debug_dump: str | None = option(
         None,
-        "folder for the statistics of each module's inputs, outputs and their gradients, of weights and of their "
+        "folder for statistics of the inputs, outputs and gradients of each module, and of weights and their "
         "gradients, by rank, step and micro-batch; tools/compare_dumps.py compares two such folders",
     )
-    debug_dump_steps: str = option(STEPS, "steps that --debug-dump writes, counted from 1, as 1-3,10")
+    debug_dump_steps: str = option(STEPS, "steps of --debug-dump, counted from 1, such as 1-3,10")
     debug_dump_modules: str = option(
-        "", "modules and parameters that --debug-dump writes: a regular expression, searched in their names",
+        "", "modules and parameters of --debug-dump: a regular expression that is searched in their names",
         shown_default="all",
     )  # fmt: skip
-    debug_dump_tensors: bool = option(False, "--debug-dump also writes the tensors themselves")
+    debug_dump_tensors: bool = option(False, "let --debug-dump also write the tensors")
     debug_nan: bool = option(
         False,
-        "look for NaN and infinity in each module's inputs, outputs and their gradients, at every step; the first one "
-        "ends the run ahead of the update and names the module that made it",
+        "check the inputs, outputs and gradients of each module for NaN and infinity in every step; the first one "
+        "ends the run before the update and names the module that produced it",
     )
 
     @property

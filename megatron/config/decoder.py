@@ -43,17 +43,16 @@ class DecoderFeatures(ExpertFeatures):
 
     num_query_groups: int = _option(
         0,
-        "heads of keys and values, each shared by as many query heads (grouped-query attention)",
+        "number of key and value heads, each shared by a group of query heads (grouped-query attention)",
         minimum=1,
         shown_default="num-attention-heads",
         aliases=("--num-key-value-heads",),
-        short="k, v heads",
+        short="key and value heads",
     )
     position_embedding_type: str = option(
         LEARNED,
-        "learned_absolute: a table of positions; rope: queries and keys are turned by their positions; alibi: a bias "
-        "on scores that falls with the distance; none; relative: T5's table of biases by distance. learned is another "
-        "word for the first",
+        "positions: learned_absolute (or learned): a table; rope: rotary; alibi: a bias on scores that falls with "
+        "the distance; relative: T5's table of biases by distance; none",
         choices=(*OF_DECODERS, RELATIVE, "learned"),
         synonyms={"absolute": LEARNED, "rotary": ROPE},
         constants={"--use-rotary-position-embeddings": ROPE},
@@ -61,134 +60,131 @@ class DecoderFeatures(ExpertFeatures):
     )
     rotary_base: float = _option(
         10000.0,
-        "base of the rotary positions' frequencies",
+        "base of the rotary frequencies",
         above=1,
         aliases=("--rope-theta", "--rotary-position-embeddings-theta"),
     )
     rotary_scaling: str = _option(
         "none",
-        "how rotary positions reach beyond the length of an earlier training: linear divides each position by the "
-        "factor; llama3 divides the low frequencies only; yarn, too, and makes scores larger",
+        "extension of rotary positions beyond the original length: linear divides every position by the factor; "
+        "llama3 and yarn divide the low frequencies only, and yarn also scales the scores",
         choices=("none", "linear", "llama3", "yarn"),
     )
     rotary_scaling_factor: float = _option(
-        8.0, "by what --rotary-scaling divides", minimum=1, aliases=("--rope-scaling-factor",)
+        8.0, "factor of --rotary-scaling", minimum=1, aliases=("--rope-scaling-factor",)
     )
     rotary_low_frequency_factor: float = _option(
-        1.0, "of llama3: waves longer than the earlier length over this are divided", above=0
+        1.0, "llama3: wavelengths above the original length / this are divided by the factor", above=0
     )
     rotary_high_frequency_factor: float = _option(
-        4.0, "of llama3: waves shorter than the earlier length over this stay; those between lie between", above=0
+        4.0,
+        "llama3: wavelengths below the original length / this are unchanged; those in between are interpolated",
+        above=0,
     )
-    rotary_original_positions: int = _option(8192, "of llama3 and yarn: the earlier length, in tokens", minimum=1)
+    rotary_original_positions: int = _option(8192, "llama3 and yarn: original length in tokens", minimum=1)
     rotary_beta_fast: float = _option(
-        32.0, "of yarn: waves that turn more often than this over the earlier length stay", above=0
+        32.0, "yarn: frequencies with more rotations than this over the original length are unchanged", above=0
     )
     rotary_beta_slow: float = _option(
-        1.0, "of yarn: waves that turn less often than this over the earlier length are divided", above=0
+        1.0,
+        "yarn: frequencies with fewer rotations than this over the original length are divided by the factor",
+        above=0,
     )
     rotary_attention_factor: float = _option(
         0.0,
-        "of yarn: what the turned queries and keys are multiplied with",
+        "yarn: factor for the rotated queries and keys",
         above=0,
         shown_default="0.1 ln(rotary-scaling-factor) + 1",
     )
-    rotary_percent: float = _option(
-        1.0, "share of each head, from its start, that rotary positions turn", above=0, maximum=1
-    )
+    rotary_percent: float = _option(1.0, "fraction of each head, from its start, that is rotated", above=0, maximum=1)
     rotary_local_base: float = _option(
         0.0,
-        "base of the frequencies in layers with a window, which then have no --rotary-scaling",
+        "base of the rotary frequencies in layers with a window, which then ignore --rotary-scaling",
         above=1,
         shown_default="rotary-base, with its scaling",
     )
-    alibi_bias_max: int = _option(8, "the slopes of the heads go from 2^(-max/heads) to 2^-max", minimum=1)
+    alibi_bias_max: int = _option(8, "exponent of ALiBi's slopes, which range from 2^(-max/heads) to 2^-max", minimum=1)
     normalization: str = _option(
         "LayerNorm",
-        "kind of the norms",
+        "type of the norms",
         choices=("LayerNorm", "RMSNorm"),
         synonyms={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
     )
-    norm_bias: bool = _option(True, "layer norms scale and do not shift", flag="", constants={"--no-norm-bias": False})
+    norm_bias: bool = _option(True, "layer norms without a bias", flag="", constants={"--no-norm-bias": False})
     layernorm_1p: bool = _option(
         False,
-        "norms keep their weights as the difference from 1, which starts at 0",
+        "store the weights of norms minus 1, so that they start at 0",
         flag="--apply-layernorm-1p",
     )
     norm_placement: str = _option(
         "before",
-        "where a layer's parts have their norms: before: on what the part reads; after: on what it adds to the "
-        "residual stream; both",
+        "norms of attention and feed-forward layer: before: of the input; after: of the output that is added to "
+        "the residual stream; both",
         choices=("before", "after", "both"),
     )
-    embed_layernorm: bool = _option(False, "a norm behind the word embedding, as BLOOM has it")
+    embed_layernorm: bool = _option(False, "a norm after the word embedding, as in BLOOM")
     qk_norm: str = _option(
         "none",
-        "norms of queries and keys, ahead of their positions: head: of each head; all: over all heads together",
+        "norms of queries and keys before the rotation: head: per head; all: over all heads together",
         choices=("none", "head", "all"),
         constants={"--qk-layernorm": "head"},
     )
-    add_qkv_bias: bool = _option(False, "give the products that make queries, keys and values biases, and no others")
+    add_qkv_bias: bool = _option(False, "biases in the query, key and value projections only")
     window_size: int = _option(
         0,
-        "each token attends to itself and to so many tokens before it, written N or N,0; Hugging Face's sliding_window "
-        "is one more; 0: to all",
+        "number of previous tokens that a token attends to, in addition to itself, written N or N,0; Hugging "
+        "Face's sliding_window is one larger; 0: all",
         minimum=0,
         read=read_window,
     )
     window_attn_skip_freq: str = _option(
         "",
-        "which layers have the window: N: all but each N-th; or a list with a 1 for each layer that has it and a 0 for "
-        "each that has not, as [1,1,0] or ([1]*5+[0])*2",
+        "layers with a window: N: all except every N-th; or a list with 1 for a layer with a window and 0 for a "
+        "layer without, such as [1,1,0] or ([1]*5+[0])*2",
         shown_default="all",
     )
     softmax_scale: float = _option(
-        0.0, "what scores are multiplied with ahead of the softmax", above=0, shown_default="1 / sqrt(kv-hidden-size)"
+        0.0, "factor for the attention scores before the softmax", above=0, shown_default="1 / sqrt(kv-hidden-size)"
     )
     attn_logit_softcapping: float = _option(
-        0.0, "bring scores x smoothly into -cap ... cap, by cap tanh(x / cap); 0: do not", minimum=0
+        0.0, "soft cap of the attention scores: cap tanh(x / cap); 0: none", minimum=0
     )
-    final_logit_softcapping: float = _option(
-        0.0, "bring logits x smoothly into -cap ... cap, by cap tanh(x / cap); 0: do not", minimum=0
-    )
-    scale_embeddings: bool = _option(False, "multiply the word embedding with the root of the hidden size, as Gemma")
+    final_logit_softcapping: float = _option(0.0, "soft cap of the logits: cap tanh(x / cap); 0: none", minimum=0)
+    scale_embeddings: bool = _option(False, "multiply word embeddings by the square root of the hidden size, as Gemma")
     embedding_multiplier: float = _option(
         1.0,
-        "multiply what the embedding hands to the first layer, learned positions among it; MiniCPM's scale_emb",
+        "factor for the output of the embedding, including learned positions; MiniCPM's scale_emb",
         above=0,
         aliases=("--mup-embedding-mult",),
     )
     residual_scale: float = _option(
         0.0,
-        "multiply what each part of a layer adds to the residual stream with this, divided by the root of "
-        "--num-layers; MiniCPM's scale_depth; 0: do not",
+        "multiply each addition to the residual stream by this / sqrt(num-layers), as MiniCPM's scale_depth; 0: off",
         minimum=0,
     )
     dim_model_base: int = _option(
         0,
-        "multiply logits with this, divided by --hidden-size, as MiniCPM",
+        "multiply logits by this / hidden-size, as MiniCPM",
         minimum=1,
         shown_default="mup-base-hidden-size; without it logits stay as they are",
     )
     mup_base_hidden_size: int = _option(
         0,
-        "muP: with m = hidden-size / this, matrices of layers start with --init-method-std / sqrt(m) and learn by "
-        "AdamW with --lr / m and --adam-eps / m, and logits are multiplied with 1/m; the best --lr of the narrow model "
-        "then is about that of the wide one",
+        "muP: with m = hidden-size / this, matrices of layers are initialised with --init-method-std / sqrt(m) and "
+        "trained with --lr / m and --adam-eps / m, and logits are divided by m, so that the best --lr of a narrow "
+        "model transfers to a wide one",
         minimum=1,
         shown_default="no muP",
         aliases=("--scaling-base-hidden-size",),
     )
     mup_base_head_dim: int = _option(
         0,
-        "muP where heads grow: scores are multiplied with the root of this, divided by --kv-hidden-size",
+        "muP for growing heads: attention scores are multiplied by sqrt(this) / kv-hidden-size",
         minimum=1,
         shown_default="by --softmax-scale",
         aliases=("--scaling-base-head-dim",),
     )
-    clip_qkv: float = _option(
-        0.0, "bring the numbers of queries, keys and values into -clip ... clip; 0: do not", minimum=0
-    )
+    clip_qkv: float = _option(0.0, "clamp queries, keys and values to [-clip, clip]; 0: off", minimum=0)
 
     def __post_init__(self) -> None:
         if not self.num_query_groups:
