@@ -5,11 +5,11 @@
     python tools/average.py runs/my-run --last 8 --ema 0.9 --output runs/ema
     python tools/average.py runs/one runs/another --output runs/soup        the newest checkpoint of each
 
-The checkpoints may be of any layouts, and any layout loads the result: --load FOLDER --finetune, tools/generate.py,
-tools/convert_hf.py export. Sums are in fp64 and rounded once to the type in which the weights were saved. With --ema D
-the checkpoints are taken in order: mean = D mean + (1 - D) next, from the first on. Weights alone are written;
---load-weights-only goes on at the step of the last one.
-Ends with code 0, 2 (an option), or 3 (checkpoints that cannot be averaged).
+The checkpoints may have any layouts, and the result can be loaded in any layout: --load FOLDER --finetune,
+tools/generate.py, tools/convert_hf.py export. Sums are computed in fp64 and rounded once to the saved type of the
+weights. With --ema D the checkpoints are averaged in order: mean = D mean + (1 - D) next, starting with the first. Only
+weights are written; --load-weights-only continues at the step of the last checkpoint.
+Exit codes: 0, 2 (an invalid option), 3 (checkpoints that cannot be averaged).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.errors import ConfigError, exit_code
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the tool's options."""
+    """Parse the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=raw)
     add = parser.add_argument
@@ -41,15 +41,15 @@ def check(args: argparse.Namespace) -> None:
     """Check the options together.
 
     Raises:
-        ConfigError: they name no two checkpoints, or a decay that is none.
+        ConfigError: fewer than two checkpoints are selected, or the decay is invalid.
     """
-    of_one = [flag for flag, value in (("--last", args.last), ("--steps", args.steps)) if value is not None]
-    if len(args.sources) == 1 and len(of_one) != 1:
+    flags = [flag for flag, value in (("--last", args.last), ("--steps", args.steps)) if value is not None]
+    if len(args.sources) == 1 and len(flags) != 1:
         raise ConfigError(
-            f"of one run --last K or --steps A B C must say which checkpoints, got {' and '.join(of_one) or 'neither'}"
+            f"of one run --last K or --steps A B C must say which checkpoints, got {' and '.join(flags) or 'neither'}"
         )
-    if len(args.sources) > 1 and of_one:
-        raise ConfigError(f"{of_one[0]} is for one run, got {len(args.sources)}. Name the checkpoints themselves")
+    if len(args.sources) > 1 and flags:
+        raise ConfigError(f"{flags[0]} is for one run, got {len(args.sources)}. Name the checkpoints themselves")
     if args.last is not None and args.last < 2:
         raise ConfigError(f"--last must be at least 2, got {args.last}")
     if args.steps is not None and len(set(args.steps)) < 2:
@@ -59,7 +59,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the run folder and say what is in it."""
+    """Write the run folder and log its contents."""
     from megatron.checkpoint.average import average, newest_of, of_steps
     from megatron.checkpoint.one_process import open_folder
 
@@ -71,12 +71,14 @@ def run(args: argparse.Namespace) -> None:
     else:
         checkpoints = [open_folder(source) for source in args.sources]
     path = average(checkpoints, args.output, ema=args.ema)
-    kind = "mean" if args.ema is None else f"moving average (decay {args.ema:g})"
-    log.info(f"{path}: the {kind} of {len(checkpoints)} checkpoints: {', '.join(str(one.path) for one in checkpoints)}")
+    method = "mean" if args.ema is None else f"moving average (decay {args.ema:g})"
+    log.info(
+        f"{path}: the {method} of {len(checkpoints)} checkpoints: {', '.join(str(item.path) for item in checkpoints)}"
+    )
 
 
 def main() -> int:
-    """Return the exit code."""
+    """Run the tool and return the exit code."""
     args = parse_args()
     try:
         run(args)

@@ -1,10 +1,10 @@
-"""Go through what this project asks of a device, on the device itself, and list the adaptors of its plug-in.
+"""Check the functions of this project that depend on the device, on the device itself, and list its plug-in's adaptors.
 
     python tools/check_accelerator.py --device cpu
     PYTHONPATH=examples/accelerator_sim MEGATRON_ACCELERATOR=megatron_accelerator_sim \\
         python tools/check_accelerator.py --device sim
 
-Ends with code 0 if every line says ok. docs/accelerators.md tells what each line stands for.
+The exit code is 0 if every line ends with ok. docs/accelerators.md describes the lines.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from megatron.config import Config, ParallelConfig
 from megatron.training.device_setup import backend_of, check_agreement, configure_device
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 3e-2, "fp16": 5e-3}
-"""Largest difference from the CPU, relative to the largest number."""
+"""Largest difference from the CPU, relative to the largest absolute value."""
 
 
 def _close(there: torch.Tensor, here: torch.Tensor, tolerance: float = TOLERANCE["fp32"]) -> None:
-    """Raise AssertionError if a tensor of the device is not what the CPU has."""
+    """Raise AssertionError if a tensor of the device differs from the CPU's result."""
     error = (there.detach().cpu().double() - here.detach().double()).abs().max() / here.detach().double().abs().max()
     assert error <= tolerance, f"differs from the CPU by {error:.1e}, more than {tolerance:g}"
 
@@ -42,29 +42,29 @@ def _numbers(*shape: int) -> torch.Tensor:
 
 
 def copies(place: torch.device) -> None:
-    """Return what was put there."""
+    """Copies to the device and back preserve the values."""
     for tensor in (_numbers(3, 5), torch.arange(7), torch.tensor([True, False])):
         assert torch.equal(tensor.to(place).cpu(), tensor)
-        held = device.host_memory(tuple(tensor.shape), tensor.dtype, place)
-        device.copy_to_host(held, tensor.to(place))
-        assert torch.equal(device.copy_from_host(held, place).cpu(), tensor)
-        there, uploaded = device.start_upload({"held": held}, place)
-        device.await_upload(there.values(), place, uploaded)
-        assert torch.equal(there["held"].cpu(), tensor)
+        host_buffer = device.host_memory(tuple(tensor.shape), tensor.dtype, place)
+        device.copy_to_host(host_buffer, tensor.to(place))
+        assert torch.equal(device.copy_from_host(host_buffer, place).cpu(), tensor)
+        on_device, uploaded = device.start_upload({"held": host_buffer}, place)
+        device.await_upload(on_device.values(), place, uploaded)
+        assert torch.equal(on_device["held"].cpu(), tensor)
     device.finish_copies(place)
 
 
 def views(place: torch.device) -> None:
-    """Writing to a view writes to what it is a view of; bytes may be looked at as another type."""
-    whole = torch.zeros(4, 6, device=place)
-    whole[1:3].t()[2:4].fill_(1.0)
-    assert whole.sum().item() == 4.0
-    assert whole.view(-1)[8:10].sum().item() == 2.0
-    assert torch.equal(whole.view(torch.uint8).view(torch.float32), whole)
+    """Writing to a view changes its base tensor; bytes can be viewed as another type."""
+    base = torch.zeros(4, 6, device=place)
+    base[1:3].t()[2:4].fill_(1.0)
+    assert base.sum().item() == 4.0
+    assert base.view(-1)[8:10].sum().item() == 2.0
+    assert torch.equal(base.view(torch.uint8).view(torch.float32), base)
 
 
 def in_place(place: torch.device) -> None:
-    """Operations in place, into given tensors, and resized ones."""
+    """In-place operations, operations with an output tensor, and resizing work."""
     x = torch.ones(3, device=place)
     x.add_(1).mul_(2)
     out = torch.empty(0, device=place)
@@ -75,7 +75,7 @@ def in_place(place: torch.device) -> None:
 
 
 def formats(place: torch.device) -> None:
-    """Products in every number format that the device says it computes in."""
+    """Matrix products are correct in every number format that the device supports."""
     plugin = accelerators.find(place.type)
     for name in plugin.dtypes if plugin else ("fp32", "fp64", "bf16"):
         a, b = _numbers(8, 16).to(device.DTYPES[name]), _numbers(16, 4).to(device.DTYPES[name])
@@ -83,7 +83,7 @@ def formats(place: torch.device) -> None:
 
 
 def layers(place: torch.device) -> None:
-    """Each kind of layer forward and backward, against the CPU."""
+    """Layers of each type match the CPU in forward and backward."""
     causal = torch.ones(6, 6, dtype=torch.bool).tril()
     calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "gelu": F.gelu,
@@ -95,23 +95,23 @@ def layers(place: torch.device) -> None:
         "cross entropy": lambda x: F.cross_entropy(x.flatten(0, 2), torch.arange(36).to(x.device) % 8),
     }
     for name, call in calls.items():
-        here = _numbers(2, 3, 6, 8).requires_grad_()
-        there = here.detach().to(place).requires_grad_()
-        for x in (here, there):
+        cpu_input = _numbers(2, 3, 6, 8).requires_grad_()
+        device_input = cpu_input.detach().to(place).requires_grad_()
+        for x in (cpu_input, device_input):
             call(x).sum().backward()
         try:
-            _close(call(there), call(here))
-            assert there.grad is not None and there.grad.device == there.device
-            _close(there.grad, here.grad)
+            _close(call(device_input), call(cpu_input))
+            assert device_input.grad is not None and device_input.grad.device == device_input.device
+            _close(device_input.grad, cpu_input.grad)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from None
 
 
 def optimizer(place: torch.device) -> None:
-    """A step of fused AdamW."""
+    """A step of fused AdamW matches the CPU."""
     weights = []
-    for where in (torch.device("cpu"), place):
-        weight = torch.nn.Parameter(_numbers(4, 4).to(where))
+    for target in (torch.device("cpu"), place):
+        weight = torch.nn.Parameter(_numbers(4, 4).to(target))
         weight.grad = torch.ones_like(weight)
         torch.optim.AdamW([weight], lr=0.1, fused=True).step()
         weights.append(weight)
@@ -119,7 +119,7 @@ def optimizer(place: torch.device) -> None:
 
 
 def generators(place: torch.device) -> None:
-    """The same seed gives the same numbers, and a state that is put back gives them again."""
+    """The same seed gives the same numbers, and so does a restored state."""
     device.seed(5)
     states = device.rng_states(place.type)
     first = torch.rand(6, device=place)
@@ -132,26 +132,26 @@ def generators(place: torch.device) -> None:
 
 
 def answers(place: torch.device) -> None:
-    """The seam's questions have answers."""
-    kind = place.type
-    device.synchronize(kind)
-    assert isinstance(device.name(kind), str) and isinstance(device.is_busy(place), bool)
-    assert 0 <= device.peak_memory_bytes(kind) <= device.total_memory_bytes(kind)
-    assert device.default_precision(kind) in device.DTYPES and backend_of(kind)
+    """The queries of the device layer return valid values."""
+    device_type = place.type
+    device.synchronize(device_type)
+    assert isinstance(device.name(device_type), str) and isinstance(device.is_busy(place), bool)
+    assert 0 <= device.peak_memory_bytes(device_type) <= device.total_memory_bytes(device_type)
+    assert device.default_precision(device_type) in device.DTYPES and backend_of(device_type)
 
 
 def deepspeed(place: torch.device) -> None:
     """DeepSpeed's accelerator object is for the same device."""
     from deepspeed.accelerator import get_accelerator
 
-    theirs = get_accelerator()
+    ds_accelerator = get_accelerator()
     check_agreement(place.type)
-    assert theirs.on_accelerator(torch.zeros(1, device=place)) and theirs.memory_allocated() >= 0
-    assert theirs.device_count() >= 1 and isinstance(theirs.is_synchronized_device(), bool)
+    assert ds_accelerator.on_accelerator(torch.zeros(1, device=place)) and ds_accelerator.memory_allocated() >= 0
+    assert ds_accelerator.device_count() >= 1 and isinstance(ds_accelerator.is_synchronized_device(), bool)
 
 
 def modules(place: torch.device) -> None:
-    """A module that is moved keeps its parameters, their attributes and who shares them."""
+    """Moving a module preserves its parameters, their attributes and parameter sharing."""
     from tds.device import move
 
     first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
@@ -163,7 +163,7 @@ def modules(place: torch.device) -> None:
 
 
 def collectives(place: torch.device) -> None:
-    """The backend takes tensors of the device, in a world of one."""
+    """The backend accepts tensors of the device, in a world of one rank."""
     dist.init_process_group(backend_of(place.type), store=dist.HashStore(), rank=0, world_size=1)
     try:
         x, parts = torch.full((2,), 3.0, device=place), [torch.zeros(2, device=place)]
@@ -177,16 +177,16 @@ def collectives(place: torch.device) -> None:
 
 
 def reversible(place: torch.device) -> None:
-    """All adaptors can be taken back, and every target is then what it was before; last, for they are off after it."""
+    """All adaptors can be removed, which restores every target. This check is last, because it leaves them disabled."""
     plugin = accelerators.find(place.type)
     if plugin is None:
         return
     accelerators.disable(place.type)
     targets = [accelerators.target_of(patch) for adaptor in plugin.adaptors for patch in adaptor.patches]
-    before = [vars(owner).get(name) for owner, name in targets]
+    originals = [vars(owner).get(name) for owner, name in targets]
     accelerators.adapt(place.type)
     accelerators.disable(place.type)
-    assert all(vars(owner).get(name) is old for (owner, name), old in zip(targets, before, strict=True))
+    assert all(vars(owner).get(name) is original for (owner, name), original in zip(targets, originals, strict=True))
 
 
 CHECKS: tuple[Callable[[torch.device], None], ...] = (
@@ -196,7 +196,7 @@ CHECKS: tuple[Callable[[torch.device], None], ...] = (
 
 
 def run_checks(kind: str, local_rank: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield (check, "ok" or what went wrong) for the device ``local_rank`` of this kind, which has been settled."""
+    """Yield (check, "ok" or the error) for the device ``local_rank`` of this type, which must be configured already."""
     place = device.bind(kind, local_rank)
     for check in CHECKS:
         try:
@@ -208,7 +208,7 @@ def run_checks(kind: str, local_rank: int = 0) -> Iterator[tuple[str, str]]:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the tool's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, or the device of a plug-in")
     return parser.parse_args(argv)
@@ -216,18 +216,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the adaptors and the checklist; return the exit code."""
-    asked = parse_args(argv).device
+    requested = parse_args(argv).device
     try:
         accelerators.load()
-        kind = configure_device(Config(parallel=ParallelConfig(device=asked)))
+        device_type = configure_device(Config(parallel=ParallelConfig(device=requested)))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"device {kind}: {device.name(kind)}")
-    plugin = accelerators.find(kind)
+    print(f"device {device_type}: {device.name(device_type)}")
+    plugin = accelerators.find(device_type)
     for adaptor, state, target, why in accelerators.adaptor_rows(plugin.adaptors if plugin else ()):
         print(f"adaptor {adaptor:36} {state:4} {target}: {why}")
-    results = list(run_checks(kind))
+    results = list(run_checks(device_type))
     for name, result in results:
         print(f"check   {name:12} {result}")
     return 0 if all(result == "ok" for _, result in results) else 1

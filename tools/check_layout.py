@@ -1,4 +1,4 @@
-"""Watch your own layout give the numbers of one process: the same seed, data and global batch, in fp64.
+"""Check that a layout computes the same losses and gradients as one process: same seed, data and global batch, in fp64.
 
     python tools/check_layout.py --model-parallel-size 2 --pipe-parallel-size 2
     python tools/check_layout.py --model-parallel-size 2 --pipe-parallel-size 2 --data-parallel-size 2 \\
@@ -11,15 +11,18 @@
 
     python tools/check_layout.py --model-parallel-size 2 --device cuda --distributed-backend gloo   # on one GPU
 
-All flags of pretrain_gpt2.py, or with --model t5 of pretrain_t5.py and with --model bert of pretrain_bert.py
-that shape the model, the batch and the optimizer work. Tokens are random unless --data-path, --train-data-path or --sft
-is given, with --tokenizer-path; --split works too. Dropout is off, for its masks differ between tensor slices by
-design, unless --layout-independent-dropout is given. With --loss-average micro-batch the one process takes the same
-micro-batches (--batch-size samples each), and so must every layout that is compared; context ranks equal it only where
-no token is masked. Several ranks on one GPU need --distributed-backend gloo (docs/accelerators.md); the one process
-runs on the same device.
---json leaves what was seen in a file; --reference keeps what the one process showed for the next start.
-Ends with code 0 if everything lies within its bound, else 1.
+The tool accepts all flags of pretrain_gpt2.py that define the model, the batch and the optimizer; with --model t5 those
+of pretrain_t5.py, with --model bert those of pretrain_bert.py.
+
+* Tokens are random unless --data-path, --train-data-path or --sft is given together with --tokenizer-path; --split
+  works, too.
+* Dropout is off unless --layout-independent-dropout is given, because its masks depend on the tensor layout by design.
+* With --loss-average micro-batch, the one process uses the same micro-batches (--batch-size samples each), and so must
+  every layout in the comparison. Context ranks match it only if no token is masked.
+* Several ranks on one GPU need --distributed-backend gloo (docs/accelerators.md); the one process uses the same device.
+* --json writes the results to a file; --reference saves the results of the one process for the next start.
+
+The exit code is 0 if all values are within their bounds, otherwise 1.
 """
 
 from __future__ import annotations
@@ -47,12 +50,12 @@ DEFAULTS = {
     "encoder": ONE_SIDE,
     "encoder-decoder": SIZES + "--num-layers 2 --enc-seq-length 32",
 }
-"""Kind of family -> flags that apply where the user gives no others."""
+"""Type of family -> default flags of this tool."""
 MORE_DEFAULTS = {"gpt2": " --hidden-bias", "llama": " --num-query-groups 2"}
-"""Family -> further ones."""
+"""Family -> additional default flags."""
 DROPPED = "--layout-independent-dropout"
 UNDROPPED = "--attention-dropout 0 --hidden-dropout 0".split()
-"""What comes last where that flag is not given."""
+"""Flags that are appended unless DROPPED is given."""
 PIPELINE = (
     "--pipeline-schedule",
     "--pipeline-chunks",
@@ -63,7 +66,7 @@ PIPELINE = (
     "--expert-model-parallel-size",
     "--expert-tensor-parallel-size",
 )
-"""Flags that the one process cannot take, or has nothing to do for."""
+"""Flags of the layout that have no effect in one process or are rejected there."""
 VOCAB_SIZE = 1009
 BOUNDS = {  # (first loss, all losses, first gradient norm, gradients)
     "fp64": (1e-12, 1e-12, 1e-12, 1e-11),
@@ -73,7 +76,7 @@ BOUNDS = {  # (first loss, all losses, first gradient norm, gradients)
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes, and the accumulation that gives one process the same global batch."""
+    """Sizes of the axes."""
 
     tensor: int
     pipe: int
@@ -86,46 +89,46 @@ class Layout:
 
     @property
     def flags(self) -> list[str]:
-        """The sizes, as the processes are told them."""
+        """The sizes as flags of the processes."""
         sizes = ["--model-parallel-size", str(self.tensor), "--pipe-parallel-size", str(self.pipe)]
         return [*sizes, "--context-parallel-size", str(self.context)]
 
 
 def main() -> int:
     """Compare the layout of the command line with one process; return the exit code."""
-    os.environ["DS_ACCELERATOR"] = "cpu"  # of this process, which computes nothing
-    own, flags = own_parser().parse_known_args()
-    given = list(flags)
-    pipe, context = max(own.pipe_parallel_size, 1), own.context_parallel_size
-    layout = Layout(own.model_parallel_size, pipe, own.data_parallel_size, context)
-    os.environ["MEGATRON_DEFAULTS"] = f"{defaults_of(own.model)} {os.environ.get('MEGATRON_DEFAULTS', '')}"
-    flags = [*flags, f"--{own.dtype}", "--device", own.device, *([] if DROPPED in flags else UNDROPPED)]
-    pipeline = [word for name in PIPELINE if (value := getattr(own, name)) is not None for word in (name, value)]
-    backend = ["--distributed-backend", own.distributed_backend] if own.distributed_backend else []
-    check_flags([*flags, *pipeline, *backend], layout, own.model, [*given, *pipeline, *backend])
+    os.environ["DS_ACCELERATOR"] = "cpu"  # for this process, which computes nothing
+    args, flags = own_parser().parse_known_args()
+    user_flags = list(flags)
+    pipe, context = max(args.pipe_parallel_size, 1), args.context_parallel_size
+    layout = Layout(args.model_parallel_size, pipe, args.data_parallel_size, context)
+    os.environ["MEGATRON_DEFAULTS"] = f"{defaults_of(args.model)} {os.environ.get('MEGATRON_DEFAULTS', '')}"
+    flags = [*flags, f"--{args.dtype}", "--device", args.device, *([] if DROPPED in flags else UNDROPPED)]
+    pipeline = [word for name in PIPELINE if (value := getattr(args, name)) is not None for word in (name, value)]
+    backend = ["--distributed-backend", args.distributed_backend] if args.distributed_backend else []
+    check_flags([*flags, *pipeline, *backend], layout, args.model, [*user_flags, *pipeline, *backend])
     with tempfile.TemporaryDirectory(prefix="check-layout-") as folder:
-        job = (own.model, own.steps)
-        one = kept_reference(own, flags, layout.data)
-        if one is None:
-            print(f"one process, {own.steps} steps in {own.dtype} ...", flush=True)
-            (one,) = run(Path(folder) / "one", Layout(1, 1, 1, 1), flags, *job, replicas=layout.data)
-            keep_reference(own, flags, layout.data, one)
+        job = (args.model, args.steps)
+        reference = kept_reference(args, flags, layout.data)
+        if reference is None:
+            print(f"one process, {args.steps} steps in {args.dtype} ...", flush=True)
+            (reference,) = run(Path(folder) / "one", Layout(1, 1, 1, 1), flags, *job, replicas=layout.data)
+            keep_reference(args, flags, layout.data, reference)
         sizes = f"tensor {layout.tensor} x pipe {layout.pipe} x data {layout.data}"
         sizes += f" x context {layout.context}" if layout.context > 1 else ""
         print(f"{layout.world_size} processes: {' '.join([sizes, *pipeline])} ...", flush=True)
-        many = run(Path(folder) / "many", layout, [*flags, *pipeline, *backend], *job, replicas=1)
-    return report(one, many, own.dtype, own.json)
+        traces = run(Path(folder) / "many", layout, [*flags, *pipeline, *backend], *job, replicas=1)
+    return report(reference, traces, args.dtype, args.json)
 
 
 def defaults_of(model: str) -> str:
-    """Return the flags of a family that apply where the user gives no others."""
+    """Return the default flags for a family."""
     from megatron.models.registry import FAMILIES
 
     return DEFAULTS[FAMILIES[model].kind] + MORE_DEFAULTS.get(model, "")
 
 
 def own_parser() -> argparse.ArgumentParser:
-    """Return the parser of the flags that are this tool's own."""
+    """Return the parser of the flags that belong to this tool only."""
     from megatron.models.registry import FAMILIES
 
     parser = argparse.ArgumentParser(
@@ -155,7 +158,7 @@ def check_flags(flags: list[str], layout: Layout, model: str, given: list[str] |
     """Exit with code 2 and the reasons if the layout is rejected; print the limits of --loss-average micro-batch.
 
     Args:
-        given: flags of the user among ``flags``; None: all.
+        given: flags of the user among ``flags``; None if all are the user's.
     """
     from megatron.errors import ConfigError
 
@@ -169,7 +172,7 @@ def check_flags(flags: list[str], layout: Layout, model: str, given: list[str] |
 
 
 def average_notes(config: Any) -> Iterator[str]:
-    """Yield what the comparison cannot show under --loss-average micro-batch."""
+    """Yield the limits of the comparison under --loss-average micro-batch."""
     if config.model.loss_average != "micro-batch":
         return
     yield (
@@ -184,32 +187,35 @@ def average_notes(config: Any) -> Iterator[str]:
 
 
 def explained(message: str, given: list[str]) -> str:
-    """Return the message of an error with the tool's own settings in place of flags that the user did not give."""
+    """Return the error message with a hint for each flag that this tool set and the user did not."""
     message = message.replace("got --data-path none", "got random tokens (no --data-path, --train-data-path or --sft)")
-    own = {"--fp64": "this tool computes in fp64; --fp32 is the other choice", "--eval-iters": "this tool only trains"}
-    hints = [hint for flag, hint in own.items() if flag not in given and re.search(rf"{flag}(?![\w-])", message)]
+    tool_flags = {
+        "--fp64": "this tool computes in fp64; --fp32 is the other choice",
+        "--eval-iters": "this tool only trains",
+    }
+    hints = [hint for flag, hint in tool_flags.items() if flag not in given and re.search(rf"{flag}(?![\w-])", message)]
     return f"{message} ({'; '.join(hints)})" if hints else message
 
 
 def parse_as(model: str, flags: list[str], world_size: int) -> Any:
-    """Return the configuration of the model's own program."""
+    """Return the configuration that the model's own program would use."""
     from megatron.arguments import parse
 
     return parse(flags, world_size=world_size, family=model, defaults=getattr(program_of(model), "DEFAULTS", None))
 
 
 def reference_key(own: argparse.Namespace, flags: list[str], replicas: int) -> str:
-    """Return what the numbers of the one process depend on."""
+    """Return a key with everything that the results of the one process depend on."""
     config = parse_as(own.model, with_data(flags, own.model), 1)
     config = replace(config, batch=replace(config.batch, gas=config.batch.gas * replicas))
     return json.dumps([own.model, own.steps, config.to_dict()], sort_keys=True, default=str)
 
 
 def kept_reference(own: argparse.Namespace, flags: list[str], replicas: int) -> Any:
-    """Return the trace of the one process from an earlier start, or None.
+    """Return the trace of the one process that an earlier start saved, or None.
 
     Raises:
-        SystemExit: the file is of another model, batch or device.
+        SystemExit: the file belongs to another model, batch or device.
     """
     if own.reference is None or not own.reference.exists():
         return None
@@ -219,7 +225,7 @@ def kept_reference(own: argparse.Namespace, flags: list[str], replicas: int) -> 
 
 
 def keep_reference(own: argparse.Namespace, flags: list[str], replicas: int, trace: Any) -> None:
-    """Leave the trace of the one process for later starts, if --reference says where."""
+    """Save the trace of the one process for later starts if --reference is given."""
     if own.reference is not None:
         import torch
 
@@ -238,18 +244,18 @@ def run(out: Path, layout: Layout, flags: list[str], model: str, steps: int, rep
     """Train in ``layout`` through the launcher; return each rank's trace.
 
     Args:
-        replicas: one process takes the micro-batches of so many replicas in turn.
+        replicas: number of replicas whose micro-batches one process runs in turn.
     """
     out.mkdir()
     command = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(layout.world_size)]
     device = flags[flags.index("--device") + 1]
-    if device == "cpu":  # a process that has touched a device must not fork
+    if device == "cpu":  # forking is not safe after a process has initialized a device
         command += ["--preload", "torch,deepspeed,torch._inductor.codecache"]
     command += [__file__, "--worker", str(out), model, str(steps), str(replicas), *flags]
     command += layout.flags
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     env = os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1"}
-    if device not in ("cpu", "cuda"):  # DeepSpeed learns of it by its plug-in
+    if device not in ("cpu", "cuda"):  # DeepSpeed finds the device by its plug-in
         del env["DS_ACCELERATOR"]
     done = subprocess.run(command, env=env, check=False)
     if done.returncode:
@@ -258,7 +264,7 @@ def run(out: Path, layout: Layout, flags: list[str], model: str, steps: int, rep
 
 
 def read_trace(path: Path) -> Any:
-    """Return what a rank wrote."""
+    """Load the trace that a rank saved."""
     import torch
 
     from megatron.mpu.shard import Shard
@@ -269,7 +275,7 @@ def read_trace(path: Path) -> Any:
 
 
 def worker(out: Path, model: str, steps: int, replicas: int, flags: list[str]) -> None:
-    """What each rank does."""
+    """Train on one rank and save its trace."""
     import torch
 
     from megatron.runtime.exit_guard import guard
@@ -283,11 +289,11 @@ def worker(out: Path, model: str, steps: int, replicas: int, flags: list[str]) -
     def train() -> None:
         from megatron.training.parity import trace_steps
 
-        here, program = initialize.start(config), program_of(model)
+        world, program = initialize.start(config), program_of(model)
         settings, tokenizer, dataset = with_dataset(config, program)
         providers = (program.model_provider, program.forward_step)
-        trace = trace_steps(settings, here, dataset, *providers, steps=steps, tokenizer=tokenizer)
-        torch.save(trace, out / f"rank-{here.rank}")
+        trace = trace_steps(settings, world, dataset, *providers, steps=steps, tokenizer=tokenizer)
+        torch.save(trace, out / f"rank-{world.rank}")
         initialize.stop()
 
     guard(train, lambda: f"rank {os.environ.get('RANK', '0')}")
@@ -299,10 +305,10 @@ def with_data(flags: list[str], model: str) -> list[str]:
     from megatron.arguments.flag_values import scan
     from megatron.config.data import PATHS
 
-    found = scan(flags, (), model)
-    config_file.take(found)
+    scanned = scan(flags, (), model)
+    config_file.take(scanned)
     flags = [*flags, "--eval-iters", "0"]
-    return flags if found.values.keys() & {*PATHS, "sft"} else [*flags, "--data-path", "none"]
+    return flags if scanned.values.keys() & {*PATHS, "sft"} else [*flags, "--data-path", "none"]
 
 
 def with_dataset(config: Any, program: Any) -> tuple[Any, Any, Any]:
@@ -321,19 +327,19 @@ def with_dataset(config: Any, program: Any) -> tuple[Any, Any, Any]:
 
 
 def report(one: Any, many: list[Any], dtype: str, file: Path | None = None) -> int:
-    """Print observed beside allowed, and write them to ``file``; return 0 if all is within its bound."""
+    """Print the observed and allowed values and write them to ``file``; return 0 if all are within their bounds."""
     from rich.table import Table
 
     from megatron.console import print_table
     from megatron.training.parity import compare
 
-    found = compare(one, many)
-    first, every, norm, gradient = BOUNDS[dtype]
+    differences = compare(one, many)
+    first_loss_bound, loss_bound, norm_bound, gradient_bound = BOUNDS[dtype]
     rows = [
-        ("loss of the first step, absolute", found.first_loss, first),
-        ("loss of any step, absolute", found.loss, every),
-        ("gradient norm of the first step, relative", found.first_norm, norm),
-        (f"worst gradient ({found.worst}), relative", found.gradient, gradient),
+        ("loss of the first step, absolute", differences.first_loss, first_loss_bound),
+        ("loss of any step, absolute", differences.loss, loss_bound),
+        ("gradient norm of the first step, relative", differences.first_norm, norm_bound),
+        (f"worst gradient ({differences.worst}), relative", differences.gradient, gradient_bound),
     ]
     table = Table("what", "observed", "allowed", "", title=f"{len(many)} processes against one, {dtype}")
     for name, observed, allowed in rows:
@@ -342,8 +348,8 @@ def report(one: Any, many: list[Any], dtype: str, file: Path | None = None) -> i
     is_equal = all(observed <= allowed for _, observed, allowed in rows)
     if file is not None:
         names = ("first_loss", "loss", "first_norm", "gradient")
-        seen = {name: {"observed": row[1], "allowed": row[2]} for name, row in zip(names, rows, strict=True)}
-        results = {"is_equal": is_equal, "dtype": dtype, "ranks": len(many), "worst": found.worst, "seen": seen}
+        values = {name: {"observed": row[1], "allowed": row[2]} for name, row in zip(names, rows, strict=True)}
+        results = {"is_equal": is_equal, "dtype": dtype, "ranks": len(many), "worst": differences.worst, "seen": values}
         file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print("verdict: equal" if is_equal else "verdict: NOT EQUAL. Please report the command line and this table.")
     return 0 if is_equal else 1

@@ -1,12 +1,13 @@
-"""Compare what two runs wrote with --debug-dump, and name the first module that differs.
+"""Compare the dumps that two runs wrote with --debug-dump, and name the first module that differs.
 
     python tools/compare_dumps.py one two
     python tools/compare_dumps.py one two --rtol 1e-6 --picture errors.png
     python tools/compare_dumps.py one two --json
 
-The runs may differ in device, layout, schedule and number format: slices of tensor ranks, replicas and micro-batches
-are joined. Tensors are taken in the order of the first run: of each step the weights, forward, backward, the gradients
-of weights. Code 0: all is within its tolerance. 1: something is not. 2: there is no dump, or nothing to compare.
+The runs may differ in device, layout, schedule and number format: shards of tensor ranks, replicas and micro-batches
+are joined. Tensors are compared in the order of the first run: for each step the weights, forward, backward, and the
+gradients of weights. Exit code 0: all tensors are within their tolerance. 1: a tensor is not. 2: there is no dump, or
+nothing to compare.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SHOWN = 12
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the tool's options; ends with code 2 and one line for those that do not go together."""
+    """Parse the command line; exit with code 2 and one line for options that cannot be combined."""
     parser = OneLineParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -58,7 +59,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def tolerance(text: str) -> float:
-    """Return a finite number of 0 or more."""
+    """Parse a finite number of at least 0."""
     value = float(text)
     if not math.isfinite(value) or value < 0:
         raise ValueError(text)
@@ -66,34 +67,34 @@ def tolerance(text: str) -> float:
 
 
 def main() -> int:
-    """Compare what the command line names; return the exit code."""
+    """Compare the dumps of the command line; return the exit code."""
     flags = parse_args()
     from megatron.debug.compare import compare
     from megatron.debug.dump_files import read
 
     try:
         dumps = read(flags.first), read(flags.second)
-        found = compare(*dumps, flags.rtol)
+        comparison = compare(*dumps, flags.rtol)
         if flags.json:
-            print(json.dumps(as_json(found, dumps), indent=1))
+            print(json.dumps(as_json(comparison, dumps), indent=1))
         else:
-            report(found, dumps, flags)
-            draw_beside(found, dumps, flags)
+            report(comparison, dumps, flags)
+            draw_beside(comparison, dumps, flags)
     except (ValueError, OSError) as error:
         print(f"compare_dumps.py: {error}", file=sys.stderr)
         return 2
-    return 0 if found.first is None else 1
+    return 0 if comparison.first is None else 1
 
 
 def report(found: Comparison, dumps: tuple[Dump, Dump], flags: argparse.Namespace) -> None:
-    """Print what the runs are, the tensors about the first difference, and the verdict."""
+    """Print the facts of the runs, the tensors around the first difference, and the verdict."""
     print_table("the dumps", ["", *(str(dump.folder) for dump in dumps)], facts_of(dumps))
-    place = 0 if found.first is None else found.differences.index(found.first)
-    start = 0 if flags.all else max(place - SHOWN // 2, 0)
+    first_idx = 0 if found.first is None else found.differences.index(found.first)
+    start = 0 if flags.all else max(first_idx - SHOWN // 2, 0)
     listed = found.differences[start:] if flags.all else found.differences[start : start + SHOWN]
     if found.first is not None or flags.all:
         columns = ["step", "phase", "what", "tensor", "samples", "first", "second", "error", "allowed", ""]
-        print_table("in the order of the run, with norms", columns, [row_of(each) for each in listed])
+        print_table("in the order of the run, with norms", columns, [row_of(difference) for difference in listed])
     for dump, keys in zip(dumps, (found.only_first, found.only_second), strict=True):
         if keys:
             print(f"only in {dump.folder}: {listed_names(keys)}")
@@ -101,7 +102,7 @@ def report(found: Comparison, dumps: tuple[Dump, Dump], flags: argparse.Namespac
 
 
 def draw_beside(found: Comparison, dumps: tuple[Dump, Dump], flags: argparse.Namespace) -> None:
-    """Draw the picture and print its place; one that was not asked for may fail, and leaves the code to the verdict."""
+    """Draw the picture and print its path; a picture that was not requested may fail without changing the exit code."""
     picture = flags.picture or flags.second / "compare.png"
     try:
         draw(found, dumps, picture)
@@ -114,7 +115,7 @@ def draw_beside(found: Comparison, dumps: tuple[Dump, Dump], flags: argparse.Nam
 
 
 def facts_of(dumps: tuple[Dump, Dump]) -> list[list[str]]:
-    """Return rows of what the runs are, and their losses."""
+    """Return the rows with the facts of the runs and their losses."""
     rows = [
         ["layout", *(", ".join(f"{axis} {size}" for axis, size in d.facts["layout"].items()) for d in dumps)],
         ["micro-batch", *(str(d.facts["micro_batch_size"]) for d in dumps)],
@@ -123,16 +124,16 @@ def facts_of(dumps: tuple[Dump, Dump]) -> list[list[str]]:
     for step in sorted(set(dumps[0].ends) & set(dumps[1].ends)):
         rows.append([f"loss of step {step}", *(number_text(d.ends[step]["loss"]) for d in dumps)])
         rows.append([f"gradient norm of step {step}", *(number_text(d.ends[step]["grad_norm"]) for d in dumps)])
-    for place, dump in enumerate(dumps):
+    for dump_idx, dump in enumerate(dumps):
         for finding in dump.findings:
             cells = ["", ""]
-            cells[place] = finding["text"]
+            cells[dump_idx] = finding["text"]
             rows.append([f"not finite, step {finding['step']}", *cells])
     return rows
 
 
 def row_of(one: Difference) -> list[str]:
-    """Return the cells of a tensor."""
+    """Return the table cells of a tensor."""
     call = f" (call {one.key.call})" if one.key.call else ""
     part = f"[{one.key.index}]" if one.key.index else ""
     first, stop = one.samples
@@ -152,23 +153,23 @@ def row_of(one: Difference) -> list[str]:
 
 
 def norm_text(norm: float, not_finite: int) -> str:
-    """Return a norm, "-" for that of a sum of which the shares are known, and how many numbers are not in it."""
+    """Return a norm and the number of values excluded from it; "-" if only the shares of a sum are known."""
     return ("-" if math.isnan(norm) else f"{norm:.6g}") + (f", {not_finite} not finite" if not_finite else "")
 
 
 def number_text(number: float | None) -> str:
-    """Return a number with all its digits, "-" for one that JSON has no text for."""
+    """Return a number with ten significant digits; "not finite" for None."""
     return "not finite" if number is None else f"{number:.10g}"
 
 
 def listed_names(keys: list[Key]) -> str:
-    """Return the names, each once, a few of many."""
+    """Return the distinct names; only the first ones if there are many."""
     names = list(dict.fromkeys(f"{key.name} ({key.what})" for key in keys))
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def draw(found: Comparison, dumps: tuple[Dump, Dump], path: Path) -> None:
-    """Draw the errors of forward and backward of one step: that of the first difference, or the first."""
+    """Draw the forward and backward errors of one step: the step of the first difference, or the first step."""
     from megatron.debug import plot
     from megatron.debug.compare import ORDER, worst_by_name
 
@@ -180,21 +181,21 @@ def draw(found: Comparison, dumps: tuple[Dump, Dump], path: Path) -> None:
 
 
 def verdict(found: Comparison) -> str:
-    """Return the last line."""
+    """Return the verdict, the last line of the output."""
     first = found.first
     if first is None:
         worst = max(judged(found), key=lambda each: each.error)
         return f"{len(found.differences)} tensors agree, the worst by {worst.error:.1e} ({format_difference(worst)})"
-    beyond = sum(each.is_beyond for each in found.differences)
-    what = f"by {first.error:.1e}, {first.tolerance:.0e} allowed"
+    count = sum(each.is_beyond for each in found.differences)
+    reason = f"by {first.error:.1e}, {first.tolerance:.0e} allowed"
     if not first.error > first.tolerance:
-        what = f"among the ranks of {', '.join(first.copies)}, which hold copies"
-    drawn_apart = [one for one in found.differences if one.phase == "weights" and one.key.step == first.key.step]
+        reason = f"among the ranks of {', '.join(first.copies)}, which hold copies"
+    weights = [one for one in found.differences if one.phase == "weights" and one.key.step == first.key.step]
     since = ""
-    if drawn_apart and math.isinf(drawn_apart[0].tolerance):
-        worst = max(drawn_apart, key=lambda each: each.error)
+    if weights and math.isinf(weights[0].tolerance):
+        worst = max(weights, key=lambda each: each.error)
         since = f". Weights of that step lie apart by up to {worst.error:.1e} ({worst.key.name})"
-    return f"first differs {format_difference(first)}, {what}; {beyond} of {len(found.differences)} tensors do{since}"
+    return f"first differs {format_difference(first)}, {reason}; {count} of {len(found.differences)} tensors do{since}"
 
 
 def judged(found: Comparison) -> list[Difference]:
@@ -203,20 +204,20 @@ def judged(found: Comparison) -> list[Difference]:
 
 
 def format_difference(one: Difference) -> str:
-    """Return in words which tensor it is."""
+    """Describe which tensor a difference belongs to."""
     micro_batch = f", micro-batch {one.micro_batch}" if one.micro_batch is not None else ""
     return f"{one.key.what} of {one.key.name} in step {one.key.step}, {one.phase}{micro_batch}"
 
 
 def as_json(found: Comparison, dumps: tuple[Dump, Dump]) -> dict[str, Any]:
-    """Return all that was found as plain data; an infinite error is the text "inf"."""
+    """Return the comparison as plain data; an infinite error becomes the text "inf"."""
     return {
         "first": str(dumps[0].folder),
         "second": str(dumps[1].folder),
         "equal": found.first is None,
         "verdict": verdict(found),
         "first_difference": None if found.first is None else plain(found.first),
-        "tensors": [plain(each) for each in found.differences],
+        "tensors": [plain(difference) for difference in found.differences],
         "only_first": sorted({f"{key.name} ({key.what})" for key in found.only_first}),
         "only_second": sorted({f"{key.name} ({key.what})" for key in found.only_second}),
         "findings": {str(dump.folder): dump.findings for dump in dumps},
@@ -244,7 +245,7 @@ def plain(one: Difference) -> dict[str, Any]:
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table as wide as the terminal, or as it needs where there is none."""
+    """Print a table as wide as the terminal, or as wide as needed without a terminal."""
     from rich.table import Table
 
     from megatron import console

@@ -4,14 +4,14 @@
     python tools/convert_hf.py import --input gpt2 --output runs/from-gpt2 --verify
     python pretrain_gpt2.py --load runs/from-gpt2 --finetune ...      with the flags that import prints
 
-`--to hf` and `--to checkpoint` in front mean export and import. A run may also name a Hugging Face folder with --load
-itself: each rank then reads its own parts, and nothing is written.
+A leading `--to hf` or `--to checkpoint` means export or import. A run can also load a Hugging Face folder directly with
+--load: each rank then reads its own shards, and nothing is written.
 
-GPT-2, Llama 1 to 3, Mistral, Qwen 2, 2.5 and 3, Gemma 2 and 3 (text), OLMo 2, MPT, T5 (T5, v1.1, mT5), BERT, and with
-experts Mixtral, Qwen 2 and 3 MoE and GLM-4-MoE, saved by any layout. The model_type of an export follows from the
-settings of the run. The weights come out bit for bit the same, in both directions.
---verify compares the logits of a random batch in fp64 and needs `transformers`; nothing else here does.
-Ends with code 0, 2 (an option), or 3 (a checkpoint or folder that cannot be converted).
+Supported are GPT-2, Llama 1 to 3, Mistral, Qwen 2, 2.5 and 3, Gemma 2 and 3 (text), OLMo 2, MPT, T5 (T5, v1.1, mT5),
+BERT, and with experts Mixtral, Qwen 2 and 3 MoE and GLM-4-MoE, saved in any layout. The settings of the run determine
+the model_type of an export. The weights are bitwise identical in both directions.
+--verify compares the logits of a random batch in fp64 and is the only option that needs `transformers`.
+Exit codes: 0, 2 (an invalid option), 3 (a checkpoint or folder that cannot be converted).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WAYS = {"--to hf": "export", "--to checkpoint": "import"}
 
 
 def shard_bytes(text: str) -> int:
-    """Read a number of bytes, 5e9 among them."""
+    """Parse a number of bytes, which may be written as 5e9."""
     try:
         value = float(text)
     except ValueError:
@@ -43,45 +43,51 @@ def shard_bytes(text: str) -> int:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the tool's options."""
+    """Parse the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=raw)
-    ways = parser.add_subparsers(dest="way", required=True)
-    out = ways.add_parser("export", allow_abbrev=False, help="a checkpoint to a Hugging Face folder")
-    out.add_argument("--load", type=Path, required=True, help="a run folder (its newest checkpoint), or one checkpoint")
-    out.add_argument("--output", type=Path, required=True, help="the folder to write; new, or empty")
-    out.add_argument("--dtype", choices=DTYPES, help="round the weights to this type (default: as saved)")
-    out.add_argument(
+    subparsers = parser.add_subparsers(dest="way", required=True)
+    export_parser = subparsers.add_parser("export", allow_abbrev=False, help="a checkpoint to a Hugging Face folder")
+    export_parser.add_argument(
+        "--load", type=Path, required=True, help="a run folder (its newest checkpoint), or one checkpoint"
+    )
+    export_parser.add_argument("--output", type=Path, required=True, help="the folder to write; new, or empty")
+    export_parser.add_argument("--dtype", choices=DTYPES, help="round the weights to this type (default: as saved)")
+    export_parser.add_argument(
         "--model-type",
         help="of config.json, where several can hold the model, as llama and mistral do one without a window (default: "
         "that of the folder that it was imported from, else the first that can)",
     )
-    out.add_argument("--tokenizer-path", type=Path, help="in place of the tokenizer that the checkpoint names")
-    out.add_argument("--max-shard-bytes", type=shard_bytes, default=5_000_000_000, help="largest file (5e9)")
-    back = ways.add_parser("import", allow_abbrev=False, help="a Hugging Face folder to a checkpoint of step 0")
-    back.add_argument("--input", type=Path, required=True, help="the folder: config.json and safetensors")
-    back.add_argument("--output", type=Path, required=True, help="the run folder to write; new, or empty")
-    for way in (out, back):
-        way.add_argument("--verify", action="store_true", help="compare logits with those of `transformers`")
+    export_parser.add_argument(
+        "--tokenizer-path", type=Path, help="in place of the tokenizer that the checkpoint names"
+    )
+    export_parser.add_argument("--max-shard-bytes", type=shard_bytes, default=5_000_000_000, help="largest file (5e9)")
+    import_parser = subparsers.add_parser(
+        "import", allow_abbrev=False, help="a Hugging Face folder to a checkpoint of step 0"
+    )
+    import_parser.add_argument("--input", type=Path, required=True, help="the folder: config.json and safetensors")
+    import_parser.add_argument("--output", type=Path, required=True, help="the run folder to write; new, or empty")
+    for subparser in (export_parser, import_parser):
+        subparser.add_argument("--verify", action="store_true", help="compare logits with those of `transformers`")
     return parser.parse_args(_named_way(sys.argv[1:] if argv is None else argv))
 
 
 def _named_way(words: list[str]) -> list[str]:
-    """Return ``words`` with ``--to hf`` or ``--to checkpoint`` in front read as the way that they mean."""
-    for given in (words[:2], words[:1]):
-        way = WAYS.get(" ".join(given).replace("=", " "))
+    """Return ``words`` with a leading ``--to hf`` or ``--to checkpoint`` replaced by the subcommand."""
+    for prefix in (words[:2], words[:1]):
+        way = WAYS.get(" ".join(prefix).replace("=", " "))
         if way is not None:
-            return [way, *words[len(given) :]]
+            return [way, *words[len(prefix) :]]
     return words
 
 
 def export(args: argparse.Namespace) -> None:
-    """Write the Hugging Face folder and say what is in it."""
+    """Write the Hugging Face folder and log its contents."""
     from megatron.checkpoint.huggingface import convert
     from megatron.checkpoint.one_process import open_folder
 
     checkpoint = open_folder(args.load)
-    done = convert.export(
+    summary = convert.export(
         checkpoint,
         args.output,
         dtype=args.dtype,
@@ -90,17 +96,17 @@ def export(args: argparse.Namespace) -> None:
         max_shard_bytes=args.max_shard_bytes,
     )
     log.info(
-        f"{checkpoint.path} -> {args.output}: {done.num_tensors} tensors, {done.num_bytes / 1e6:.1f} MB in "
-        f"{len(done.files)} file{'s' if len(done.files) > 1 else ''}"
+        f"{checkpoint.path} -> {args.output}: {summary.num_tensors} tensors, {summary.num_bytes / 1e6:.1f} MB in "
+        f"{len(summary.files)} file{'s' if len(summary.files) > 1 else ''}"
     )
-    for note in done.notes:
+    for note in summary.notes:
         log.warning(note)
     if args.verify:
         compare(checkpoint.path, args.output, args.dtype)
 
 
 def import_(args: argparse.Namespace) -> None:
-    """Write the run folder and say how to start from it."""
+    """Write the run folder and log the command that starts from it."""
     from megatron.checkpoint.huggingface.config import flags_of
     from megatron.checkpoint.huggingface.convert import import_folder
     from megatron.models.registry import FAMILIES
@@ -113,7 +119,7 @@ def import_(args: argparse.Namespace) -> None:
 
 
 def compare(checkpoint: Path, folder: Path, dtype: str | None) -> None:
-    """Say how far the logits of both differ."""
+    """Log the largest difference between the logits of both models."""
     from megatron.checkpoint.huggingface.convert import verify
     from megatron.checkpoint.one_process import open_folder
 
@@ -122,7 +128,7 @@ def compare(checkpoint: Path, folder: Path, dtype: str | None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Convert, and compare if asked to."""
+    """Convert, and compare the logits with --verify."""
     if args.verify:
         from megatron.checkpoint.huggingface.convert import require_transformers
 
@@ -131,7 +137,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Return the exit code."""
+    """Run the tool and return the exit code."""
     args = parse_args()
     try:
         run(args)

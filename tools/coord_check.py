@@ -1,15 +1,15 @@
-"""Train narrow and wide models a few steps and draw how large their activations get: the coordinate check of muP.
+"""Train narrow and wide models for a few steps and plot the sizes of their activations: the coordinate check of muP.
 
     python tools/coord_check.py --out coord.png
     python tools/coord_check.py --widths 64 128 256 --steps 5 --lr 0.02 --out coord.png --activation gated-silu
 
-Models of every width are trained twice from the same texts of random tokens: as they are, and by muP with the first
-width as --mup-base-hidden-size. For each step the mean size of what attention and feed-forward parts add, of the
-residual stream behind layers and of the logits is drawn over the width. By muP curves stay level; without it they rise
-with the width, so that a learning rate that suits one width is too high for the next.
+Models of every width are trained twice on the same random tokens: without muP, and with muP and the first width as
+--mup-base-hidden-size. For each step the plot shows, over the width, the mean absolute output of attention and
+feed-forward parts, of the residual stream after each layer, and of the logits. With muP the curves are flat. Without it
+they rise with the width, so a learning rate that suits one width is too high for the next.
 
-Flags that this tool does not know are the model's and the optimizer's: see pretrain_gpt2.py --help-all. Heads have 16
-numbers, and there are more of them in wide models; with --heads 4 there are 4, which grow, and muP has
+Flags that this tool does not know are flags of the model and the optimizer: see pretrain_gpt2.py --help-all. Heads have
+size 16, so wide models have more of them. With --heads 4 there are 4 heads of increasing size, and muP uses
 --mup-base-head-dim.
 
 Source: Yang et al. 2022, "Tensor Programs V: tuning large neural networks via zero-shot hyperparameter transfer",
@@ -50,28 +50,28 @@ MODEL = (
 )
 PARTS = {"attention": r"layers\.\d+\.attention", "feed-forward": r"layers\.\d+\.mlp", "residual stream": r"layers\.\d+"}
 PARTS["logits"] = "logits"
-"""What is drawn -> names of modules that put it out."""
+"""Curve -> pattern of the names of the modules whose output it shows."""
 Sizes = dict[str, list[float]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draw what the command line asks for, and say by how much curves rise; return the exit code."""
+    """Draw the requested plot and print by how much the curves rise; return the exit code."""
     parser = make_parser()
     flags, rest = parser.parse_known_args(argv)
     try:
-        found = {has_mup: check(flags, rest, has_mup=has_mup) for has_mup in (False, True)}
+        results = {has_mup: check(flags, rest, has_mup=has_mup) for has_mup in (False, True)}
     except ConfigError as error:
         parser.error(str(error))
-    for has_mup, by_width in found.items():
+    for has_mup, by_width in results.items():
         rises = ", ".join(f"{part} {rise(by_width, part):.2f}" for part in PARTS)
         print(f"{'muP' if has_mup else 'as it is'}: from width {flags.widths[0]} to {flags.widths[-1]} times {rises}")
-    draw(found, flags.out)
+    draw(results, flags.out)
     print(f"drawn into {flags.out}")
     return 0
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the tool's parser; flags that it does not know are the model's."""
+    """Return the tool's parser; flags that it does not know belong to the model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--widths", type=int, nargs="+", default=list(WIDTHS), help="hidden sizes, the first is the base"
@@ -84,9 +84,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check(flags: argparse.Namespace, rest: Sequence[str], *, has_mup: bool) -> dict[int, Sizes]:
-    """Return for each width the sizes of ``PARTS`` in each step, the one ahead of all updates first."""
+    """Return for each width the sizes of ``PARTS`` in each step; the first one is measured before any update."""
     base = flags.widths[0]
-    found = {}
+    results = {}
     for width in flags.widths:
         heads = flags.heads or width // HEAD_SIZE
         words = [
@@ -102,33 +102,36 @@ def check(flags: argparse.Namespace, rest: Sequence[str], *, has_mup: bool) -> d
             words += ["--mup-base-hidden-size", str(base)]
             words += ["--mup-base-head-dim", str(base // flags.heads)] if flags.heads else []
         config = parse([*words, *rest], world_size=1, env={}).with_vocab(VOCAB)
-        found[width] = sizes_of(config, flags.steps)
-    return found
+        results[width] = sizes_of(config, flags.steps)
+    return results
 
 
 def sizes_of(config: Config, steps: int) -> Sizes:
-    """Train a model of ``config`` so many steps; return the mean size of each of ``PARTS`` in each forward."""
+    """Train a model of ``config`` for ``steps`` steps; return the mean size of ``PARTS`` in each forward pass."""
     world = World("cpu", torch.device("cpu"), single_grid(), 0)
     model = DecoderModel(model_args(config))
     setup.put_in_place(config, model, world)
-    optimizer, course = optimizer_setup.make_optimizer(config, model, world), optimizer_setup.make_learning_rate(config)
-    found: Sizes = {part: [] for part in PARTS}
+    optimizer, schedule = (
+        optimizer_setup.make_optimizer(config, model, world),
+        optimizer_setup.make_learning_rate(config),
+    )
+    sizes: Sizes = {part: [] for part in PARTS}
     generator = torch.Generator().manual_seed(config.run.seed)
-    text = torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=generator)
-    tokens, labels, mask = text[:, :-1], text[:, 1:], torch.ones(BATCH, LENGTH)
+    token_ids = torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=generator)
+    tokens, labels, mask = token_ids[:, :-1], token_ids[:, 1:], torch.ones(BATCH, LENGTH)
     for step in range(steps + 1):
-        with watched(model, found), torch.no_grad():
-            found["logits"].append(size(model(tokens)))
-        set_learning_rates(optimizer, course, step + 1)
+        with watched(model, sizes), torch.no_grad():
+            sizes["logits"].append(size(model(tokens)))
+        set_learning_rates(optimizer, schedule, step + 1)
         total, count = model(tokens, labels=labels, loss_mask=mask)
         (total / count).backward()
         optimizer.step()
-    return found
+    return sizes
 
 
 @contextmanager
 def watched(model: torch.nn.Module, found: Sizes) -> Iterator[None]:
-    """Append to ``found`` what the modules put out, on average over layers."""
+    """Append the mean size of the modules' outputs, averaged over layers, to ``found``."""
     outputs: dict[str, list[float]] = {}
     handles = [
         module.register_forward_hook(lambda _, __, output, part=part: outputs.setdefault(part, []).append(size(output)))
@@ -141,23 +144,23 @@ def watched(model: torch.nn.Module, found: Sizes) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-    for part, each in outputs.items():
-        found[part].append(sum(each) / len(each))
+    for part, values in outputs.items():
+        found[part].append(sum(values) / len(values))
 
 
 def size(tensor: torch.Tensor) -> float:
-    """Return the mean of the absolute numbers."""
+    """Return the mean absolute value."""
     return tensor.detach().abs().mean().item()
 
 
 def rise(by_width: dict[int, Sizes], part: str) -> float:
-    """Return how many times larger ``part`` is in the widest model than in the narrowest, after the last update."""
+    """Return the ratio of ``part`` between the widest and the narrowest model after the last update."""
     first, *_, last = (sizes[part][-1] for sizes in by_width.values())
     return last / first
 
 
 def draw(found: dict[bool, dict[int, Sizes]], path: Path) -> None:
-    """Draw a row of panels for models as they are and one for muP, a curve for each step."""
+    """Draw a row of panels without muP and a row with muP, with a curve for each step."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5.4))

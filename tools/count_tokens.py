@@ -1,10 +1,10 @@
-"""Count documents and tokens: of each corpus, in total, of each split; and the epochs that a run makes of them.
+"""Count documents and tokens of each corpus, in total and of each split, and the epochs that a run trains on them.
 
     python tools/count_tokens.py data/a data/b
     python tools/count_tokens.py --data-path 0.7 data/a 0.3 data/b --split 949,50,1 --seq-length 1024 --train-tokens 2e9
 
-With --train-tokens each corpus gets the share of its weight (without weights: that of its tokens), and the table says
-how often it is read. Samples are those of GPT-2 without packing: neighbours share one token.
+With --train-tokens each corpus gets a share of the tokens by its weight (without weights: by its size in tokens), and
+the table shows how many epochs that is. Samples are counted as for GPT-2 without packing: neighbours share one token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Count:
-    """Documents, tokens and, where a length is given, samples of an epoch."""
+    """Numbers of documents, tokens and, if a length is given, samples per epoch."""
 
     documents: int
     tokens: int
@@ -41,7 +41,7 @@ class Count:
 
 
 def tokens(text: str) -> int:
-    """Return a number of tokens such as 2000000 or 2e9."""
+    """Parse a number of tokens such as 2000000 or 2e9."""
     try:
         value = float(text)
     except ValueError:
@@ -52,7 +52,7 @@ def tokens(text: str) -> int:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the tool's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -78,7 +78,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def corpora(args: argparse.Namespace) -> list[tuple[float | None, str]]:
-    """Return (weight, prefix) of each; the weight is None where none was given."""
+    """Return (weight, prefix) of each corpus; the weight is None if none was given."""
     if args.prefix:
         return [(None, prefix) for prefix in args.prefix]
     words = args.data_path
@@ -89,10 +89,10 @@ def corpora(args: argparse.Namespace) -> list[tuple[float | None, str]]:
 
 
 def count(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the counts as they are printed with --json."""
+    """Return the counts in the form that --json prints."""
     rows: dict[str, dict[str, Any]] = {}
-    named = corpora(args)
-    for weight, prefix in named:
+    weighted_prefixes = corpora(args)
+    for weight, prefix in weighted_prefixes:
         file = IndexedDataset(prefix)
         rows[prefix] = asdict(counted(file, (0, file.num_documents), args.seq_length)) | {"weight": weight}
         rows[prefix]["splits"] = {
@@ -106,7 +106,7 @@ def count(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def splits_of(file: IndexedDataset, split: str | None, split_by: str | None) -> dict[str, Documents]:
-    """Return the documents of train, valid and test, or nothing without ``split``."""
+    """Return the documents of train, valid and test; {} without ``split``."""
     if not split:
         return {}
     if split_by == "hash":
@@ -115,32 +115,32 @@ def splits_of(file: IndexedDataset, split: str | None, split_by: str | None) -> 
 
 
 def counted(file: IndexedDataset, documents: Documents, seq_length: int | None) -> Count:
-    """Return the counts of some documents."""
+    """Return the counts of the given documents."""
     total = num_tokens_of(file.sizes, documents)
     samples = None if seq_length is None else max(total - 1, 0) // seq_length
     return Count(documents=count_of(documents), tokens=total, samples=samples)
 
 
 def add_epochs(rows: dict[str, dict[str, Any]], train_tokens: int, seq_length: int | None) -> None:
-    """Add to each row what a run of ``train_tokens`` draws from it: tokens, epochs, samples.
+    """Add the tokens, epochs and samples that a run of ``train_tokens`` draws to each row.
 
     Raises:
         DataError: a corpus with a share has no tokens for training, or no sample.
     """
     shares = {name: row["tokens"] if row["weight"] is None else row["weight"] for name, row in rows.items()}
-    whole = sum(shares.values())
+    total_share = sum(shares.values())
     for name, row in rows.items():
-        drawn = train_tokens * shares[name] / whole if whole else 0.0
-        of = row["splits"].get("train", row)
-        has_any = of["tokens"] if seq_length is None else of["samples"]
-        if drawn and not has_any:
-            raise DataError(f"{name} must hold something to train on, got {of['tokens']} tokens. Leave it out.")
+        drawn = train_tokens * shares[name] / total_share if total_share else 0.0
+        counts = row["splits"].get("train", row)
+        available = counts["tokens"] if seq_length is None else counts["samples"]
+        if drawn and not available:
+            raise DataError(f"{name} must hold something to train on, got {counts['tokens']} tokens. Leave it out.")
         row["train_tokens"] = round(drawn)
         if seq_length is None:
-            row["epochs"] = drawn / of["tokens"] if drawn else 0.0
+            row["epochs"] = drawn / counts["tokens"] if drawn else 0.0
         else:
             row["train_samples"] = math.ceil(drawn / seq_length)
-            row["epochs"] = row["train_samples"] / of["samples"] if drawn else 0.0
+            row["epochs"] = row["train_samples"] / counts["samples"] if drawn else 0.0
 
 
 def lines(result: dict[str, Any]) -> list[str]:
@@ -161,10 +161,11 @@ def lines(result: dict[str, Any]) -> list[str]:
     total = result["total"]
     if len(result["corpora"]) > 1:
         rows.append(("total", _format_count(total["documents"]), _format_count(total["tokens"]), "", "", "", ""))
-    used = [place for place in range(len(rows[0])) if any(row[place] for row in rows[1:])]
-    widths = {place: max(len(row[place]) for row in rows) for place in used}
+    used_columns = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
+    widths = {column: max(len(row[column]) for row in rows) for column in used_columns}
     return [
-        "  ".join(row[p].ljust(widths[p]) if p == 0 else row[p].rjust(widths[p]) for p in used).rstrip() for row in rows
+        "  ".join(row[c].ljust(widths[c]) if c == 0 else row[c].rjust(widths[c]) for c in used_columns).rstrip()
+        for row in rows
     ]
 
 

@@ -1,23 +1,23 @@
-"""Draw the pictures of docs/parallelism.md and docs/pipelines.md anew, and make the site of docs/ with MkDocs.
+"""Draw the pictures of docs/parallelism.md and docs/pipelines.md, and build the site of docs/ with MkDocs.
 
     python tools/docs.py                    # pictures, into docs/pictures
     python tools/docs.py --out FOLDER --only grid layer
     mkdocs serve                            # the site; mkdocs.yml names this file for its hooks
 
-| picture | shows | made from |
+| picture | contents | source |
 |---|---|---|
-| grid.png | 8 ranks as pipe x data x tensor, and who talks to whom | megatron/mpu/topology.py |
-| layer.png | what each of two tensor ranks holds of a layer | the shapes of megatron/mpu/layers.py |
+| grid.png | 8 ranks as pipe x data x tensor, and which ranks communicate | megatron/mpu/topology.py |
+| layer.png | the shards of a layer on each of two tensor ranks | the shapes of megatron/mpu/layers.py |
 | zero.png | bytes of a parameter by ZeRO stage | the table of docs/memory.md |
 | 1f1b.png, zb-h1.png, interleaved.png, zb-v.png | schedules of 4 stages and 8 micro-batches | tools/draw_schedule.py |
 
-Not drawn here: coord_check.png, which tools/coord_check.py draws, and report.png.
-report.png (docs/seeing.md) shows what tools/report.py makes of two runs of ``GPUS_PER_NODE=2 bash run_gpt2.sh
+This tool does not draw coord_check.png, which tools/coord_check.py draws, and report.png.
+report.png (docs/seeing.md) shows the output of tools/report.py for two runs of ``GPUS_PER_NODE=2 bash run_gpt2.sh
 --train-iters 60 --log-interval 2 --eval-interval 20 --log-layer-norms``, called gpt2-cosine (pp_size=2 mp_size=1,
 --save-interval 20 --async-save --profile 5-6 --pipeline-trace) and gpt2-linear (pp_size=1 mp_size=2, --save-interval 30
---lr 1e-3 --lr-decay-style linear, stopped by --exit-interval 36 and gone on with), by Chromium with ``--headless
---hide-scrollbars --virtual-time-budget=3000 --window-size=1400,2250 --screenshot=FILE``. Take it again when the page
-looks otherwise.
+--lr 1e-3 --lr-decay-style linear, stopped by --exit-interval 36 and resumed), by Chromium with ``--headless
+--hide-scrollbars --virtual-time-budget=3000 --window-size=1400,2250 --screenshot=FILE``. Take a new screenshot when the
+report changes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
 SCHEDULES = ("1f1b", "zb-h1", "interleaved", "zb-v")
 REPLICAS = 8
 HELD = {"weights": (2, 3), "gradients": (4, 2), "masters and moments": (12, 1)}
-"""Bytes of a parameter with AdamW in 16 bits, and from which ZeRO stage on they are cut."""
+"""Bytes of a parameter with AdamW in 16 bits, and the first ZeRO stage that shards them."""
 CONTEXT = 4
 WORK = "each rank has two pieces;\ntheir areas add up to\nthe same for all ranks"
 SEQUENCE = (
@@ -51,7 +51,7 @@ SEQUENCE = (
 
 
 def main() -> int:
-    """Draw what the command line asks for."""
+    """Draw the requested pictures."""
     flags = parse_args()
     flags.out.mkdir(parents=True, exist_ok=True)
     for name in flags.only:
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the tool's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures", help="folder (default: docs/pictures)")
     parser.add_argument("--only", nargs="+", choices=sorted(PICTURES), default=sorted(PICTURES), help="which pictures")
@@ -68,8 +68,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def canvas(width: float, height: float) -> tuple[Any, Any]:
-    """Return an empty figure, in inches, and its axes."""
-    from matplotlib.figure import Figure  # here and below: MkDocs, which loads this file too, does without
+    """Return an empty figure, with sizes in inches, and its axes."""
+    from matplotlib.figure import (
+        Figure,
+    )  # imported in functions, because MkDocs also loads this file and does not need it
 
     figure = Figure(figsize=(width, height))
     return figure, figure.subplots()
@@ -90,18 +92,20 @@ def arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], colou
 
 
 def draw_grid(path: Path) -> None:
-    """Draw the ranks of GRID: stages from left to right, replicas from top to bottom, tensor ranks side by side."""
+    """Draw the ranks of GRID: stages in columns, replicas in rows, tensor ranks next to each other."""
     figure, axes = canvas(8, 4.2)
-    where = {}
+    positions = {}
     for rank in range(GRID.world_size):
-        place = GRID.coordinate(rank)
-        x, y = 4.2 * place.pipe + 1.7 * place.tensor, -1.9 * place.data
-        where[rank] = (x, y)
-        colour = COLOURS[place.pipe] + "55"
-        box(axes, (x, y), (1.2, 1.0), colour, f"rank {rank}\np{place.pipe} d{place.data} t{place.tensor}")
+        coordinate = GRID.coordinate(rank)
+        x, y = 4.2 * coordinate.pipe + 1.7 * coordinate.tensor, -1.9 * coordinate.data
+        positions[rank] = (x, y)
+        colour = COLOURS[coordinate.pipe] + "55"
+        box(
+            axes, (x, y), (1.2, 1.0), colour, f"rank {rank}\np{coordinate.pipe} d{coordinate.data} t{coordinate.tensor}"
+        )
     for axis, colour, (dx, dy) in (("tensor", COLOURS[3], (1.2, 0.5)), ("data", COLOURS[2], (0.6, 0.0))):
         for first, second in GRID.groups(axis):
-            (x, y), (u, v) = where[first], where[second]
+            (x, y), (u, v) = positions[first], positions[second]
             arrow(
                 axes,
                 (x + dx, y + dy),
@@ -109,7 +113,7 @@ def draw_grid(path: Path) -> None:
                 colour,
             )
     for first, second in GRID.groups("pipe"):
-        (x, y), (u, v) = where[first], where[second]
+        (x, y), (u, v) = positions[first], positions[second]
         height = 1.0 if GRID.coordinate(first).tensor == 0 else 0.0
         arc = {
             "arrowstyle": "<->",
@@ -124,13 +128,13 @@ def draw_grid(path: Path) -> None:
         axes.text(-0.25, -1.9 * replica + 0.5, f"replica {replica}", ha="right", va="center", fontsize=10)
     legend = (("tensor: all-reduce in every layer", COLOURS[3]), ("data: gradients, once a step", COLOURS[2]),
             ("pipe: activations, their gradients", "#555555"))  # fmt: skip
-    for number, (text, colour) in enumerate(legend):
-        axes.text(-1.5 + 3.3 * number, -2.9, text, color=colour, fontsize=9)
+    for i, (text, colour) in enumerate(legend):
+        axes.text(-1.5 + 3.3 * i, -2.9, text, color=colour, fontsize=9)
     finish(figure, axes, (-1.5, 7.6), (-3.1, 2.1), path)
 
 
 def draw_layer(path: Path) -> None:
-    """Draw a transformer layer cut over two tensor ranks."""
+    """Draw a transformer layer sharded over two tensor ranks."""
     figure, axes = canvas(9, 3.6)
     columns = (
         ("x\n[s, b, h]", False), ("q, k, v\n[h, 3h/2]\ncolumns", True), ("attention\nof a/2\nheads", True),
@@ -138,12 +142,12 @@ def draw_layer(path: Path) -> None:
         ("+", False),
     )  # fmt: skip
     x = 0.0
-    for text, is_cut in columns:
-        width = 1.0 if text == "+" else 1.5 if is_cut else 1.1
-        if not is_cut:
+    for text, is_sharded in columns:
+        width = 1.0 if text == "+" else 1.5 if is_sharded else 1.1
+        if not is_sharded:
             label = "all-\nreduce" if text == "+" else text
             box(axes, (x, -1.4), (width, 2.6), "#dddddd", label, edgecolor="#888888")
-        for rank in range(2 * is_cut):
+        for rank in range(2 * is_sharded):
             box(axes, (x, 0.1 - 1.5 * rank), (width, 1.1), COLOURS[rank] + "55", text, edgecolor=COLOURS[rank])
         x += width + 0.35
     for rank in range(2):
@@ -153,7 +157,7 @@ def draw_layer(path: Path) -> None:
 
 
 def draw_context(path: Path) -> None:
-    """Draw which keys the queries of each piece see, in the colour of the context rank that has the piece."""
+    """Draw the keys that the queries of each piece attend to, in the colour of the piece's context rank."""
     figure, axes = canvas(6.6, 4.0)
     pieces = 2 * CONTEXT
     for rank in range(CONTEXT):
@@ -175,9 +179,9 @@ def _polygon(corners: list[tuple[int, int]], colour: str) -> Any:
 
 
 def bytes_held(what: str, stage: int, replicas: int) -> float:
-    """Return the bytes of a parameter that one replica holds under a ZeRO stage."""
-    whole, cut_from = HELD[what]
-    return whole / replicas if stage >= cut_from else whole
+    """Return the bytes of a parameter that one replica stores at a ZeRO stage."""
+    unsharded, first_sharded_stage = HELD[what]
+    return unsharded / replicas if stage >= first_sharded_stage else unsharded
 
 
 def draw_zero(path: Path) -> None:
@@ -198,7 +202,7 @@ def draw_zero(path: Path) -> None:
 
 
 def finish(figure: Any, axes: Any, across: tuple[float, float], up: tuple[float, float], path: Path) -> None:
-    """Set the limits and write the file."""
+    """Set the limits of the axes and write the file."""
     axes.set_xlim(*across)
     axes.set_ylim(*up)
     axes.axis("off")
@@ -206,12 +210,12 @@ def finish(figure: Any, axes: Any, across: tuple[float, float], up: tuple[float,
 
 
 def draw_schedule(path: Path) -> None:
-    """Let tools/draw_schedule.py draw the schedule of the file's name."""
+    """Draw the schedule that the file is named after, with tools/draw_schedule.py."""
     chunks = ["--chunks", "2"] if path.stem == "interleaved" else []
     sizes = ["--schedule", path.stem, "--stages", "4", "--micro-batches", "8", *chunks, "--out", str(path)]
     command = [sys.executable, str(ROOT / "tools" / "draw_schedule.py"), *sizes]
     if code := subprocess.run(command, check=False).returncode:
-        raise SystemExit(code)  # the tool has printed why
+        raise SystemExit(code)  # the tool has printed the reason
 
 
 PICTURES = {
@@ -233,7 +237,7 @@ _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 
 
 def on_config(config: Any) -> Any:
-    """Give headings the anchors of GitHub."""
+    """Use GitHub's anchors for headings."""
     from pymdownx.slugs import slugify
 
     config.mdx_configs.setdefault("toc", {})["slugify"] = slugify(case="lower")
@@ -241,48 +245,48 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add what pages link to outside docs/, and what these link to."""
+    """Add the files outside docs/ that pages link to, and the files that those link to."""
     from mkdocs.structure.files import File
 
     root = Path(config.docs_dir).parent
-    waiting = [f"docs/{file.src_uri}" for file in files if file.src_uri.endswith(".md")]
-    seen = set(waiting)
-    while waiting:
-        page = waiting.pop()
-        for aim in sorted({aim for aim, _ in aims(page, (root / page).read_text(encoding="utf-8"))} - seen):
-            if aim.startswith(("docs/", "..")) or not (root / aim).is_file():
+    pending = [f"docs/{file.src_uri}" for file in files if file.src_uri.endswith(".md")]
+    seen = set(pending)
+    while pending:
+        page = pending.pop()
+        for target in sorted({target for target, _ in aims(page, (root / page).read_text(encoding="utf-8"))} - seen):
+            if target.startswith(("docs/", "..")) or not (root / target).is_file():
                 continue  # MkDocs itself warns of what is missing
-            seen.add(aim)
-            files.append(File.generated(config, COPIES + aim, abs_src_path=str(root / aim)))
-            if aim.endswith(".md"):
-                waiting.append(aim)
+            seen.add(target)
+            files.append(File.generated(config, COPIES + target, abs_src_path=str(root / target)))
+            if target.endswith(".md"):
+                pending.append(target)
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Point links at their copies, and the page at its sibling."""
+    """Redirect links to the copies of files, and link the page to its translation."""
     uri = page.file.src_uri
     markdown = retarget(markdown, uri)
-    other = sibling(uri)
-    if uri.startswith(COPIES) or not files.get_file_from_path(other):
+    translation = sibling(uri)
+    if uri.startswith(COPIES) or not files.get_file_from_path(translation):
         return markdown
-    link = posixpath.relpath(other, posixpath.dirname(uri) or ".")
+    link = posixpath.relpath(translation, posixpath.dirname(uri) or ".")
     title, _, rest = markdown.partition("\n")
     return f"{title}\n\n[{'English' if uri.startswith('zh/') else '中文'}]({link})\n{rest}"
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Say the language of a page to browsers."""
+    """Declare the language of a page to browsers."""
     return output.replace('lang="en"', 'lang="zh"', 1) if page.file.src_uri.startswith("zh/") else output
 
 
 def sibling(uri: str) -> str:
-    """Return where the page in the other language is, if there is one."""
+    """Return the path of the page in the other language, whether it exists or not."""
     return FRONT.get(uri) or (uri.removeprefix("zh/") if uri.startswith("zh/") else f"zh/{uri}")
 
 
 def aims(page: str, markdown: str) -> Iterator[tuple[str, str]]:
-    """Yield (path in the repository, link as written) of each link of a page to a file."""
+    """Yield (path in the repository, link as written) for each link of a page to a file."""
     for _, target, _ in _LINK.findall(markdown):
         name = target.partition("#")[0]
         if name and not re.match(r"[a-z]+:", name):
@@ -290,14 +294,14 @@ def aims(page: str, markdown: str) -> Iterator[tuple[str, str]]:
 
 
 def retarget(markdown: str, uri: str) -> str:
-    """Return the page with links to files outside docs/, or from there into it, as the site has them."""
+    """Return the page with the links between docs/ and files outside docs/ changed to their paths on the site."""
     page = uri.removeprefix(COPIES) if uri.startswith(COPIES) else f"docs/{uri}"
-    places = {}
+    new_links = {}
     for aim, target in aims(page, markdown):
-        place = aim.removeprefix("docs/") if aim.startswith("docs/") else COPIES + aim
+        site_path = aim.removeprefix("docs/") if aim.startswith("docs/") else COPIES + aim
         anchor = target[len(target.partition("#")[0]) :]
-        places[target] = posixpath.relpath(place, posixpath.dirname(uri) or ".") + anchor
-    return _LINK.sub(lambda match: match[1] + places.get(match[2], match[2]) + match[3], markdown)
+        new_links[target] = posixpath.relpath(site_path, posixpath.dirname(uri) or ".") + anchor
+    return _LINK.sub(lambda match: match[1] + new_links.get(match[2], match[2]) + match[3], markdown)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draw a pipeline schedule, or a measured step of one, and tell its bubble, step time and memory.
+"""Draw a pipeline schedule, or a measured step of one, and print its bubble, step time and memory.
 
     python tools/draw_schedule.py --schedule zb-h1 --stages 8 --micro-batches 16
     python tools/draw_schedule.py --schedule interleaved --chunks 2 --stages 4 --micro-batches 8 --costs 1,1.1,0.9
@@ -6,8 +6,8 @@
     python tools/draw_schedule.py --schedule-file order.csv                                       # or read it
     python tools/draw_schedule.py --trace DIR          # what a run with "pipeline": {"trace": "DIR"} has left
 
-All but the last run no process and train nothing: the schedule is simulated. The last draws what was measured above
-what the simulation says with the measured times.
+All commands except the last simulate the schedule; they start no process and train nothing. The last one draws the
+measured step above a simulation with the measured times.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MEASURED = ("trace", "step", "replica")
 
 
 def main() -> int:
-    """Draw what the command line asks for; return the exit code."""
+    """Draw the requested schedule; return the exit code."""
     parser = make_parser()
     flags = parser.parse_args()
     check_flags(parser, flags)
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser; it needs neither torch nor DeepSpeed."""
+    """Return the parser, which needs neither torch nor DeepSpeed."""
     parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -78,7 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
-    """End with code 2 unless the flags are those of one way to use this tool."""
+    """Exit with code 2 unless the flags belong to a single mode of this tool."""
     planned = [f"--{name.replace('_', '-')}" for name in PLANNED if getattr(flags, name) is not None]
     measured = [f"--{name}" for name in MEASURED if getattr(flags, name) is not None]
     if planned and measured:
@@ -87,13 +87,13 @@ def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> N
         parser.error(f"{measured[0]} needs --trace DIR")
     missing = [name for name in ("schedule", "stages", "micro_batches") if getattr(flags, name) is None]
     if flags.schedule_file is not None:
-        beside = [f"--{name.replace('_', '-')}" for name in NAMED if getattr(flags, name) is not None]
-        if beside:
-            parser.error(f"--schedule-file says all of a schedule, got {beside[0]} too. Leave one of the two out")
+        exclusive = [f"--{name.replace('_', '-')}" for name in NAMED if getattr(flags, name) is not None]
+        if exclusive:
+            parser.error(f"--schedule-file says all of a schedule, got {exclusive[0]} too. Leave one of the two out")
     elif flags.trace is None and missing:
-        named = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         parser.error(
-            f"give --schedule, --stages and --micro-batches, or --schedule-file CSV, or --trace DIR; {named} not given"
+            f"give --schedule, --stages and --micro-batches, or --schedule-file CSV, or --trace DIR; {names} not given"
         )
     if flags.schedule is not None:
         check_schedule(parser, flags.schedule.lower(), chunks_of(flags), flags.group_size)
@@ -102,12 +102,12 @@ def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> N
 
 
 def chunks_of(flags: argparse.Namespace) -> int:
-    """Return the chunks on each stage, said or by the schedule."""
+    """Return the number of chunks on each stage, given or determined by the schedule."""
     return flags.chunks or (2 if flags.schedule.lower() in IN_A_V else 1)
 
 
 def check_schedule(parser: argparse.ArgumentParser, name: str, num_chunks: int, group_size: int | None) -> None:
-    """End with code 2 unless there is a schedule of that name for so many chunks."""
+    """Exit with code 2 unless a schedule of that name exists for ``num_chunks`` chunks."""
     known = dict.fromkeys((*ONE_CHUNK, *MANY_CHUNKS, *IN_A_V))
     if name not in known:
         parser.error(f"--schedule must be one of {', '.join(known)}, got {name}")
@@ -124,7 +124,7 @@ def check_schedule(parser: argparse.ArgumentParser, name: str, num_chunks: int, 
 
 
 def draw_schedule(flags: argparse.Namespace) -> None:
-    """Simulate a schedule, tell its numbers and draw it."""
+    """Simulate a schedule, print its figures and draw it."""
     from tds import plot
     from tds.schedule import Costs, Placement, read_schedule, schedule_named, simulate, validate, write_schedule
 
@@ -135,17 +135,17 @@ def draw_schedule(flags: argparse.Namespace) -> None:
         name, num_micro_batches = flags.schedule.lower(), flags.micro_batches
         placement = Placement(flags.stages, chunks_of(flags), placement_for(name))
         order = schedule_named(name, placement.num_chunks, placement.kind, flags.group_size or 0)
-    num_stages, num_chunks, kind = placement.num_stages, placement.num_chunks, placement.kind
+    num_stages, num_chunks, placement_name = placement.num_stages, placement.num_chunks, placement.kind
     stages = [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
-    peaks = validate(stages, num_micro_batches, num_chunks=num_chunks, placement=kind)
+    peaks = validate(stages, num_micro_batches, num_chunks=num_chunks, placement=placement_name)
     forward, for_input, for_weights = (time / num_chunks for time in flags.costs or (1.0, 1.0, 1.0))
     costs = Costs.even(placement.num_pieces, forward, for_input, for_weights, flags.transfer or 0.0)
-    timeline = simulate(stages, costs, num_chunks, kind)
+    timeline = simulate(stages, costs, num_chunks, placement_name)
     chunks = f"-c{num_chunks}" if num_chunks > 1 else ""
     out = flags.out or Path(f"{name}-p{num_stages}-m{num_micro_batches}{chunks}.png")
     plot.draw_planned(name, timeline, peaks, num_micro_batches, num_chunks, out)
-    of_chunks = f" of {num_chunks} chunks" if num_chunks > 1 else ""
-    print(f"{name}: {num_stages} stages{of_chunks}, {num_micro_batches} micro-batches")
+    chunks_text = f" of {num_chunks} chunks" if num_chunks > 1 else ""
+    print(f"{name}: {num_stages} stages{chunks_text}, {num_micro_batches} micro-batches")
     print(f"bubble     {100 * timeline.bubble:.1f} %, {max(timeline.idle_s):.6g} idle at most on a stage")
     print(f"step       {timeline.step_s:.6g} in the unit of the costs")
     print(f"in flight  at most {format_peaks(peaks, 'chunks' if num_chunks > 1 else 'micro-batches')}")
@@ -156,14 +156,14 @@ def draw_schedule(flags: argparse.Namespace) -> None:
 
 
 def format_peaks(peaks: list[int], of_what: str) -> str:
-    """Return "8 micro-batches on each stage", or the number of each stage."""
+    """Return "8 micro-batches on each stage", or the number for each stage."""
     if len(set(peaks)) == 1:
         return f"{peaks[0]} {of_what} on each stage"
     return f"{' '.join(map(str, peaks))} {of_what} on the stages from 0"
 
 
 def draw_trace(flags: argparse.Namespace) -> None:
-    """Tell the numbers of a measured step and draw it."""
+    """Print the figures of a measured step and draw it."""
     from tds import plot
     from tds.trace import read_traces
 
@@ -173,21 +173,21 @@ def draw_trace(flags: argparse.Namespace) -> None:
         raise ValueError(
             f"--replica must be one of the trace, got {replica}, of which no whole step is in {flags.trace}"
         )
-    number = max(steps) if flags.step is None else flags.step
-    if number not in steps:
-        raise ValueError(f"--step must be a whole step of the trace, one of {sorted(steps)}, got {number}")
-    step = steps[number]
-    out = flags.out or flags.trace / f"step-{number}.png"
+    step_number = max(steps) if flags.step is None else flags.step
+    if step_number not in steps:
+        raise ValueError(f"--step must be a whole step of the trace, one of {sorted(steps)}, got {step_number}")
+    step = steps[step_number]
+    out = flags.out or flags.trace / f"step-{step_number}.png"
     plot.draw_measured(step, out)
     measured, predicted = step.timeline, plot.predicted(step)
-    print(f"{step.schedule}: step {number}, {measured.num_stages} stages, {step.num_micro_batches} micro-batches")
+    print(f"{step.schedule}: step {step_number}, {measured.num_stages} stages, {step.num_micro_batches} micro-batches")
     print(f"bubble     {100 * measured.bubble:.1f} % measured, {100 * predicted.bubble:.1f} % predicted")
     print(f"step       {measured.step_s * 1e3:.4g} ms measured, {predicted.step_s * 1e3:.4g} ms predicted")
     print(f"picture    {out}")
 
 
 def positive(text: str) -> int:
-    """Return a whole number of at least 1."""
+    """Parse an integer of at least 1."""
     value = int(text) if text.isdecimal() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
@@ -195,7 +195,7 @@ def positive(text: str) -> int:
 
 
 def time(text: str) -> float:
-    """Return a time."""
+    """Parse a time of at least 0."""
     try:
         value = float(text)
     except ValueError:
@@ -206,7 +206,7 @@ def time(text: str) -> float:
 
 
 def three_times(text: str) -> tuple[float, float, float]:
-    """Return the times F, B and W of "F,B,W"."""
+    """Parse the times F, B and W of "F,B,W"."""
     values = [time(part) for part in text.split(",")]
     if len(values) != 3 or not sum(values):
         raise argparse.ArgumentTypeError(f"must be three times F,B,W such as 1,1.2,0.9, not all 0, got {text!r}")

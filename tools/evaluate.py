@@ -7,10 +7,9 @@
     python -m megatron.launch --nproc-per-node 4 tools/evaluate.py --model-parallel-size 2 --load runs/my-run \\
         --tasks hellaswag                                                                    2 replicas
 
---tasks needs lm_eval (pip install -e '.[eval]'); --texts does not. The checkpoint may be of any layout, or be a Hugging
-Face folder, and the results are the same in every layout; ranks beyond tensor x pipe are replicas, which share the
-work. Ends with code 0, 2 (an option, task or text), 3 (a checkpoint), 4 (another rank) or 5 (logits that are no
-numbers).
+--tasks needs lm_eval (pip install -e '.[eval]'); --texts does not. The checkpoint may have any layout, or be a Hugging
+Face folder, and the results are the same in every layout. Ranks beyond tensor x pipe form replicas that share the work.
+Exit codes: 0, 2 (an option, task or text), 3 (a checkpoint), 4 (another rank), 5 (logits that are not finite).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def make_model(
     args: argparse.Namespace, grid: Grid, place: torch.device
 ) -> tuple[ModelOfAllRanks, ChatTemplate | None]:
-    """Return the model of --load, and what renders messages where that is asked for. Collective."""
+    """Return the model of --load, and the chat template if messages must be rendered. Collective."""
     from megatron import device
     from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
     from megatron.evaluation.all_ranks import ModelOfAllRanks
@@ -59,7 +58,7 @@ def make_model(
     from megatron.models import registry
     from megatron.tokenizer.chat import find_template
 
-    with marked(is_of_this_rank=False), ExitStack() as stack:  # a damaged file is an error on all ranks alike
+    with marked(is_of_this_rank=False), ExitStack() as stack:  # a damaged file is an error on all ranks
         checkpoint, config = open_model(args.load, stack, grid.host)
         family = registry.family_of(config.family)
         if family.kind != "decoder":
@@ -74,11 +73,11 @@ def make_model(
         chat = None
         if args.apply_chat_template:
             chat = find_template(tokenizer, args.chat_template or config.data.chat_template)
-        part = load(
+        sharded_model = load(
             checkpoint, config, tensor=grid.tensor, pipe=grid.pipe, dtype=device.DTYPES[args.dtype], device=place
         )
     model = ModelOfAllRanks(
-        part,
+        sharded_model,
         Prompts(tokenizer, None, adds_bos=args.add_bos_token),
         data=grid.data,
         world=grid.host,
@@ -89,7 +88,7 @@ def make_model(
 
 
 def evaluate_tasks(args: argparse.Namespace, model: ModelOfAllRanks, chat: ChatTemplate | None) -> Results:
-    """Return the results of --tasks; on rank 0, within ``model.lead``."""
+    """Return the results of --tasks. Call it on rank 0, within ``model.lead``."""
     from megatron.evaluation.tasks import LoadedTasks, Suite, require_lm_eval
 
     require_lm_eval("--tasks")
@@ -110,19 +109,19 @@ def evaluate_tasks(args: argparse.Namespace, model: ModelOfAllRanks, chat: ChatT
 
 
 def evaluate_texts(args: argparse.Namespace, model: ModelOfAllRanks) -> list[TextScore]:
-    """Return the scores of --texts and, of several, that of all; on rank 0, within ``model.lead``."""
+    """Return the scores of --texts, and the total of several texts. Call it on rank 0, within ``model.lead``."""
     from megatron.evaluation.texts import Domain, score_domains, together
 
     domains = [Domain.of(word) for word in args.texts]
     names = [domain.name for domain in domains]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"--texts must have different names, got {twice[0]} twice. Write NAME=PATH")
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"--texts must have different names, got {repeated[0]} twice. Write NAME=PATH")
     scores = score_domains(model, domains, field=args.field, limit=args.limit)
     return [*scores, together(scores)] if len(scores) > 1 else scores
 
 
 def show_tasks(results: Results) -> None:
-    """Print a table of tasks and their metrics."""
+    """Print a table of the tasks and their metrics."""
     from rich.table import Table
 
     from megatron.console import print_table
@@ -130,14 +129,14 @@ def show_tasks(results: Results) -> None:
     table = Table("task", "examples", "few-shot", "metric", "value", "±")
     for name, metrics in results.metrics.items():
         note = results.notes[name]
-        first = [note["alias"], note["num_samples"], note["num_fewshot"]]
+        task_cells = [note["alias"], note["num_samples"], note["num_fewshot"]]
         for metric, value in metrics.items():
             if "_stderr" in metric:
                 continue
             error = metrics.get(_error_of(metric))
-            said = ["" if each is None else str(each) for each in first]
-            table.add_row(*said, metric, f"{value:.4f}", "" if error is None else f"{error:.4f}")
-            first = [None, None, None]
+            cells = ["" if cell is None else str(cell) for cell in task_cells]
+            table.add_row(*cells, metric, f"{value:.4f}", "" if error is None else f"{error:.4f}")
+            task_cells = [None, None, None]
     print_table(table)
 
 
@@ -147,27 +146,27 @@ def _error_of(metric: str) -> str:
 
 
 def show_texts(scores: list[TextScore]) -> None:
-    """Print a table of domains."""
+    """Print a table of the domains."""
     from rich.table import Table
 
     from megatron.console import print_table
 
     table = Table("text", "documents", "tokens", "bytes", "bytes/token", "perplexity", "bits per byte")
-    for one in scores:
+    for score in scores:
         table.add_row(
-            one.name, f"{one.documents:,}", f"{one.tokens:,}", f"{one.bytes:,}", f"{one.bytes_per_token:.3f}",
-            f"{one.perplexity:.4g}", f"{one.bits_per_byte:.4f}",
+            score.name, f"{score.documents:,}", f"{score.tokens:,}", f"{score.bytes:,}", f"{score.bytes_per_token:.3f}",
+            f"{score.perplexity:.4g}", f"{score.bits_per_byte:.4f}",
         )  # fmt: skip
     print_table(table)
 
 
 def text_values(one: TextScore) -> dict[str, Any]:
-    """Return what is written of a domain."""
+    """Return the values of a domain for the output file."""
     return dataclasses.asdict(one) | {"perplexity": one.perplexity, "bits_per_byte": one.bits_per_byte}
 
 
 def progress_of(model: ModelOfAllRanks) -> Callable[[int], None]:
-    """Return what shows on a terminal how many rows rank 0 has scored of those that it was given."""
+    """Return a callback that shows on a terminal how many of its rows rank 0 has scored."""
     done = 0
 
     def on_rows(number: int) -> None:
@@ -180,40 +179,40 @@ def progress_of(model: ModelOfAllRanks) -> Callable[[int], None]:
 
 
 def run(args: argparse.Namespace, names: dict[str, str]) -> None:
-    """Evaluate, and show what was found. Collective.
+    """Evaluate and show the results. Collective.
 
     Args:
-        names: its "who" becomes this rank's name, for messages.
+        names: its "who" is set to this rank's name, for messages.
     """
     from megatron import files
 
-    grid, place, names["who"] = start(args)
-    model, chat = make_model(args, grid, place)
+    grid, rank_device, names["who"] = start(args)
+    model, chat = make_model(args, grid, rank_device)
     is_shown = grid.rank == 0 and sys.stderr.isatty()
     if is_shown:
         model.on_rows = progress_of(model)
 
     def work() -> dict[str, Any]:
-        found: dict[str, Any] = {"load": str(args.load), "dtype": args.dtype, "max_length": model.max_length}
+        output: dict[str, Any] = {"load": str(args.load), "dtype": args.dtype, "max_length": model.max_length}
         if args.texts:
             scores = evaluate_texts(args, model)
-            found["texts"] = {one.name: text_values(one) for one in scores}
+            output["texts"] = {one.name: text_values(one) for one in scores}
             if is_shown:
                 sys.stderr.write("\r")
             show_texts(scores)
         if args.tasks:
             results = evaluate_tasks(args, model, chat)
-            found |= {"tasks": results.metrics, "notes": results.notes}
+            output |= {"tasks": results.metrics, "notes": results.notes}
             if args.log_samples:
-                found["samples"] = results.samples
+                output["samples"] = results.samples
             if is_shown:
                 sys.stderr.write("\r")
             show_tasks(results)
-        return found
+        return output
 
-    found = model.lead(work)
-    if found is not None and args.output is not None:
-        text = json.dumps(found, ensure_ascii=False, indent=1, default=str)
+    output = model.lead(work)
+    if output is not None and args.output is not None:
+        text = json.dumps(output, ensure_ascii=False, indent=1, default=str)
         try:
             files.replace_bytes(args.output, text.encode() + b"\n")
         except OSError as error:
@@ -222,16 +221,16 @@ def run(args: argparse.Namespace, names: dict[str, str]) -> None:
 
 
 def start_ranks(args: argparse.Namespace) -> None:
-    """Become the launcher of the ranks that ``args`` ask for."""
-    number = args.model_parallel_size * args.pipe_parallel_size
-    words = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(number), __file__, *sys.argv[1:]]
+    """Replace this process by the launcher of the ranks that ``args`` requests."""
+    num_ranks = args.model_parallel_size * args.pipe_parallel_size
+    words = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(num_ranks), __file__, *sys.argv[1:]]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     sys.stdout.flush()
     os.execve(sys.executable, words, {**os.environ, "PYTHONPATH": path})
 
 
 def main() -> None:
-    """Run the tool; an error ends the process with its code."""
+    """Run the tool; an error ends the process with its exit code."""
     names = {"who": f"rank {os.environ.get('RANK', '0')}"}
 
     def together() -> None:

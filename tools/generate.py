@@ -1,4 +1,4 @@
-"""Write text with a model of a checkpoint: GPT-2 goes on from a prompt, T5 answers one, --chat talks.
+"""Generate text with the model of a checkpoint: GPT-2 continues a prompt, T5 answers one, --chat holds a conversation.
 
     python tools/generate.py --load runs/my-run --prompt "The tide" --prompt "At noon"
     python tools/generate.py --load runs/my-run --input prompts.txt --output answers.jsonl --json --top-p 0.9
@@ -10,11 +10,11 @@
         --load runs/my-run --input prompts.txt
     python -m megatron.launch --nproc-per-node 2 --stdin tools/generate.py --pipe-parallel-size 2 --load runs/my-run
 
---chat takes the chat template of the run (--chat-template), else that of its tokenizer's folder; it stops at the token
-with which the template ends a turn. The checkpoint may be of any layout, or be a Hugging Face folder, and the text is
-the same in every layout: in a batch each prompt gets what it would get alone. Without --temperature, --top-k or --top-p
-the likeliest token is taken each time. Ends with code 0, 2 (an option or prompt), 3 (a checkpoint), 4 (another rank) or
-5 (logits that are no numbers).
+--chat uses the chat template of the run (--chat-template), otherwise that of its tokenizer's folder, and stops at the
+token that ends a turn in the template. The checkpoint may have any layout, or be a Hugging Face folder. The text is the
+same in every layout, and a prompt gets the same text in a batch as alone. Without --temperature, --top-k or --top-p
+decoding is greedy.
+Exit codes: 0, 2 (an option or prompt), 3 (a checkpoint), 4 (another rank), 5 (logits that are not finite).
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
     from megatron.mpu.groups import Grid
 
 TIMEOUT_S = 600
-"""How long ranks wait for each other's layers: a first pass over long prompts on a CPU takes its time."""
+"""Seconds that ranks wait for each other's layers; the first pass over long prompts on a CPU is slow."""
 
 
 def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> TextGenerator:
-    """Return what answers prompts with the model of --load. Collective."""
+    """Return the generator that answers prompts with the model of --load. Collective."""
     from megatron import device
     from megatron.checkpoint.huggingface.tokenizer import vocabulary_of
     from megatron.generate import Sampling, load, open_model
     from megatron.generate.text import ChatPrompts, Prompts, TextGenerator
     from megatron.tokenizer.chat import find_template
 
-    with marked(is_of_this_rank=False), ExitStack() as stack:  # a damaged file is an error on all ranks alike
+    with marked(is_of_this_rank=False), ExitStack() as stack:  # a damaged file is an error on all ranks
         checkpoint, config = open_model(args.load, stack, grid.host)
         vocabulary = vocabulary_of(config, args.tokenizer_path)
         if vocabulary is None:
@@ -65,17 +65,17 @@ def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> Te
                 log.warn_once_per_job(problem)
         else:
             prompts = Prompts(vocabulary.tokenizer, vocabulary.t5, args.mode, adds_bos=args.add_bos_token)
-        kind = device.DTYPES[args.dtype]
-        part = load(checkpoint, config, tensor=grid.tensor, pipe=grid.pipe, dtype=kind, device=place)
-    drawing = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
-    given = {name: value for name, value in drawing.items() if value is not None}
+        dtype = device.DTYPES[args.dtype]
+        sharded_model = load(checkpoint, config, tensor=grid.tensor, pipe=grid.pipe, dtype=dtype, device=place)
+    options = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
+    sampling_options = {name: value for name, value in options.items() if value is not None}
     return TextGenerator(
-        part,
+        sharded_model,
         prompts,
         grid.data,
         batch_size=args.batch_size or TextGenerator.batch_size,
         max_new_tokens=args.max_new_tokens,
-        sampling=Sampling(**given) if given else None,
+        sampling=Sampling(**sampling_options) if sampling_options else None,
     )
 
 
@@ -88,27 +88,27 @@ def start(args: argparse.Namespace) -> tuple[Grid, torch.device, str]:
     from megatron.training.device_setup import configure_device
 
     if world_size() == 1:
-        kind = configure_device(config_from_values({"device": args.device}))
-        return single_grid(), device.bind(kind, 0), "rank 0"
+        device_type = configure_device(config_from_values({"device": args.device}))
+        return single_grid(), device.bind(device_type, 0), "rank 0"
     values: dict[str, Any] = {"pipe_parallel_size": args.pipe_parallel_size, "dtype": args.dtype}
     values |= {"model_parallel_size": args.model_parallel_size, "device": args.device}
-    here = initialize.start(config_from_values({**values, "phase_timeout_minutes": TIMEOUT_S / 60}))
-    log.configure(here.rank)
-    return here.grid, here.device, here.name
+    world = initialize.start(config_from_values({**values, "phase_timeout_minutes": TIMEOUT_S / 60}))
+    log.configure(world.rank)
+    return world.grid, world.device, world.name
 
 
 def answer_texts(answers: list[Answer], args: argparse.Namespace, *, with_prompt: bool) -> str:
-    """Return what is written of ``answers``: JSON lines, or texts, under headings where there are several."""
+    """Return the output for ``answers``: JSON lines, or texts, with headings if there are several."""
     if args.json:
-        return "".join(json.dumps(dataclasses.asdict(one), ensure_ascii=False) + "\n" for one in answers)
-    texts = [(one.prompt if with_prompt else "") + one.text + "\n" for one in answers]
+        return "".join(json.dumps(dataclasses.asdict(answer), ensure_ascii=False) + "\n" for answer in answers)
+    texts = [(answer.prompt if with_prompt else "") + answer.text + "\n" for answer in answers]
     if len(texts) == 1:
         return texts[0]
     return "".join(f"--- {number}\n{text}" for number, text in enumerate(texts, 1))
 
 
 def write(text: str, output: Path | None) -> None:
-    """Write ``text`` to the file, which is then whole or as before, or to standard output."""
+    """Write ``text`` atomically to the file, or to standard output."""
     from megatron import files
 
     if output is None:
@@ -122,16 +122,16 @@ def write(text: str, output: Path | None) -> None:
 
 
 def run(args: argparse.Namespace, names: dict[str, str]) -> None:
-    """Answer the prompts, or ask for some. Collective.
+    """Answer the prompts, or read prompts interactively. Collective.
 
     Args:
-        names: its "who" becomes this rank's name, for messages.
+        names: its "who" is set to this rank's name, for messages.
     """
     from megatron.generate.text import interactive
 
     texts = read_prompts(args)
-    grid, place, names["who"] = start(args)
-    writer = make_writer(args, grid, place)
+    grid, rank_device, names["who"] = start(args)
+    writer = make_writer(args, grid, rank_device)
     if texts is None:
         if grid.rank == 0:
             log.info(f"each line is {'your turn' if args.chat else 'a prompt'}; Ctrl-D ends")
@@ -139,12 +139,12 @@ def run(args: argparse.Namespace, names: dict[str, str]) -> None:
     else:
         answers = writer.answer(texts)
         if grid.rank == 0:
-            goes_on = writer.prompts.tokens is None and not args.chat
-            write(answer_texts(answers, args, with_prompt=goes_on), args.output)
+            with_prompt = writer.prompts.tokens is None and not args.chat
+            write(answer_texts(answers, args, with_prompt=with_prompt), args.output)
 
 
 def main() -> None:
-    """Run the tool; an error ends the process with its code."""
+    """Run the tool; an error ends the process with its exit code."""
     names = {"who": f"rank {os.environ.get('RANK', '0')}"}
 
     def together() -> None:

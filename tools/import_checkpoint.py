@@ -4,12 +4,12 @@
     python tools/import_checkpoint.py --input megatron/checkpoints --output runs/from-megatron
     python pretrain_gpt2.py --load runs/cpm1 --finetune ...      with the flags that it prints
 
-Reads iter_N/mp_rank_XX/model_optim_rng.pt (with a pipeline too), mp_rank_XX_model_states.pt and DeepSpeed's
-layer_XX-model_YY-model_states.pt, saved by any number of tensor ranks and stages: decoders (GPT-2's, and those with
-rotary positions, grouped queries, SwiGLU, a squared ReLU, RMS norms, norms less 1; by Megatron-Core's names too), and
-T5 with learned positions. Weights alone are taken, bit for bit; nothing that the files carry is run. Any layout starts
-from the result.
-Ends with code 0, 2 (an option), or 3 (a checkpoint that cannot be imported).
+Supported files are iter_N/mp_rank_XX/model_optim_rng.pt (with a pipeline, too), mp_rank_XX_model_states.pt and
+DeepSpeed's layer_XX-model_YY-model_states.pt, saved by any number of tensor ranks and stages. Supported models are
+decoders (GPT-2's, and those with rotary positions, grouped queries, SwiGLU, a squared ReLU, RMS norms, norms less 1;
+also with Megatron-Core's names) and T5 with learned positions. Only the weights are imported, bit for bit; no code in
+the files is executed. The result can be loaded in any layout.
+Exit codes: 0, 2 (an invalid option), 3 (a checkpoint that cannot be imported).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ORDERS = ("3-heads-d", "heads-d-3", "heads-3-d")
 
 
 def positive(text: str) -> int:
-    """Read a whole number of 1 or more."""
+    """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the tool's options."""
+    """Parse the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=raw)
     add = parser.add_argument
@@ -57,7 +57,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def import_(args: argparse.Namespace) -> None:
-    """Write the run folder and say how to start from it."""
+    """Write the run folder and log the command that starts from it."""
     from megatron.checkpoint.huggingface.config import flags_of
     from megatron.checkpoint.legacy.convert import Wishes, import_checkpoint
 
@@ -70,7 +70,7 @@ def import_(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Return the exit code."""
+    """Run the tool and return the exit code."""
     args = parse_args()
     try:
         import_(args)

@@ -1,11 +1,11 @@
-"""Show what a checkpoint holds, or how two differ. Every byte is read against its checksum first.
+"""Show the contents of a checkpoint, or the differences between two. All files are verified by their checksums first.
 
     python tools/inspect_checkpoint.py runs/my-run
     python tools/inspect_checkpoint.py runs/my-run/checkpoints/step-00000020 --compare runs/other --weights-only
 
-A run folder or its checkpoints folder means its newest checkpoint that verifies. With --compare the code is 0 if all
-tensors are the same bits and 1 if not; differences in step or settings are shown and do not count. Code 3: there is no
-checkpoint, or none that verifies.
+For a run folder or its checkpoints folder, the newest checkpoint that verifies is used. With --compare the exit code is
+0 if all tensors are bitwise identical and 1 otherwise; differences in step or settings are shown but ignored. Exit code
+3: there is no checkpoint, or none that verifies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.errors import exit_code
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the tool's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -39,7 +39,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def show(path: Path, as_json: bool) -> int:
-    """Print the facts of one checkpoint; return the exit code."""
+    """Print the facts and the tensors of one checkpoint; return the exit code."""
     from megatron.checkpoint import inspect
     from megatron.checkpoint.one_process import open_folder
 
@@ -47,27 +47,27 @@ def show(path: Path, as_json: bool) -> int:
     facts, tensors = inspect.run_facts(checkpoint), inspect.tensor_facts(checkpoint)
     facts["files"], facts["elements"] = inspect.file_facts(checkpoint), inspect.num_elements(tensors)
     if as_json:
-        print_json({"verified": True, **facts, "tensors": [dataclasses.asdict(one) for one in tensors]})
+        print_json({"verified": True, **facts, "tensors": [dataclasses.asdict(tensor) for tensor in tensors]})
         return 0
     print_facts(facts)
     rows = [
         [
-            one.name,
-            one.dtype,
-            shape_text(one.shape),
-            number_text(one.norm),
-            number_text(one.largest),
-            f"{one.num_not_finite or ''}",
-            f"{one.num_files}",
+            tensor.name,
+            tensor.dtype,
+            shape_text(tensor.shape),
+            number_text(tensor.norm),
+            number_text(tensor.largest),
+            f"{tensor.num_not_finite or ''}",
+            f"{tensor.num_files}",
         ]
-        for one in tensors
+        for tensor in tensors
     ]
     print_table("tensors", ["name", "type", "shape", "norm", "largest", "not finite", "files"], rows)
     return 0
 
 
 def compare(first: Path, second: Path, weights_only: bool, as_json: bool) -> int:
-    """Print what differs; return the exit code."""
+    """Print the differences between two checkpoints; return the exit code."""
     from megatron.checkpoint import inspect
     from megatron.checkpoint.one_process import open_folder
 
@@ -88,19 +88,19 @@ def compare(first: Path, second: Path, weights_only: bool, as_json: bool) -> int
             for d in tensors
         ]
         print_table("tensors that differ", ["name", "by", "first", "second", "largest", "relative"], rows)
-    what = "weights" if weights_only else "tensors"
-    print(f"verdict: {len(tensors)} {what} differ" if tensors else f"verdict: all {what} are the same bits")
+    noun = "weights" if weights_only else "tensors"
+    print(f"verdict: {len(tensors)} {noun} differ" if tensors else f"verdict: all {noun} are the same bits")
     return 1 if tensors else 0
 
 
 def print_facts(facts: dict[str, Any]) -> None:
-    """Print a table of what is known of the run."""
+    """Print the table of facts about the run."""
     rows = [[key.replace("_", " "), value_text(value)] for key, value in facts.items()]
     print_table("checkpoint (every file verified)", ["what", ""], rows)
 
 
 def value_text(value: Any) -> str:
-    """Return a value of the state on one line or, if it is made of several, on one each."""
+    """Return a value of the state as text, with one line per entry of a dictionary."""
     if isinstance(value, dict):
         return "\n".join(
             f"{key} {json.dumps(item) if isinstance(item, (dict, list)) else item}" for key, item in value.items()
@@ -109,17 +109,17 @@ def value_text(value: Any) -> str:
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """Return "3 x 4"; "-" for a single number."""
+    """Return a shape as "3 x 4"; "-" for a scalar."""
     return " x ".join(map(str, shape)) or "-"
 
 
 def number_text(number: float | None) -> str:
-    """Return four digits, "-" for nothing."""
+    """Return a number with four significant digits; "-" for None."""
     return "-" if number is None else f"{number:.4g}"
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Print a table as wide as the terminal, or as it needs where there is none."""
+    """Print a table as wide as the terminal, or as wide as needed without a terminal."""
     from rich.table import Table
 
     from megatron import console
@@ -133,22 +133,22 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def print_json(content: dict[str, Any]) -> None:
-    """Print one object; numbers that JSON lacks become texts."""
+    """Print one JSON object; numbers that JSON does not support become text."""
     print(json.dumps(plain(content), indent=1, ensure_ascii=False))
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` with "nan", "inf" or "-inf" for numbers that JSON does not have."""
+    """Return ``value`` with "nan", "inf" or "-inf" as text for numbers that JSON does not support."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    is_odd = isinstance(value, float) and (value != value or value in (float("inf"), float("-inf")))
-    return str(value) if is_odd else value
+    is_not_finite = isinstance(value, float) and (value != value or value in (float("inf"), float("-inf")))
+    return str(value) if is_not_finite else value
 
 
 def main() -> int:
-    """Return the exit code."""
+    """Run the tool and return the exit code."""
     args = parse_args()
     try:
         if args.compare is not None:

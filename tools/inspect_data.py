@@ -1,12 +1,12 @@
-"""Tell what is in token files, and show samples as the model sees them.
+"""Describe token files, and show samples as the model reads them.
 
     python tools/inspect_data.py data/corpus --picture lengths.png
     python tools/inspect_data.py data/corpus --tokenizer-path t.json --samples 3 --seq-length 1024 --eod-mask-loss
     python tools/inspect_data.py --model t5 --data-path 0.7 a 0.3 b --tokenizer-path t.json --samples 2
 
-Further flags are those of the training, with its defaults and checks: which data, tokenizer, lengths, masks, spans.
-Samples are made by the functions of pretrain_gpt2.py or pretrain_t5.py themselves. Of several corpora the first line of
-a sample names its own.
+All other flags are training flags, with the same defaults and checks: data, tokenizer, lengths, masks, spans. Samples
+are made by the functions of pretrain_gpt2.py or pretrain_t5.py. With several corpora, the first line of a sample names
+its corpus.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LETTERS_SHOWN = 64
 
 
 def at_least(lowest: int) -> Any:
-    """Return a reader of whole numbers that refuses smaller ones."""
+    """Return a parser of integers that rejects values below ``lowest``."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < lowest:
@@ -66,32 +66,32 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """Return (own flags, prefixes, flags of the training): what stands before the first flag are prefixes."""
+    """Return (flags of the tool, prefixes, training flags); the words before the first flag are prefixes."""
     prefixes = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
     parser = make_parser()
-    flags, others = parser.parse_known_args(words[len(prefixes) :])
+    flags, training_flags = parser.parse_known_args(words[len(prefixes) :])
     if flags.picture is not None and flags.picture.suffix.lower() != ".png":
         parser.error(f"--picture must end in .png, got {flags.picture}")
-    given = next((word for word in others if word.removeprefix("--").replace("-", "_") in PATH_FLAGS), None)
-    if bool(prefixes) == bool(given):
+    path_flag = next((word for word in training_flags if word.removeprefix("--").replace("-", "_") in PATH_FLAGS), None)
+    if bool(prefixes) == bool(path_flag):
         parser.error(f"give prefixes in front or --data-path, one of them; got {' '.join(prefixes) or 'neither'}")
     if flags.samples and len(prefixes) > 1:
         parser.error("samples of several corpora need their weights: --data-path 0.5 a 0.5 b")
     if len(prefixes) == 1:
-        others = ["--data-path", prefixes[0], *others]
-    return flags, prefixes, others
+        training_flags = ["--data-path", prefixes[0], *training_flags]
+    return flags, prefixes, training_flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Tell what the command line asks for; return the exit code."""
-    flags, prefixes, others = parse_args(sys.argv[1:] if argv is None else argv)
+    """Show the requested information; return the exit code."""
+    flags, prefixes, training_flags = parse_args(sys.argv[1:] if argv is None else argv)
     from rich.console import Console
 
     from megatron import log
     from megatron.errors import exit_code
 
     try:
-        report(flags, prefixes, others, Console(highlight=False))
+        report(flags, prefixes, training_flags, Console(highlight=False))
     except Exception as error:
         log.error(f"error: {error}")
         return exit_code(error)
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(flags: argparse.Namespace, prefixes: list[str], others: list[str], console: Console) -> None:
-    """Tell facts, then draw the picture, then show samples."""
+    """Print the facts, then draw the picture, then show samples."""
     from megatron import config
     from megatron.console import print_table
     from megatron.data.indexed_dataset import IndexedDataset
@@ -124,15 +124,15 @@ def report(flags: argparse.Namespace, prefixes: list[str], others: list[str], co
 
 
 def prefixes_of(settings: Config) -> list[str]:
-    """Return the paths of all corpora that the flags of the training name, each once."""
+    """Return the paths of all corpora that the training flags name, without duplicates."""
     from megatron.config.data_paths import parse_paths
 
-    named = [getattr(settings.data, name, None) for name in PATH_FLAGS]
-    return list(dict.fromkeys(prefix for text in named if text for _, prefix in parse_paths(text)))
+    texts = [getattr(settings.data, name, None) for name in PATH_FLAGS]
+    return list(dict.fromkeys(prefix for text in texts if text for _, prefix in parse_paths(text)))
 
 
 def show_samples(flags: argparse.Namespace, settings: Config, tokenizer: Any, console: Console) -> None:
-    """Make samples as a run of one process would, through the functions of its script, and show them."""
+    """Make samples as a run with one process would, with the functions of its script, and show them."""
     import importlib
 
     from megatron.data import DataLoader
@@ -143,8 +143,8 @@ def show_samples(flags: argparse.Namespace, settings: Config, tokenizer: Any, co
     script = importlib.import_module(f"pretrain_{flags.model}")
     initialize.start(settings)
     global_vars.set_current(settings, tokenizer, None)
-    wanted = [flags.first + flags.samples if name == flags.subset else 0 for name in SUBSETS]
-    samples = script.train_valid_test_datasets_provider(wanted)[SUBSETS.index(flags.subset)]
+    num_samples = [flags.first + flags.samples if name == flags.subset else 0 for name in SUBSETS]
+    samples = script.train_valid_test_datasets_provider(num_samples)[SUBSETS.index(flags.subset)]
     tokenizer = global_vars.get_tokenizer()
     streams_of = view.t5_streams if flags.model == "t5" else view.gpt2_streams
     words = Words(tokenizer, script.t5_tokens().names if flags.model == "t5" else None)
@@ -156,33 +156,33 @@ def show_samples(flags: argparse.Namespace, settings: Config, tokenizer: Any, co
     for index, batch in zip(range(flags.first, flags.first + flags.samples), batches, strict=False):
         console.rule(f"sample {index} of {flags.subset}{origin(samples, index)}", align="left", characters="=")
         fields = script.get_batch(batch)
-        for shown in streams_of(fields, tokenizer.eod_id):
-            view.show(shown, words, console, flags.rows)
+        for stream in streams_of(fields, tokenizer.eod_id):
+            view.show(stream, words, console, flags.rows)
     initialize.stop()
 
 
 def order_lines(samples: Any) -> Iterator[str]:
-    """Yield which letter stands for which corpus of a mixture, and the corpora of its first samples."""
+    """Yield the letter of each corpus of a mixture, and the corpora of its first samples."""
     names = list(getattr(samples, "parts", ()))
     if len(names) < 2:
         return
-    yield from (f"{letter(number)} = {name}" for number, name in enumerate(names))
-    first = "".join(letter(samples.order.locate(index)[0]) for index in range(LETTERS_SHOWN))
-    yield f"corpora of the first {LETTERS_SHOWN} samples: {first}"
+    yield from (f"{letter(corpus_idx)} = {name}" for corpus_idx, name in enumerate(names))
+    letters = "".join(letter(samples.order.locate(index)[0]) for index in range(LETTERS_SHOWN))
+    yield f"corpora of the first {LETTERS_SHOWN} samples: {letters}"
 
 
 def letter(number: int) -> str:
-    """Return a letter for a corpus, ? for those beyond z."""
+    """Return a letter for a corpus; "?" after z."""
     return "abcdefghijklmnopqrstuvwxyz"[number] if number < 26 else "?"
 
 
 def origin(samples: Any, index: int) -> str:
-    """Return ": NAME, its sample I" where samples come from several corpora."""
+    """Return ": NAME, its sample I" if samples come from several corpora."""
     names = list(getattr(samples, "parts", ()))
     if len(names) < 2:
         return ""
-    corpus, place = samples.order.locate(index)
-    return f": {names[corpus]}, its sample {place}"
+    corpus, sample_idx = samples.order.locate(index)
+    return f": {names[corpus]}, its sample {sample_idx}"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Make a corpus of any size for measurements: JSON lines, documents of mixed length, English, Chinese and code.
+"""Make a corpus of any size for benchmarks: JSON lines, documents of mixed length, English, Chinese and code.
 
     python tools/make_big_corpus.py --bytes 2e9 --output data/big.jsonl
 
-Sentences of examples/corpus and lines of this checkout's Python files are put together anew by the seed, with invented
-names and numbers among them, so that words do not merely repeat. The same checkout, seed and size give the same bytes.
-It is no text to train on.
+Sentences of examples/corpus and lines of this checkout's Python files are combined at random, with invented names and
+numbers among them, so that the vocabulary keeps growing. The same checkout, seed and size give the same bytes. The
+corpus is not meant for training.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SYLLABLES = "ba den fi gor hal ist jun ka lem mor nu os per qui ras tol um ven w
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the tool's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -52,15 +52,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def escaped(text: str) -> bytes:
-    """Return ``text`` as it stands within a JSON string."""
+    """Return ``text`` escaped for a JSON string."""
     return orjson.dumps(text)[1:-1]
 
 
 def pieces(root: Path) -> list[list[bytes]]:
-    """Return what documents are made of, escaped: English sentences, Chinese sentences, lines of code.
+    """Return the pieces of documents, escaped: English sentences, Chinese sentences, blocks of code.
 
     Raises:
-        DataError: the texts are not there.
+        DataError: the texts are missing.
     """
     english, chinese, code = (
         [path.read_text(encoding="utf-8") for path in sorted(root.glob(pattern))]
@@ -68,21 +68,21 @@ def pieces(root: Path) -> list[list[bytes]]:
     )
     if not (english and chinese and code):
         raise DataError(f"{root} must hold examples/corpus/{{en,zh}}/*.txt and megatron/; is the checkout complete?")
-    cut = [
+    pieces_by_type = [
         [sentence + " " for text in english for sentence in re.split(r"(?<=[.!?])\s+", text)],
         [sentence for text in chinese for sentence in re.split(r"(?<=[。！？])", text)],
         ["\n".join(text.splitlines()[start : start + 4]) + "\n" for text in code for start in range(0, 80, 4)],
     ]
-    return [[escaped(piece) for piece in kind if piece.strip()] for kind in cut]
+    return [[escaped(piece) for piece in type_pieces if piece.strip()] for type_pieces in pieces_by_type]
 
 
 def names(draw: Callable[[], float]) -> list[bytes]:
     """Return invented words and numbers."""
-    some = []
-    for number in range(NUM_NAMES):
-        word = "".join(SYLLABLES[int(draw() * len(SYLLABLES))] for _ in range(2 + number % 3))
-        some.append(f"{word.title()} " if number % 4 else f"{int(draw() * 1e5)} ")
-    return [escaped(name) for name in some]
+    words = []
+    for i in range(NUM_NAMES):
+        word = "".join(SYLLABLES[int(draw() * len(SYLLABLES))] for _ in range(2 + i % 3))
+        words.append(f"{word.title()} " if i % 4 else f"{int(draw() * 1e5)} ")
+    return [escaped(name) for name in words]
 
 
 def lengths(draw: Callable[[], float]) -> list[int]:
@@ -92,42 +92,42 @@ def lengths(draw: Callable[[], float]) -> list[int]:
 
 
 def documents(kinds: Sequence[Sequence[bytes]], seed: int) -> Iterator[bytes]:
-    """Yield JSON lines without end. Only ``random()`` is drawn, the one method that stays the same in all Pythons."""
+    """Yield JSON lines endlessly. Only ``random()`` is called, whose sequence is the same in all Python versions."""
     draw = random.Random(seed).random
     invented, sizes = names(draw), lengths(draw)
-    number = 0
+    document_id = 0
     while True:
-        kind = kinds[int(draw() * len(kinds))]
-        parts = [b'{"id": %d, "text": "' % number]
-        left = sizes[int(draw() * NUM_LENGTHS)]
-        while left > 0:
-            start = int(draw() * len(kind))
-            some = kind[start : start + min(left // 80 + 1, 8)]
-            parts += some
+        type_pieces = kinds[int(draw() * len(kinds))]
+        parts = [b'{"id": %d, "text": "' % document_id]
+        remaining = sizes[int(draw() * NUM_LENGTHS)]
+        while remaining > 0:
+            start = int(draw() * len(type_pieces))
+            chosen = type_pieces[start : start + min(remaining // 80 + 1, 8)]
+            parts += chosen
             parts.append(invented[int(draw() * NUM_NAMES)])
-            left -= sum(map(len, some))
+            remaining -= sum(map(len, chosen))
         parts.append(b'"}\n')
         yield b"".join(parts)
-        number += 1
+        document_id += 1
 
 
 def chunks(lines: Iterator[bytes], num_bytes: float) -> Iterator[bytes]:
-    """Yield blocks of whole lines until there are at least ``num_bytes``."""
-    gathered: list[bytes] = []
+    """Yield blocks of whole lines with at least ``num_bytes`` in total."""
+    lines_in_block: list[bytes] = []
     size = written = 0
     while written + size < num_bytes:
         line = next(lines)
-        gathered.append(line)
+        lines_in_block.append(line)
         size += len(line)
         if size >= CHUNK_BYTES:
-            yield b"".join(gathered)
+            yield b"".join(lines_in_block)
             written += size
-            gathered, size = [], 0
-    yield b"".join(gathered)
+            lines_in_block, size = [], 0
+    yield b"".join(lines_in_block)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the file beside its name, then rename it; return the exit code."""
+    """Write a temporary file next to the output, then rename it; return the exit code."""
     args = parse_args(argv)
     started = time.monotonic()
     temporary = args.output.with_name(f".{args.output.name}.tmp")

@@ -1,17 +1,17 @@
-"""Make the sample data: small stories in English and Chinese, without a network, that a small model learns to write.
+"""Make the sample data: short stories in English and Chinese that a small model can learn. Needs no network.
 
     python tools/make_sample_data.py
     python tools/make_sample_data.py --print text --number 4
     python tools/make_sample_data.py --print json > stories.jsonl
 
-The first writes stories, trains a vocabulary on them, and makes data/sample/{corpus.jsonl, tokenizer.json,
-gpt2_text_document.bin, .idx, .meta.json}: 10,000 stories, 4.6 MB, in a few seconds. Quick when all is up to date; safe
-to run several times at once. The others write the stories alone, to standard output; --print json is what
-tools/preprocess_data.py reads.
+The first command writes stories, trains a vocabulary on them, and creates data/sample/{corpus.jsonl, tokenizer.json,
+gpt2_text_document.bin, .idx, .meta.json}: 10,000 stories, 4.6 MB, in a few seconds. It returns immediately if all files
+are up to date, and several processes may run it at once. The other commands only print stories;
+tools/preprocess_data.py reads the output of --print json.
 
-A story is one of ten plots. Its people, things and places are drawn once and persist; each beat of the plot is drawn
-from a few sentences that mean the same. So a model of a million parameters learns within minutes on a CPU who is who
-and what comes next.
+A story follows one of ten plots. Its people, things and places are drawn once and do not change; each beat of the plot
+is drawn from a few sentences with the same meaning. A model of a million parameters therefore learns within minutes on
+a CPU who is who and what comes next.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from megatron.tokenizer import train  # noqa: E402
 from megatron.tokenizer.identity import is_same  # noqa: E402
 
 RECIPE = "2"
-"""Raise it when the way the data is made changes: older data is then made anew."""
+"""Version of the data. Increase it when the data changes, so that existing data is created again."""
 VOCAB_SIZE = 2400
 PREFIX = "gpt2_text_document"
 
 Beats = Sequence[Sequence[str]]
-"""The sentences of a plot, in order; of each beat one is taken. {a} is the hero, {b} the friend."""
+"""The beats of a plot, in order; one sentence is drawn for each beat. {a} is the hero, {b} the friend."""
 
-# English. A name always belongs to the same animal, and an animal of a name is always he or she.
+# English. Each name belongs to one animal, and the animal of a name is always he or she.
 
 PEOPLE = {
     "Mia": "cat she",
@@ -210,7 +210,7 @@ CLOSINGS: Beats = (
     ),
 )
 
-# Chinese: the same plots, told anew.
+# Chinese: the same plots, written independently.
 
 ZH_PEOPLE = {
     "咪咪": "小猫 她",
@@ -350,10 +350,10 @@ ZH_CLOSINGS: Beats = (
 
 
 def stories(number: int, seed: int = 1234) -> Iterator[str]:
-    """Yield ``number`` stories, in English and Chinese by turns, the same for a seed on every machine."""
-    draw = random.Random(seed)
+    """Yield ``number`` stories, alternately in English and Chinese; a seed gives the same stories on every machine."""
+    rng = random.Random(seed)
     for index in range(number):
-        yield chinese(draw) if index % 2 else english(draw)
+        yield chinese(rng) if index % 2 else english(rng)
 
 
 def chinese_words() -> set[str]:
@@ -363,7 +363,7 @@ def chinese_words() -> set[str]:
 
 
 def english(draw: random.Random) -> str:
-    """Return a story in English, a paragraph."""
+    """Return an English story of one paragraph."""
     (hero, kind), (friend, other) = ((name, PEOPLE[name].split()) for name in draw.sample(list(PEOPLE), 2))
     he, him, his = FORMS[kind[1]]
     words = {"a": hero, "kind": kind[0], "b": friend, "bkind": other[0], "he": he, "him": him, "his": his}
@@ -373,7 +373,7 @@ def english(draw: random.Random) -> str:
 
 
 def chinese(draw: random.Random) -> str:
-    """Return a story in Chinese, a paragraph."""
+    """Return a Chinese story of one paragraph."""
     (hero, kind), (friend, other) = ((name, ZH_PEOPLE[name].split()) for name in draw.sample(list(ZH_PEOPLE), 2))
     words = {"a": hero, "kind": kind[0], "b": friend, "bkind": other[0], "he": kind[1]}
     return "".join(_sentences(draw, words, ZH_WORDS, ZH_OPENINGS, ZH_PLOTS, ZH_CLOSINGS))
@@ -397,7 +397,7 @@ CHINESE_WORDS = re.compile("|".join(sorted(chinese_words(), key=len, reverse=Tru
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the tool's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -416,7 +416,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def key_of(documents: list[str], vocab_size: int) -> str:
-    """Return a text that changes when the documents or the way they are processed do."""
+    """Return a key that changes if the documents or their processing change."""
     digest = hashlib.sha256(f"{RECIPE}:{vocab_size}:{tokenizers.__version__}".encode())
     for text in documents:
         digest.update(hashlib.sha256(text.encode()).digest())
@@ -424,15 +424,16 @@ def key_of(documents: list[str], vocab_size: int) -> str:
 
 
 def with_words_apart(text: str) -> str:
-    """Return ``text`` for the training of a vocabulary, where a Chinese name or thing is a word as an English one is.
+    """Return ``text`` for training a vocabulary, with the Chinese names and things separated like English words.
 
-    Chinese has no blanks: merges would run over the edges of a name, which would then have other tokens each time.
+    Chinese has no spaces: merges would cross the boundaries of a name, which would then have different tokens each
+    time.
     """
     return CHINESE_WORDS.sub(r"\n\g<0>\n", text)
 
 
 def is_up_to_date(output: Path, key: str) -> bool:
-    """Return whether ``output`` holds the data of ``key``, whole."""
+    """Return True if ``output`` contains the complete data of ``key``."""
     try:
         sidecar = IndexedDataset(output / PREFIX).sidecar
         identity = tokenizer.build(tokenizer_path=output / "tokenizer.json").identity
@@ -442,7 +443,7 @@ def is_up_to_date(output: Path, key: str) -> bool:
 
 
 def make(output: Path, documents: list[str], key: str, vocab_size: int, num_workers: int) -> None:
-    """Write everything; the key comes last."""
+    """Write all files; the key is written last."""
     (output / "key").unlink(missing_ok=True)
     corpus, vocabulary = output / "corpus.jsonl", output / "tokenizer.json"
     files.replace_bytes(corpus, b"".join(orjson.dumps({"text": text}) + b"\n" for text in documents))
@@ -463,7 +464,7 @@ def make(output: Path, documents: list[str], key: str, vocab_size: int, num_work
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Let one process at a time work in ``folder``; the lock ends with its process."""
+    """Allow only one process at a time to work in ``folder``; the lock is released when its process ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as file:
         try:
@@ -476,7 +477,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def print_stories(number: int, seed: int, form: str) -> None:
     """Write stories to standard output, as text or as lines of JSON."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads may stop early, as head does
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may stop early, as head does
     for index, story in enumerate(stories(number, seed)):
         if form == "json":
             sys.stdout.write(orjson.dumps({"text": story}).decode() + "\n")
@@ -485,7 +486,7 @@ def print_stories(number: int, seed: int, form: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Make what is not up to date; return the exit code."""
+    """Create the data if it is not up to date; return the exit code."""
     args = parse_args(argv)
     if args.print:
         print_stories(args.number, args.seed, args.print)

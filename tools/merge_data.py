@@ -1,14 +1,15 @@
-"""Join token files into one pair, byte for byte what preprocessing their texts together would have given.
+"""Join token files into one pair of files, byte-identical to preprocessing their texts together.
 
     python tools/merge_data.py --input data/a data/b data/c --output-prefix data/all
 
     python tools/merge_data.py --input data/corpus.parts --output-prefix data/corpus
 
-The second line joins what jobs of tools/preprocess_data.py with --part K/N have made: the bytes of one job, if all of
-them are there. The folder stays; remove it when it is no longer needed.
+The second command joins the output of tools/preprocess_data.py jobs with --part K/N. The result is byte-identical to
+that of a single job, and all parts must be present. The folder of parts is not removed.
 
-Inputs must have one token type and one vocabulary. Those of Megatron-LM, which have no .meta.json, can be joined too;
-what comes out then has none either. Memory does not grow with the files. The output appears whole or not at all.
+Inputs must have the same token type and vocabulary. Token files of Megatron-LM, which have no .meta.json, can be
+joined, too; the output then has none either. Memory use does not grow with the files. The output appears only once it
+is complete.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ UNNAMED = "not named"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the tool's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -62,18 +63,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def join_parts(inputs: Sequence[str], output_prefix: str) -> str:
-    """Join the folder of parts in ``inputs``, which must be alone; return the counts in words.
+    """Join the folder of parts, the only entry of ``inputs``; return the counts as text.
 
     Raises:
-        DataError: it is not alone, or not all parts are there, whole and of one job.
+        DataError: there are several inputs, or a part is missing, incomplete or of another job.
     """
     if len(inputs) > 1:
         raise DataError(f"--input takes one folder of parts alone, got {' '.join(inputs)}. Join them one by one first.")
-    done = preprocess.join(Path(inputs[0]), output_prefix)
-    if done.bad_path:
-        lines = "1 bad line was" if done.num_bad == 1 else f"{done.num_bad} bad lines were"
-        log.warning(f"{lines} left out; {done.bad_path} lists {'it' if done.num_bad == 1 else 'them'}")
-    return f"{done.num_documents} documents, {done.num_tokens} tokens of {done.num_units} units"
+    summary = preprocess.join(Path(inputs[0]), output_prefix)
+    if summary.bad_path:
+        bad_lines = "1 bad line was" if summary.num_bad == 1 else f"{summary.num_bad} bad lines were"
+        log.warning(f"{bad_lines} left out; {summary.bad_path} lists {'it' if summary.num_bad == 1 else 'them'}")
+    return f"{summary.num_documents} documents, {summary.num_tokens} tokens of {summary.num_units} units"
 
 
 def merge(inputs: Sequence[str], output_prefix: str) -> IndexedDatasetBuilder:
@@ -85,11 +86,11 @@ def merge(inputs: Sequence[str], output_prefix: str) -> IndexedDatasetBuilder:
     parts = [IndexedDataset(prefix) for prefix in inputs]
     check_output(parts, output_prefix)
     check_alike(parts)
-    known = common_sidecar(parts)
+    common = common_sidecar(parts)
     writer = IndexedDatasetBuilder(
         output_prefix,
-        vocab_size=known.vocab_size if known else None,
-        tokenizer=known.tokenizer if known else "",
+        vocab_size=common.vocab_size if common else None,
+        tokenizer=common.tokenizer if common else "",
         eod_id=common_eod(parts),
         dtype=parts[0].dtype,
     )
@@ -106,15 +107,15 @@ def merge(inputs: Sequence[str], output_prefix: str) -> IndexedDatasetBuilder:
 
 
 def check_output(parts: Sequence[IndexedDataset], output_prefix: str) -> None:
-    """Raise DataError if the output is one of the inputs, or a file of it is, by whatever name."""
+    """Raise DataError if an output file is the same file as an input file, even under another name."""
     for part in parts:
         pairs = [(part.token_path, Path(output_prefix + ".bin")), (part.index_path, Path(output_prefix + ".idx"))]
-        if any(there.exists() and there.samefile(path) for path, there in pairs):
+        if any(output_path.exists() and output_path.samefile(path) for path, output_path in pairs):
             raise DataError(f"--output-prefix must not be an input, got {output_prefix} as both. Give another name.")
 
 
 def check_alike(parts: Sequence[IndexedDataset]) -> None:
-    """Raise DataError unless all have one token type, and those that say their vocabulary say the same."""
+    """Raise DataError unless all inputs have the same token type and the same vocabulary, as far as it is recorded."""
     first = parts[0]
     for part in parts:
         if part.dtype != first.dtype:
@@ -122,17 +123,17 @@ def check_alike(parts: Sequence[IndexedDataset]) -> None:
                 f"all inputs must have one token type, got {first.dtype} in {first.prefix} and {part.dtype} in "
                 f"{part.prefix}. Build one of them again with the tokenizer of the other."
             )
-    named = [(part.prefix, part.sidecar) for part in parts if part.sidecar]
-    for prefix, sidecar in named[1:]:
-        if not has_same_vocabulary(sidecar, named[0][1]):
+    sidecars = [(part.prefix, part.sidecar) for part in parts if part.sidecar]
+    for prefix, sidecar in sidecars[1:]:
+        if not has_same_vocabulary(sidecar, sidecars[0][1]):
             raise DataError(
-                f"all inputs must have one vocabulary, got {vocabulary(named[0][1])} in {named[0][0]} and "
+                f"all inputs must have one vocabulary, got {vocabulary(sidecars[0][1])} in {sidecars[0][0]} and "
                 f"{vocabulary(sidecar)} in {prefix}. Build one of them again with the tokenizer of the other."
             )
 
 
 def has_same_vocabulary(first: DatasetMetadata, second: DatasetMetadata) -> bool:
-    """Return True if both token files were built with one tokenizer, as far as they say."""
+    """Return True if both token files were encoded by the same tokenizer, as far as the sidecars record it."""
     if first.vocab_size != second.vocab_size:
         return False
     if not (first.tokenizer and second.tokenizer):
@@ -146,7 +147,7 @@ def vocabulary(sidecar: DatasetMetadata) -> str:
 
 
 def common_sidecar(parts: Sequence[IndexedDataset]) -> DatasetMetadata | None:
-    """Return the first sidecar if all have one, else None: then nobody knows what the whole holds."""
+    """Return the first sidecar if all inputs have one, otherwise None, because the joined contents are unknown."""
     missing = next((part.prefix for part in parts if part.sidecar is None), None)
     if missing is not None:
         log.warning(
@@ -157,17 +158,17 @@ def common_sidecar(parts: Sequence[IndexedDataset]) -> DatasetMetadata | None:
 
 
 def common_eod(parts: Sequence[IndexedDataset]) -> int | None:
-    """Return the id that ends every document of all parts, None where there is no such id.
+    """Return the id that ends every document of all parts; None if there is no such id.
 
     Raises:
-        DataError: If documents of two parts end with two tokens.
+        DataError: documents of two parts end with different tokens.
     """
     ends = {part.sidecar.eod_id if part.sidecar and part.sidecar.has_eod else None for part in parts}
-    named = {part.sidecar.eod_id: part.prefix for part in parts if part.sidecar and part.sidecar.has_eod}
-    if len(named) > 1:
-        said = " and ".join(f"the id {eod_id} in {prefix}" for eod_id, prefix in named.items())
+    prefix_of_id = {part.sidecar.eod_id: part.prefix for part in parts if part.sidecar and part.sidecar.has_eod}
+    if len(prefix_of_id) > 1:
+        listed = " and ".join(f"the id {eod_id} in {prefix}" for eod_id, prefix in prefix_of_id.items())
         raise DataError(
-            f"documents of all inputs must end with one token, got {said}. Build one of them again with --eod-token"
+            f"documents of all inputs must end with one token, got {listed}. Build one of them again with --eod-token"
         )
     if len(ends) > 1 and all(part.sidecar for part in parts):
         log.warning(
@@ -177,26 +178,28 @@ def common_eod(parts: Sequence[IndexedDataset]) -> int | None:
 
 
 def in_blocks(sizes: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield ``sizes`` in parts, since those of a large file lie on the disk."""
+    """Yield ``sizes`` in blocks, because the sizes of a large file are memory-mapped."""
     for start in range(0, len(sizes), BLOCK):
         yield np.array(sizes[start : start + BLOCK])
 
 
 def merge_into(inputs: Sequence[str], output_prefix: str, work_dir: Path) -> str:
-    """Join token files, or the parts of jobs, into ``output_prefix``, also of a store; return the counts in words."""
-    if remote := next(filter(object_store.is_remote, inputs), None):
-        raise DataError(f"--input must name files of this machine, got {remote}. Copy its .bin, .idx and .meta.json.")
+    """Join token files or parts of jobs into ``output_prefix``, also in an object store; return the counts as text."""
+    if remote_input := next(filter(object_store.is_remote, inputs), None):
+        raise DataError(
+            f"--input must name files of this machine, got {remote_input}. Copy its .bin, .idx and .meta.json."
+        )
     is_remote = object_store.is_remote(output_prefix)
-    made_at = token_upload.local_prefix(output_prefix, work_dir) if is_remote else output_prefix
+    local_prefix = token_upload.local_prefix(output_prefix, work_dir) if is_remote else output_prefix
     if is_remote:
         token_upload.check_target(output_prefix)
     if any(Path(each).is_dir() for each in inputs):
-        counts = join_parts(inputs, made_at)
+        counts = join_parts(inputs, local_prefix)
     else:
-        writer = merge(inputs, made_at)
+        writer = merge(inputs, local_prefix)
         counts = f"{writer.num_documents} documents, {writer.num_tokens} tokens of {len(inputs)} inputs"
     if is_remote:
-        token_upload.upload(made_at, output_prefix)
+        token_upload.upload(local_prefix, output_prefix)
     return counts
 
 

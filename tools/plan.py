@@ -1,4 +1,4 @@
-"""Plan a run before it is started: which layout is best, what it takes, and what to paste to start it.
+"""Plan a run before starting it: find the best layout, its cost, and the command that starts it.
 
     python tools/plan.py --model gpt2 --num-layers 48 --hidden-size 8192 --gpus 512 --gpu h100-80g
     python tools/plan.py --model t5 --num-layers 24 --hidden-size 2048 --gpus 64 --gpu a100-80g --tokens 300e9
@@ -7,9 +7,9 @@
     python tools/plan.py --load Qwen3-8B --gpus 8                  # sizes of a Hugging Face folder or of a run
     python tools/plan.py --calibrate machine.json      # then: --machine machine.json
 
-The flags of the model and of the layout are those of the training (docs/flags.md): what is given of a layout is kept,
-the rest is sought. --fits takes the layout as it is given and says what makes it fit. docs/planner.md tells what is
-reckoned, and how far it is off.
+The flags of the model and of the layout are the training flags (docs/flags.md). Given layout flags are kept, and the
+others are searched. --fits evaluates the given layout and suggests changes if it does not fit. docs/planner.md
+describes the estimates and their errors.
 """
 
 from __future__ import annotations
@@ -35,20 +35,24 @@ DOES_NOT_FIT = 1
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Do what the command line asks; return the exit code: 0, 1 where nothing fits, 2 for flags that cannot be."""
+    """Run the requested command; return the exit code: 0, 1 if no layout fits, 2 for invalid flags."""
     parser, flags, rest = read_flags(argv)
     try:
         if flags.calibrate is not None:
             return write_machine(parser, flags)
-        asked = question(flags, rest)
-        planner = Planner(asked.config, asked.machine)
-        return fit(planner, asked, flags.json) if asked.layout else rank(planner, asked, flags.json)
+        parsed_question = question(flags, rest)
+        planner = Planner(parsed_question.config, parsed_question.machine)
+        return (
+            fit(planner, parsed_question, flags.json)
+            if parsed_question.layout
+            else rank(planner, parsed_question, flags.json)
+        )
     except (CheckpointError, ConfigError) as error:
         parser.error(str(error))
 
 
 def read_flags(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
-    """Return the parser, the planner's flags, and those of the training; code 2 if they do not go together."""
+    """Return the parser, the planner's flags, and the training flags; exit with code 2 if they cannot be combined."""
     parser = make_parser(__doc__ or "")
     flags, rest = parser.parse_known_args(argv)
     if flags.model is None:
@@ -61,7 +65,7 @@ def read_flags(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argpars
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the planner's flags of a command line that can be planned; those of the training are checked, too."""
+    """Return the planner's flags of a valid command line; the training flags are checked, too."""
     parser, flags, rest = read_flags(argv)
     try:
         if flags.calibrate is None:
@@ -72,51 +76,53 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def rank(planner: Planner, asked: Question, is_json: bool) -> int:
-    """Print the ranked layouts and all about the first; return 1 where none fits."""
-    found = search(planner, asked.wanted)
-    if not found.num_candidates:
+    """Print the ranked layouts and the details of the first; return 1 if none fits."""
+    result = search(planner, asked.wanted)
+    if not result.num_candidates:
         raise ConfigError(
             f"no layout divides {asked.wanted.world_size} devices and {asked.wanted.global_batch_size} samples with "
             "these sizes and flags. Change --gpus or --global-batch-size, or give fewer flags of the layout"
         )
-    if not found.best and found.smallest is None:
+    if not result.best and result.smallest is None:
         raise ConfigError("none of the layouts is one that the training takes. Give fewer flags of the layout")
     if is_json:
-        print_json({"layouts": [report.as_data(one, asked) for one in found.best]}, asked)
-        return 0 if found.best else DOES_NOT_FIT
+        print_json({"layouts": [report.as_data(one, asked) for one in result.best]}, asked)
+        return 0 if result.best else DOES_NOT_FIT
     print_lines(report.opening(asked, planner))
-    if not found.best:
+    if not result.best:
         print_lines(["", "no layout fits. The one that comes nearest:", ""])
-        assert found.smallest is not None
-        print_lines(report.details(found.smallest, asked))
-        over = overflow(found.smallest, asked.machine.usable_bytes)
-        print_lines(["", *report.fitting(asked, over, remedies(planner, found.smallest.layout))])
+        assert result.smallest is not None
+        print_lines(report.details(result.smallest, asked))
+        excess = overflow(result.smallest, asked.machine.usable_bytes)
+        print_lines(["", *report.fitting(asked, excess, remedies(planner, result.smallest.layout))])
         return DOES_NOT_FIT
-    print_lines(["", *report.ranking(found, asked), "", *report.details(found.best[0], asked)])
-    print_lines(["", *report.pasted(found.best[0], asked)])
+    print_lines(["", *report.ranking(result, asked), "", *report.details(result.best[0], asked)])
+    print_lines(["", *report.pasted(result.best[0], asked)])
     return 0
 
 
 def fit(planner: Planner, asked: Question, is_json: bool) -> int:
-    """Print what the one layout takes, and how to make it fit; return 1 where it does not."""
+    """Print the requirements of the given layout and how to make it fit; return 1 if it does not fit."""
     assert asked.layout is not None
-    found = planner.estimate(asked.layout)
-    over = overflow(found, asked.machine.usable_bytes)
-    ways = remedies(planner, asked.layout) if over else []
+    estimate = planner.estimate(asked.layout)
+    excess = overflow(estimate, asked.machine.usable_bytes)
+    fixes = remedies(planner, asked.layout) if excess else []
     if is_json:
-        answer: dict[str, Any] = {"fits": over is None, "layout": report.as_data(found, asked)}
-        if over is not None:
-            answer["overflow"] = vars(over)
-            answer["remedies"] = [{"changes": way.changes, **report.as_data(way.found, asked)} for way in ways]
+        answer: dict[str, Any] = {"fits": excess is None, "layout": report.as_data(estimate, asked)}
+        if excess is not None:
+            answer["overflow"] = vars(excess)
+            answer["remedies"] = [{"changes": fix.changes, **report.as_data(fix.found, asked)} for fix in fixes]
         print_json(answer, asked)
     else:
-        print_lines([*report.opening(asked, planner), "", *report.details(found, asked), ""])
-        print_lines([*report.fitting(asked, over, ways), "", *report.pasted(ways[0].found if ways else found, asked)])
-    return 0 if over is None else DOES_NOT_FIT
+        print_lines([*report.opening(asked, planner), "", *report.details(estimate, asked), ""])
+        print_lines(
+            [*report.fitting(asked, excess, fixes), "", *report.pasted(fixes[0].found if fixes else estimate, asked)]
+        )
+    return 0 if excess is None else DOES_NOT_FIT
 
 
 def write_machine(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> int:
-    """Measure this machine and write it to a file."""
+    """Measure this machine and write the result to a file."""
     from megatron.planner.calibrate import calibrate
 
     folder = flags.calibrate.absolute().parent
@@ -140,7 +146,7 @@ def print_lines(lines: Iterable[str], to: Any = None) -> None:
 
 
 def print_json(answer: dict[str, Any], asked: Question) -> None:
-    """Print JSON, with what was assumed."""
+    """Print JSON, including the assumptions."""
     print(json.dumps({**answer, "machine": asked.machine.name, "assumed": asked.assumed}, indent=2))
 
 
@@ -148,7 +154,7 @@ if __name__ == "__main__":
     try:
         code = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has enough
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     sys.exit(code)

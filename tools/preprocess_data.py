@@ -1,12 +1,13 @@
-"""Turn text into token files for training.
+"""Encode text into token files for training.
 
     python tools/preprocess_data.py --input corpus.jsonl --tokenizer-path tokenizer.json --output-prefix data/corpus
 
-writes data/corpus.bin, data/corpus.idx and data/corpus.meta.json; train on them with --data-path data/corpus. Cut off,
-with Ctrl-C or by whatever else, it goes on where it was when --resume is added. With --verify and no --input the files
-of --output-prefix are read through and some of their documents shown.
+This writes data/corpus.bin, data/corpus.idx and data/corpus.meta.json; train on them with --data-path data/corpus. An
+interrupted job continues if --resume is added to its command. With --verify and without --input, the files of
+--output-prefix are verified and some of their documents shown.
 
-On several machines, inputs and outputs in a shared folder, a job array does it in parts, each again as often as needed:
+On several machines that share a folder for inputs and outputs, a job array can encode the parts; each part may be
+started as often as needed:
 
     python tools/preprocess_data.py --input ... --output-prefix data/corpus --part $SLURM_ARRAY_TASK_ID/16
     python tools/merge_data.py --input data/corpus.parts --output-prefix data/corpus
@@ -44,11 +45,11 @@ OF_INPUT = {
     "--part": "part",
     "--cluster": "cluster",
 }
-"""Flag -> its value: those that act on a job and not on a check of what is there."""
+"""Flag -> attribute, for flags that affect a job but not --verify."""
 
 
 def at_least(lowest: int) -> Callable[[str], int]:
-    """Return a reader of whole numbers that refuses smaller ones."""
+    """Return a parser of integers that rejects values below ``lowest``."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < lowest:
@@ -59,7 +60,7 @@ def at_least(lowest: int) -> Callable[[str], int]:
 
 
 def share(text: str) -> preprocess.Share:
-    """Read a share of the units, such as 3/16."""
+    """Parse a share of the units, such as 3/16."""
     try:
         return preprocess.Share.parse(text)
     except ValueError as error:
@@ -67,7 +68,7 @@ def share(text: str) -> preprocess.Share:
 
 
 def fraction(text: str) -> float:
-    """Read a number from 0 to 1."""
+    """Parse a number from 0 to 1."""
     try:
         value = float(text)
     except ValueError:
@@ -78,7 +79,7 @@ def fraction(text: str) -> float:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the tool's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -135,9 +136,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not args.input and not args.verify:
         parser.error("the following arguments are required: --input (or --verify, to check files that are there)")
-    idle = [flag for flag, name in OF_INPUT.items() if getattr(args, name) != parser.get_default(name)]
-    if idle and not args.input:
-        parser.error(f"{', '.join(idle)} say how --input is read, so they need it")
+    unused = [flag for flag, name in OF_INPUT.items() if getattr(args, name) != parser.get_default(name)]
+    if unused and not args.input:
+        parser.error(f"{', '.join(unused)} say how --input is read, so they need it")
     if args.part and args.cluster:
         parser.error("--part is for jobs that know nothing of each other, --cluster for machines of one job: give one")
     if args.eod_token and args.no_append_eod:
@@ -150,7 +151,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def tokenizer_of(args: argparse.Namespace) -> Callable[[], tokenizer.Tokenizer]:
-    """Return what builds the tokenizer that the options name."""
+    """Return a function that builds the tokenizer that the options name."""
     return functools.partial(
         tokenizer.build,
         args.tokenizer_type,
@@ -162,14 +163,14 @@ def tokenizer_of(args: argparse.Namespace) -> Callable[[], tokenizer.Tokenizer]:
 
 
 def made_at(args: argparse.Namespace) -> str:
-    """Return the path of this machine at which the output is made."""
+    """Return the local path of the output."""
     if object_store.is_remote(args.output_prefix):
         return token_upload.local_prefix(args.output_prefix, args.work_dir)
     return args.output_prefix
 
 
 def job_of(args: argparse.Namespace) -> preprocess.Job:
-    """Return what the options ask for."""
+    """Return the job that the options describe."""
     return preprocess.Job(
         inputs=args.input,
         output_prefix=made_at(args),
@@ -191,37 +192,39 @@ def job_of(args: argparse.Namespace) -> preprocess.Job:
 
 
 def preprocess_corpus(args: argparse.Namespace) -> None:
-    """Do the job and say what it came to."""
-    done = preprocess.run(job_of(args))
-    if done.bad_path:
-        lines = "1 bad line was" if done.num_bad == 1 else f"{done.num_bad} bad lines were"
-        log.warning(f"{lines} left out; {done.bad_path} lists {'it' if done.num_bad == 1 else 'them'}")
-    resumed = f", {done.num_resumed} of {done.num_units} units were finished before" if done.num_resumed else ""
-    what = f"part {args.part} of {made_at(args)}" if args.part else f"{args.output_prefix}.bin"
+    """Run the job and log its counts."""
+    summary = preprocess.run(job_of(args))
+    if summary.bad_path:
+        bad_lines = "1 bad line was" if summary.num_bad == 1 else f"{summary.num_bad} bad lines were"
+        log.warning(f"{bad_lines} left out; {summary.bad_path} lists {'it' if summary.num_bad == 1 else 'them'}")
+    resumed = (
+        f", {summary.num_resumed} of {summary.num_units} units were finished before" if summary.num_resumed else ""
+    )
+    output = f"part {args.part} of {made_at(args)}" if args.part else f"{args.output_prefix}.bin"
     log.info(
-        f"{what}: {done.num_documents} documents, {done.num_tokens} tokens from "
-        f"{done.num_bytes / 1e6:.1f} MB in {done.seconds:.1f} s "
-        f"({done.num_empty} empty and {done.num_bad} bad left out{resumed})"
+        f"{output}: {summary.num_documents} documents, {summary.num_tokens} tokens from "
+        f"{summary.num_bytes / 1e6:.1f} MB in {summary.seconds:.1f} s "
+        f"({summary.num_empty} empty and {summary.num_bad} bad left out{resumed})"
     )
 
 
 def verify_output(args: argparse.Namespace) -> None:
-    """Read the output through and show some of its documents."""
+    """Verify the output and show some of its documents."""
     names_tokenizer = args.tokenizer_path or args.vocab_file
-    found = preprocess.verify(args.output_prefix, tokenizer_of(args)() if names_tokenizer else None, seed=args.seed)
-    for document, num_tokens, opening in found.samples:
+    result = preprocess.verify(args.output_prefix, tokenizer_of(args)() if names_tokenizer else None, seed=args.seed)
+    for document, num_tokens, opening in result.samples:
         log.info(f"document {document}, {num_tokens} tokens: {opening}")
-    checked = "sizes, offsets, checksums" if found.has_sidecar else "sizes and offsets (no checksums: no .meta.json)"
-    log.info(f"{args.output_prefix} is whole: {found.num_documents} documents, {found.num_tokens} tokens; {checked}")
+    checked = "sizes, offsets, checksums" if result.has_sidecar else "sizes and offsets (no checksums: no .meta.json)"
+    log.info(f"{args.output_prefix} is whole: {result.num_documents} documents, {result.num_tokens} tokens; {checked}")
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """End the job, whose unfinished units are lost."""
+    """End the job on a signal; its unfinished units are lost."""
     raise StopRequest(f"stopped by {signal.Signals(number).name}")
 
 
 def main() -> int:
-    """Do what is asked for; return the exit code."""
+    """Run the tool and return the exit code."""
     args = parse_args()
     signal.signal(signal.SIGTERM, stop)
     try:

@@ -1,11 +1,11 @@
-"""Make one HTML page of training runs: curves over each other, what differs, stages, timelines. It fetches nothing.
+"""Write an HTML report of training runs: overlaid curves, differing settings, stages, timelines. It needs no network.
 
     python tools/report.py runs/gpt2-20261122-150000 runs/gpt2-20261122-151500
     python tools/report.py runs                        # every run in a folder
     python tools/report.py runs -o runs/all.html
 
-The page is report.html in the folder that is named, of several in the one that holds them all; -o says otherwise. Runs
-may be under way, cut off, or without a record yet. Open it in a browser; docs/seeing.md says what it shows.
+The report is report.html in the given folder, or in the common parent of several folders, unless -o names a file. Runs
+may be in progress, interrupted, or without a record. Open the report in a browser; docs/seeing.md describes it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PARTS_OF_PAGE = ROOT / "tools" / "report_parts"
 
 
 def main() -> int:
-    """Write the page that the command line asks for; return the exit code."""
+    """Write the report that the command line requests; return the exit code."""
     flags = parse_args()
     try:
         paths = run_folders(flags.runs)
@@ -73,12 +73,12 @@ def main() -> int:
 
 
 def place_of(paths: Sequence[Path]) -> Path:
-    """Return where the page of these folders goes: into the one, or the folder that holds them all."""
+    """Return the path of the report for these folders: in the only folder, or in their common parent."""
     return (paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))) / NAME
 
 
 def read_or_name_error(path: Path, name: str) -> RunFolder:
-    """Return what can be read of a run; where nothing can, its name and why."""
+    """Read a run; return only its name and the error if nothing can be read."""
     try:
         return read_run(path, name)
     except Exception as error:
@@ -86,7 +86,7 @@ def read_or_name_error(path: Path, name: str) -> RunFolder:
 
 
 def page_of_whole(runs: Sequence[RunFolder], title: str, points: int) -> str:
-    """Return the page; of a run that holds what nothing can be drawn of it has the name and why."""
+    """Return the report; a run that cannot be drawn is reduced to its name and the error."""
     try:
         return page(runs, title, points)
     except Exception:
@@ -106,7 +106,7 @@ def _without_all(path: Path, name: str, error: Exception) -> RunFolder:
 
 
 def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the flags."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, or a folder of run folders")
     parser.add_argument("-o", "--out", type=Path, help=f"the page (default: {NAME} in the folder of RUN)")
@@ -119,22 +119,22 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def positive(text: str) -> int:
-    """Return a whole number of at least 1."""
+    """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
 
 
-# The page: it fetches nothing, and what it shows of a run is escaped.
+# The report, which loads nothing from the network and escapes all text of a run.
 
 
 def page(runs: Sequence[RunFolder], title: str, limit: int = POINTS) -> str:
-    """Return the page.
+    """Return the HTML of the report.
 
     Args:
-        limit: about so many points of a curve are drawn.
+        limit: approximate number of points per curve.
     """
-    of_runs = [run_data(run, limit) for run in runs]
+    data = [run_data(run, limit) for run in runs]
     parts = {
         "title": html(title),
         "when": bilingual(
@@ -143,7 +143,7 @@ def page(runs: Sequence[RunFolder], title: str, limit: int = POINTS) -> str:
         "notes": _notes(runs),
         "summary": summary(runs),
         "sections": joined(_sections(runs)),
-        "data": as_script({"runs": of_runs, "charts": (charts := chart_data(of_runs)), "zh": _chinese(charts)}),
+        "data": as_script({"runs": data, "charts": (charts := chart_data(data)), "zh": _chinese(charts)}),
         "script": (PARTS_OF_PAGE / "report.js").read_text(encoding="utf-8"),
     }
     template = (PARTS_OF_PAGE / "page.html").read_text(encoding="utf-8")
@@ -152,13 +152,13 @@ def page(runs: Sequence[RunFolder], title: str, limit: int = POINTS) -> str:
 
 
 def _chinese(charts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the words that scripts write."""
+    """Return the Chinese texts that scripts insert."""
     of_charts = [chart[name] for chart in charts for name in ("title", "about") if chart[name]]
     return {text: ZH[text] for text in (*OF_SCRIPTS, *of_charts)}
 
 
 def as_script(value: object) -> str:
-    """Return JSON that can stand within a script element: nothing in it ends the element."""
+    """Return JSON that is safe within a script element: no part of it closes the element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
@@ -177,14 +177,14 @@ def _sections(runs: Sequence[RunFolder]) -> list[Html]:
 
 
 def _of_each(runs: Sequence[RunFolder], title: str, name: str, make: Callable[[RunFolder], Html | None]) -> list[Html]:
-    """Return a section with what ``make`` gives of each run, none where that is nothing."""
-    made = [(run, found) for run in runs if (found := make(run)) is not None]
-    within = [joined([tag("h3", run.name), found]) for run, found in made]
-    return [section(bilingual(title), *within, id_=name)] if made else []
+    """Return a section with the output of ``make`` for each run; [] if there is no output."""
+    results = [(run, content) for run in runs if (content := make(run)) is not None]
+    children = [joined([tag("h3", run.name), content]) for run, content in results]
+    return [section(bilingual(title), *children, id_=name)] if results else []
 
 
 def _commands(run: RunFolder) -> Html | None:
-    """Return how each start was made, with which versions, and what the run has read."""
+    """Return the commands of all starts, the versions, and the number of samples read."""
     train = run.of_kind("train")
     samples = number(train[-1].get("samples")) if train else None
     lines: list[Any] = [f"{name} {value}" for name, value in run.versions.items()]
@@ -198,24 +198,24 @@ def _notes(runs: Sequence[RunFolder]) -> Html:
     return joined(tag("p", f"{run.name}: {note}", class_="note") for run in runs for note in run.notes)
 
 
-# The table of runs: a line about each, how far it came, how good it is, how fast it was.
+# The table of runs: one row per run with progress, losses and speed.
 
 HEAD = ("run", "state", "model", "ranks", "steps", "loss", "validation", "test", "tokens", "time", "tokens/s", "MFU",
         "memory", "skipped", "starts")  # fmt: skip
 
 
 def summary(runs: Sequence[RunFolder]) -> Html:
-    """Return the table of all runs; a click on a row hides its curves."""
+    """Return the table of all runs; clicking a row hides its curves."""
     return table(
         [*map(bilingual, HEAD)], [[_swatch(index, run), *facts(run)] for index, run in enumerate(runs)], class_="runs"
     )
 
 
 def facts(run: RunFolder) -> list[str]:
-    """Return the cells of a run behind its name; "" where nothing is known."""
+    """Return the cells of a run that follow its name; "" for unknown values."""
     train = run.of_kind("train")
     last = train[-1] if train else {}
-    memory = [v for v in map(number, _dictionary(last.get("memory_bytes")).values()) if v is not None]
+    memory = [value for value in map(number, _dictionary(last.get("memory_bytes")).values()) if value is not None]
     valid = [loss for record in run.of_kind("valid") if (loss := number(record.get("loss"))) is not None]
     tested = run.of_kind("test") or run.evaluations
     test = [loss for record in tested if (loss := number(record.get("loss"))) is not None]
@@ -245,7 +245,7 @@ def _validation(losses: Sequence[float]) -> str:
 
 
 def state(run: RunFolder) -> tuple[str, ...]:
-    """Say how far the run came: a text and its values, for ``bilingual``."""
+    """Describe the progress of the run: a text and its values, for ``bilingual``."""
     train, total = run.of_kind("train"), number(run.setting("batch", "train_iters"))
     if not train:
         return ("evaluated" if run.of_kind("test") or run.evaluations else "no record",)
@@ -263,7 +263,7 @@ def state(run: RunFolder) -> tuple[str, ...]:
 def _sample_limit(run: RunFolder, train: Sequence[Mapping[str, Any]]) -> tuple[float | None, bool]:
     """Return the limit of the run in samples, None if steps limit it, and whether the limit is reached.
 
-    With --train-samples it is reached when another step of the last size does not fit.
+    With --train-samples the limit is reached if another step of the last size does not fit.
     """
     samples, tokens = (number(run.setting("batch", name)) for name in ("train_samples", "train_tokens"))
     consumed = number(train[-1].get("samples"))
@@ -294,16 +294,16 @@ def _model(run: RunFolder) -> str:
 def _layout(run: RunFolder) -> str:
     ranks = run.versions.get("world_size")
     pipe, tensor = run.setting("parallel", "pipe_parallel_size"), run.setting("parallel", "model_parallel_size")
-    context = run.setting("parallel", "context_parallel_size") or 1  # runs of before have none
+    context = run.setting("parallel", "context_parallel_size") or 1  # older runs have no such setting
     if not isinstance(ranks, int) or not isinstance(pipe, int) or not isinstance(tensor, int):
         return str(ranks or "")
     stages = max(pipe, 1)
-    cut = f" x {context}" if context != 1 else ""
-    return f"{ranks} = {stages} x {ranks // (stages * max(tensor, 1) * max(int(context), 1))}{cut} x {tensor}"
+    context_text = f" x {context}" if context != 1 else ""
+    return f"{ranks} = {stages} x {ranks // (stages * max(tensor, 1) * max(int(context), 1))}{context_text} x {tensor}"
 
 
 def _seconds(run: RunFolder, train: Sequence[dict[str, Any]]) -> float:
-    """Return the time from the first start to the last record; without their times that of the steps."""
+    """Return the seconds from the first start to the last record; without these times, the sum of the step times."""
     ended = number(train[-1].get("time"))
     began = next((number(start.get("time")) for start in run.starts), None)
     if ended is not None and began is not None:
@@ -321,8 +321,8 @@ def _median(train: Sequence[dict[str, Any]], name: str) -> float | None:
 
 
 def _format(value: Any, form: str) -> str:
-    found = number(value)
-    return "" if found is None else format(found, form)
+    finite = number(value)
+    return "" if finite is None else format(finite, form)
 
 
 def _dictionary(value: Any) -> dict[str, Any]:
@@ -333,27 +333,27 @@ MISSING = "-"
 
 
 def settings(run: RunFolder) -> dict[str, str]:
-    """Return section.name -> value of a run's settings, and version.name -> value, as text."""
-    of_config = {name: json.dumps(value, ensure_ascii=False) for name, value in _flat(run.config)}
-    return {**of_config, **{f"version.{name}": str(value) for name, value in run.versions.items()}}
+    """Return the settings of a run as text: section.name -> value, and version.name -> value."""
+    config_values = {name: json.dumps(value, ensure_ascii=False) for name, value in _flat(run.config)}
+    return {**config_values, **{f"version.{name}": str(value) for name, value in run.versions.items()}}
 
 
 def compared(runs: Sequence[RunFolder]) -> list[tuple[str, list[str], bool]]:
-    """Return (name, value of each run, whether they differ) of every setting."""
-    each = [settings(run) for run in runs]
-    names = dict.fromkeys(name for one in each for name in one)
-    rows = [(name, [one.get(name, MISSING) for one in each]) for name in names]
+    """Return (name, value in each run, whether the values differ) for every setting."""
+    all_settings = [settings(run) for run in runs]
+    names = dict.fromkeys(name for run_settings in all_settings for name in run_settings)
+    rows = [(name, [run_settings.get(name, MISSING) for run_settings in all_settings]) for name in names]
     return [(name, values, len(set(values)) > 1) for name, values in rows]
 
 
 def differences(runs: Sequence[RunFolder]) -> Html:
-    """Return the table; rows in which nothing differs are hidden until all are asked for."""
+    """Return the table of settings; rows without differences are hidden until the user shows all."""
     rows = compared(runs)
-    found = sum(differs for _, _, differs in rows)
+    num_different = sum(differs for _, _, differs in rows)
     if len(runs) == 1:
         about = bilingual("{} settings of the run.", len(rows))
     else:
-        about = bilingual("{} of {} settings differ.", found, len(rows))
+        about = bilingual("{} of {} settings differ.", num_different, len(rows))
     button = tag("button", bilingual("show all"), type="button", class_="all-settings", hidden=not rows)
     head = tag("thead", tag("tr", tag("th", bilingual("setting")), *[tag("th", run.name) for run in runs]))
     body = [
@@ -374,7 +374,7 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 STAGE_HEAD = ("stage", "layers", "parameters on a rank", "memory", "work in a step", "idle")
 PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "buffers")
-"""Of the planner's estimate, those that lie on the device; they add up to it."""
+"""Parts of the planner's estimate that are stored on the device; they add up to the estimate."""
 COMPARED = ("estimated", "before the model", "measured", "measured - before - estimated")
 ABOUT = (
     "Estimated is what the planner counts for the model and its training on one rank: the columns to its left add up "
@@ -390,7 +390,7 @@ SPLITS = {"valid": "validation", "test": "test"}
 
 
 def stage_table(run: RunFolder) -> Html | None:
-    """Return the table of a run's stages with the numbers of its last record; None where nothing is known."""
+    """Return the table of a run's stages with the values of its last record; None without any stage."""
     train = run.of_kind("train")
     last = train[-1] if train else {}
     memory, work = _by_stage(last, "memory_bytes"), _by_stage(last, "work_s")
@@ -399,24 +399,24 @@ def stage_table(run: RunFolder) -> Html | None:
     names = list(dict.fromkeys([*rows, *memory, *work]))
     if not names:
         return None
-    found = [_row(name, rows.get(name, {}), memory.get(name), work.get(name), step_s) for name in names]
-    return table([*map(bilingual, STAGE_HEAD), ""], found)
+    table_rows = [_row(name, rows.get(name, {}), memory.get(name), work.get(name), step_s) for name in names]
+    return table([*map(bilingual, STAGE_HEAD), ""], table_rows)
 
 
 def memory_table(run: RunFolder) -> Html | None:
-    """Return the planner's estimate by its parts beside what was measured; None where either is not known."""
+    """Return the planner's estimate by parts next to the measured memory; None if either is unknown."""
     train = run.of_kind("train")
     measured, rows = _by_stage(train[-1] if train else {}, "memory_bytes"), []
-    stages = [each for each in run.stages if isinstance(each, dict)]
+    stages = [item for item in run.stages if isinstance(item, dict)]
     used = [name for name in PARTS if any(_parts(stage).get(name) for stage in stages)]
     for stage in stages:
         estimated, before = number(stage.get("estimated_bytes")), number(stage.get("before_bytes"))
-        held = measured.get(f"stage {stage.get('stage')}")
-        if estimated is None or held is None:
+        measured_bytes = measured.get(f"stage {stage.get('stage')}")
+        if estimated is None or measured_bytes is None:
             continue
-        rest = held - before - estimated if before is not None else None
-        values = [*(_parts(stage).get(name) for name in used), estimated, before, held]
-        rows.append([bilingual("stage {}", stage.get("stage")), *map(_bytes, values), _signed(rest)])
+        remainder = measured_bytes - before - estimated if before is not None else None
+        values = [*(_parts(stage).get(name) for name in used), estimated, before, measured_bytes]
+        rows.append([bilingual("stage {}", stage.get("stage")), *map(_bytes, values), _signed(remainder)])
     notes = [tag("p", bilingual(text)) for text in ABOUT]
     return tag("div", *notes, table([*map(bilingual, ("stage", *used, *COMPARED))], rows)) if rows else None
 
@@ -434,41 +434,43 @@ def _signed(value: float | None) -> str:
 
 
 def evaluation_table(run: RunFolder) -> Html | None:
-    """Return the evaluations of the run, then what --eval-only has found in this folder; None without one."""
+    """Return the evaluations of the run, followed by those of --eval-only in this folder; None without any."""
     rows = []
-    for each in [*run.of_kind("valid"), *run.of_kind("test"), *run.evaluations]:
-        loss, perplexity = (number(each.get(name)) for name in ("loss", "perplexity"))
-        losses = each.get("losses")
+    for record in [*run.of_kind("valid"), *run.of_kind("test"), *run.evaluations]:
+        loss, perplexity = (number(record.get(name)) for name in ("loss", "perplexity"))
+        losses = record.get("losses")
         rows.append([
-            f"{each['step']:,}",
-            bilingual(SPLITS[each["kind"]]) if each["kind"] in SPLITS else each["kind"],
+            f"{record['step']:,}",
+            bilingual(SPLITS[record["kind"]]) if record["kind"] in SPLITS else record["kind"],
             f"{loss:.4f}" if loss is not None else "",
             f"{perplexity:.2f}" if perplexity is not None else "",
             ", ".join(f"{name} {value:.4f}" for name, value in losses.items() if number(value) is not None)
             if isinstance(losses, dict)
             else "",
-            each.get("checkpoint", ""),
+            record.get("checkpoint", ""),
         ])  # fmt: skip
     head = ("step", "split", "loss", "perplexity", "by corpus", "checkpoint")
     return table([*map(bilingual, head)], rows) if rows else None
 
 
 def operator_table(run: RunFolder) -> Html | None:
-    """Return the operators that take longest, of the run's --profile; None without one."""
-    found = run.operators.get("operators")
-    if not isinstance(found, list) or not found:
+    """Return the slowest operators according to the run's --profile; None without a profile."""
+    entries = run.operators.get("operators")
+    if not isinstance(entries, list) or not entries:
         return None
-    runs = (number(run.operators.get("steps")) or 1) * (number(run.operators.get("ranks")) or 1)
-    operators = [each for each in found if isinstance(each, dict)]
-    times = [name for name in ("device_us", "host_us") if any(number(each.get(name)) for each in operators)]
+    num_passes = (number(run.operators.get("steps")) or 1) * (number(run.operators.get("ranks")) or 1)
+    operators = [operator for operator in entries if isinstance(operator, dict)]
+    times = [name for name in ("device_us", "host_us") if any(number(operator.get(name)) for operator in operators)]
     units = [bilingual("{} ms", bilingual(name.removesuffix("_us"))) for name in times]
     head = [bilingual("operator"), *units, "", bilingual("calls")]
-    longest = max((number(each.get(times[0])) or 0 for each in operators), default=0) if times else 0
+    longest = max((number(operator.get(times[0])) or 0 for operator in operators), default=0) if times else 0
     rows = []
-    for each in operators[:MOST_OPERATORS]:
-        cells = [f"{(number(each.get(name)) or 0) / 1e3 / runs:,.3f}" for name in times]
-        share = (number(each.get(times[0])) or 0) / longest if longest else 0
-        rows.append([each.get("name"), *cells, _bar(share), f"{(number(each.get('calls')) or 0) / runs:,.1f}"])
+    for operator in operators[:MOST_OPERATORS]:
+        cells = [f"{(number(operator.get(name)) or 0) / 1e3 / num_passes:,.3f}" for name in times]
+        share = (number(operator.get(times[0])) or 0) / longest if longest else 0
+        rows.append(
+            [operator.get("name"), *cells, _bar(share), f"{(number(operator.get('calls')) or 0) / num_passes:,.1f}"]
+        )
     text = "Own time of one step of one rank, the mean over {} steps and {} ranks. Traces: {}"
     about = bilingual(text, run.operators.get("steps"), run.operators.get("ranks"), run.path / "profile")
     return tag("div", tag("p", about), table(head, rows))

@@ -1,12 +1,12 @@
-"""Find or make the Python environment of the run scripts and print the path of its Python (tools/setup.sh calls this).
+"""Find or create the Python environment of the run scripts and print the path of its Python; tools/setup.sh calls this.
 
-The Python that runs this file is used as it is when it has every package of pyproject.toml. Else ``.venv`` in the
-repository is used, made or filled with pip; a stamp in it, keyed by pyproject.toml, makes the next start quick. One
-that another checkout has filled (``.venv`` may be a link) is used when its packages fit, and not installed into. A
-set-up that was interrupted is begun anew, and of two scripts that start at once one waits for the other.
+The Python that runs this file is used as it is if it has every package of pyproject.toml. Otherwise ``.venv`` in the
+repository is used, and created or completed with pip. A stamp in it, keyed by pyproject.toml, makes the next start
+fast. If ``.venv`` (which may be a link) was filled by another checkout, it is used if its packages fit, but nothing is
+installed into it. An interrupted set-up is started from scratch. If two scripts start at once, one waits for the other.
 
-pip's own variables (PIP_INDEX_URL, PIP_FIND_LINKS ...) and files hold. TORCH_INDEX takes torch alone from another
-index: cu130, cu128, cpu and the like name PyTorch's own, and an address is that of a mirror of one.
+pip's own variables (PIP_INDEX_URL, PIP_FIND_LINKS ...) and configuration files apply. TORCH_INDEX selects another index
+for torch only: cu130, cu128, cpu and similar names select PyTorch's own index, and a URL selects a mirror of one.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ TORCH_INDEXES = "https://download.pytorch.org/whl/"
 TORCH_BUILD = re.compile(r"cpu|cu\d{3}|rocm[\d.]+")
 OF_SLOW_TESTS = ("eval", "ray", "stores", "kubernetes")
 PRESENT = "Requirement already satisfied"
-"""How a line of pip begins that tells nothing new; a set-up has up to a hundred of them."""
+"""Start of pip's lines without new information, of which a set-up prints up to a hundred."""
 
 
 class SetUpError(Exception):
-    """The environment cannot be made; the text says what to do."""
+    """The environment cannot be created; the message describes the fix."""
 
 
 class Answer(NamedTuple):
-    """What a Python lacks, and the checkout that is installed in it as editable, if there is one."""
+    """The requirements that a Python lacks, and the checkout that is installed in it as editable, if any."""
 
     lacking: list[str]
     checkout: str
@@ -59,8 +59,8 @@ def main() -> int:
     parser.add_argument("requirements", nargs="*", help="of ask")
     flags = parser.parse_args()
     if flags.purpose == "ask":
-        lacks = [one for one in flags.requirements if not is_met(one, any_torch=False)]
-        print(json.dumps(Answer(lacks, installed_checkout())))
+        missing = [requirement for requirement in flags.requirements if not is_met(requirement, any_torch=False)]
+        print(json.dumps(Answer(missing, installed_checkout())))
         return 0
     try:
         python = find_or_make("" if flags.purpose == "run" else "test")
@@ -76,31 +76,33 @@ def main() -> int:
 
 def find_or_make(extra: str) -> str:
     """Return the path of a Python that has the packages of pyproject.toml and of ``extra``."""
-    wanted, index = requirements(extra), torch_index()
-    if not lacking(wanted):
-        warn_of_another_torch(wanted)
+    required, index = requirements(extra), torch_index()
+    if not lacking(required):
+        warn_of_another_torch(required)
         warn_of_another_build(Path(sys.prefix), index, "install torch there by hand, or leave the variable out")
         return sys.executable
     python = VENV / "bin" / "python"
-    home = VENV.resolve().parent  # of the environment that a link points to, which other checkouts may lock too
-    home.mkdir(parents=True, exist_ok=True)
-    with locked(home):
+    lock_dir = (
+        VENV.resolve().parent
+    )  # folder of the environment that a link points to, which other checkouts may lock, too
+    lock_dir.mkdir(parents=True, exist_ok=True)
+    with locked(lock_dir):
         if not is_stamped(python, extra):
-            found = ask(python, wanted)
+            answer = ask(python, required)
             if begun().exists():
-                found = found._replace(lacking=wanted)
-            is_anothers = is_of_another(found.checkout)
-            if found.lacking:
-                if is_anothers:
-                    raise SetUpError(_refusal(found))
-                who, what = f"this Python ({sys.executable})", lacking(wanted)
+                answer = answer._replace(lacking=required)
+            is_foreign = is_of_another(answer.checkout)
+            if answer.lacking:
+                if is_foreign:
+                    raise SetUpError(_refusal(answer))
+                owner, missing = f"this Python ({sys.executable})", lacking(required)
                 if starts(python):
-                    who, what = str(VENV), found.lacking
-                log(f"{who} lacks {', '.join(what[:4])}{' ...' if what[4:] else ''}: setting up {VENV} once")
-                make(python, found.lacking, extra)
+                    owner, missing = str(VENV), answer.lacking
+                log(f"{owner} lacks {', '.join(missing[:4])}{' ...' if missing[4:] else ''}: setting up {VENV} once")
+                make(python, answer.lacking, extra)
                 log("set-up done")
-            elif is_anothers:
-                log(f"using {VENV} as it is: {found.checkout} has set it up, and its packages fit")
+            elif is_foreign:
+                log(f"using {VENV} as it is: {answer.checkout} has set it up, and its packages fit")
             else:
                 stamp(extra).write_text(fingerprint())
     warn_of_another_build(VENV, index, f"remove {VENV} to have it made anew, or leave the variable out")
@@ -108,49 +110,49 @@ def find_or_make(extra: str) -> str:
 
 
 def add(python: str, extra: str) -> None:
-    """Install what ``extra`` has more into the environment of this checkout; what cannot be had is no error."""
+    """Install the missing packages of ``extra`` into this checkout's environment; a failed installation is no error."""
     wanted = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"][extra]
-    found = ask(Path(python), wanted)
-    if not found.lacking:
+    answer = ask(Path(python), wanted)
+    if not answer.lacking:
         return
-    packages = ", ".join(found.lacking)
+    packages = ", ".join(answer.lacking)
     skipped = "tests that need it are skipped"
-    if Path(python) != VENV / "bin" / "python" or is_of_another(found.checkout):
+    if Path(python) != VENV / "bin" / "python" or is_of_another(answer.checkout):
         log(f"{python} lacks {packages}: {skipped}. {python} -m pip install -e '.[{extra}]' adds it")
         return
     with locked(VENV.resolve().parent):
         try:
-            run(f"installing {packages}", [python, "-m", "pip", "install", *found.lacking], without=PRESENT)
+            run(f"installing {packages}", [python, "-m", "pip", "install", *answer.lacking], without=PRESENT)
         except SetUpError as error:
             log(f"{error} Until then {skipped}")
 
 
 def ask(python: Path, wanted: list[str]) -> Answer:
-    """Return what the Python at this path lacks: all, where there is none that answers."""
+    """Return the requirements that the Python at this path lacks: all of them if it does not run."""
     if python.is_file():
         command = [str(python), str(Path(__file__).resolve()), "ask", *wanted]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
         with suppress(ValueError, TypeError):
-            return Answer(*json.loads(done.stdout))
+            return Answer(*json.loads(process.stdout))
     return Answer(wanted, "")
 
 
 def is_of_another(checkout: str) -> bool:
-    """Whether this is a checkout beside this one, and still there."""
+    """Return True if ``checkout`` exists and is not this checkout."""
     return bool(checkout) and Path(checkout) != ROOT.resolve() and (Path(checkout) / PROJECT.name).is_file()
 
 
 def _refusal(found: Answer) -> str:
-    where = f"{VENV} (a link to {VENV.resolve()})" if VENV.is_symlink() else str(VENV)
+    venv_text = f"{VENV} (a link to {VENV.resolve()})" if VENV.is_symlink() else str(VENV)
     return (
-        f"{where} must have the packages of {PROJECT}, lacks {', '.join(found.lacking[:4])}, and belongs to "
+        f"{venv_text} must have the packages of {PROJECT}, lacks {', '.join(found.lacking[:4])}, and belongs to "
         f"{found.checkout}, so nothing is installed into it. Remove {VENV} or set MEGATRON_VENV to another folder to "
         "have one made, or activate it to use it as it is."
     )
 
 
 def installed_checkout() -> str:
-    """Return the folder that pip has installed this project from, as editable, into this Python; "" if none."""
+    """Return the folder from which this project is installed as editable into this Python; "" if there is none."""
     name = tomllib.loads(PROJECT.read_text())["project"].get("name", "")
     try:
         text = importlib.metadata.distribution(name).read_text("direct_url.json")
@@ -160,18 +162,18 @@ def installed_checkout() -> str:
 
 
 def requirements(extra: str) -> list[str]:
-    """Return the requirements of pyproject.toml, as they stand there."""
+    """Return the requirements of pyproject.toml as written."""
     project = tomllib.loads(PROJECT.read_text())["project"]
     return [*project["dependencies"], *(project["optional-dependencies"][extra] if extra else ())]
 
 
 def lacking(wanted: list[str]) -> list[str]:
-    """Return what this Python does not have, in a version that pyproject.toml allows; torch may be of any version."""
+    """Return the requirements that this Python does not meet; torch may have any version."""
     return [one for one in wanted if not is_met(one)]
 
 
 def is_met(requirement: str, *, any_torch: bool = True) -> bool:
-    """Whether this Python has the package in an allowed version (for torch: in any, unless that is False)."""
+    """Return True if this Python has the package in an allowed version; with ``any_torch``, torch in any version."""
     name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
     version = installed(name)
     is_free = any_torch and name == "torch"
@@ -179,7 +181,7 @@ def is_met(requirement: str, *, any_torch: bool = True) -> bool:
 
 
 def installed(name: str) -> str | None:
-    """Return the version of a package that this Python has, or None."""
+    """Return the version of a package in this Python, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -187,11 +189,11 @@ def installed(name: str) -> str | None:
 
 
 def is_allowed(version: str, specifier: str) -> bool:
-    """Whether ``version`` satisfies a list such as ``>=2,<3`` of the comparisons that pyproject.toml uses."""
-    have = numbers(version)
+    """Return True if ``version`` satisfies a specifier such as ``>=2,<3`` (operators of pyproject.toml only)."""
+    actual = numbers(version)
     for operator, wanted in re.findall(r"(>=|==|<)\s*([\d.]+)", specifier):
         limit = numbers(wanted)
-        if not {">=": have >= limit, "<": have < limit, "==": have == limit}[operator]:
+        if not {">=": actual >= limit, "<": actual < limit, "==": actual == limit}[operator]:
             return False
     return True
 
@@ -204,18 +206,18 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def warn_of_another_torch(wanted: list[str]) -> None:
-    """Say so when the active torch is not the version that the results were measured with."""
-    pinned = next(one for one in wanted if one.startswith("torch=="))
+    """Warn if the active torch is not the version with which the results were measured."""
+    pinned_torch = next(one for one in wanted if one.startswith("torch=="))
     version = installed("torch") or ""
-    if not is_allowed(version, pinned[len("torch") :]):
-        log(f"warning: tested with {pinned}, this Python has {version}; losses may differ in the last digits")
+    if not is_allowed(version, pinned_torch[len("torch") :]):
+        log(f"warning: tested with {pinned_torch}, this Python has {version}; losses may differ in the last digits")
 
 
 def torch_index() -> str:
-    """Return the address of the index that TORCH_INDEX asks torch to be taken from, "" for pip's own.
+    """Return the URL of the index from which TORCH_INDEX installs torch; "" for pip's own index.
 
     Raises:
-        SetUpError: it is neither a name of PyTorch's indexes nor an address.
+        SetUpError: TORCH_INDEX is neither the name of a PyTorch index nor a URL.
     """
     choice = os.environ.get("TORCH_INDEX", "").strip()
     if not choice or "://" in choice:
@@ -229,7 +231,7 @@ def torch_index() -> str:
 
 
 def installed_build(prefix: Path) -> str:
-    """Return the build of the torch in an environment, as "cpu" or "cu130"; "" where that cannot be told."""
+    """Return the build of the torch in an environment, such as "cpu" or "cu130"; "" if it is unknown."""
     for path in prefix.glob("lib/python*/site-packages/torch/version.py"):
         text = path.read_text()
         cuda = re.search(r"^cuda\b[^=\n]*= *(?:'([^']*)'|None)", text, re.MULTILINE)
@@ -240,68 +242,78 @@ def installed_build(prefix: Path) -> str:
 
 
 def warn_of_another_build(prefix: Path, index: str, way_out: str) -> None:
-    """Say so when TORCH_INDEX asks for another build of torch than the one that is there, which stays."""
-    wanted, there = index.rstrip("/").rpartition("/")[2], installed_build(prefix)
-    if there and TORCH_BUILD.fullmatch(wanted) and wanted != there:
-        log(f"warning: TORCH_INDEX asks for {wanted}, and the torch in {prefix} is of {there}: {way_out}")
+    """Warn if TORCH_INDEX selects another build of torch than the installed one, which is kept."""
+    wanted, build = index.rstrip("/").rpartition("/")[2], installed_build(prefix)
+    if build and TORCH_BUILD.fullmatch(wanted) and wanted != build:
+        log(f"warning: TORCH_INDEX asks for {wanted}, and the torch in {prefix} is of {build}: {way_out}")
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock on the folder ``path`` alone; the system drops it when the process ends, however it ends."""
-    folder = os.open(path, os.O_RDONLY)
+    """Hold an exclusive lock on the folder ``path``; the operating system releases it when the process ends."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             log("another start is setting up; waiting for it")
-            fcntl.flock(folder, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def stamp(extra: str) -> Path:
-    """Return the file that says for which pyproject.toml the environment was filled."""
+    """Return the file that records the pyproject.toml for which the environment was filled."""
     return VENV / f".set-up-{extra or 'run'}"
 
 
 def begun() -> Path:
-    """Return the file that is there while the environment is filled."""
+    """Return the file that exists while the environment is being filled."""
     return VENV / ".set-up-begun"
 
 
 def is_stamped(python: Path, extra: str) -> bool:
-    """Whether the environment was filled for this pyproject.toml and its Python starts."""
+    """Return True if the environment was filled for this pyproject.toml and its Python starts."""
     path = stamp(extra)
     return path.is_file() and path.read_text() == fingerprint() and starts(python)
 
 
 def fingerprint() -> str:
-    """Return the identity of pyproject.toml and of this place, which pip's editable install points to."""
+    """Return a hash of pyproject.toml and of the location of this checkout, to which pip's editable install points."""
     return hashlib.sha256(PROJECT.read_bytes() + os.fsencode(ROOT)).hexdigest()
 
 
 def starts(python: Path) -> bool:
-    """Whether there is a Python that runs at this path."""
+    """Return True if the Python at this path runs."""
     return python.is_file() and subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
 
 
 def make(python: Path, missing: list[str], extra: str) -> None:
-    """Make the environment, or fill up the one that is there."""
+    """Create the environment, or complete the existing one."""
     if begun().exists() or not starts(python):
         if begun().exists():
             log("the last set-up was interrupted; beginning anew")
         run("making the virtual environment", [sys.executable, "-m", "venv", "--clear", str(VENV)])
     begun().touch()
-    pip = [str(python), "-m", "pip", "install", "--no-compile"]  # pip compiles on one core, and installs nothing then
+    pip = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--no-compile",
+    ]  # pip compiles on one core, during which it installs nothing
     index = torch_index()
     source = ["--index-url", index] if index else []
     for torch in [one for one in missing if one.startswith("torch==")]:
-        run(f"installing {torch}", [*pip, *source, torch])  # first and alone: the exact build that this machine offers
-    rest = [*pip, "-e", f"{ROOT}[{extra}]" if extra else str(ROOT)]
-    with subprocess.Popen(compiling(python, num_processes=1)):  # what came with torch, beside the others
-        run("installing the other packages", rest, without=PRESENT)
+        run(
+            f"installing {torch}", [*pip, *source, torch]
+        )  # first and separately, to get the exact build that this machine offers
+    other_packages = [*pip, "-e", f"{ROOT}[{extra}]" if extra else str(ROOT)]
+    with subprocess.Popen(
+        compiling(python, num_processes=1)
+    ):  # compile torch's dependencies while the other packages are installed
+        run("installing the other packages", other_packages, without=PRESENT)
     log("compiling the packages")
     subprocess.run(compiling(python), check=False)
     stamp(extra).write_text(fingerprint())
@@ -309,19 +321,21 @@ def make(python: Path, missing: list[str], extra: str) -> None:
 
 
 def compiling(python: Path, num_processes: int = 0) -> list[str]:
-    """Return the command that compiles the packages that are there now and are not compiled; 0: on all cores.
+    """Return the command that compiles the installed packages that are not compiled yet; 0: on all cores.
 
-    It says nothing, as pip: some packages hold files for another Python.
+    It prints nothing, like pip, because some packages contain files for another Python.
     """
-    folders = [str(each) for each in VENV.glob("lib/python*/site-packages/*") if each.is_dir()]
+    folders = [str(path) for path in VENV.glob("lib/python*/site-packages/*") if path.is_dir()]
     return [str(python), "-m", "compileall", "-qq", "-j", str(num_processes), *folders]
 
 
 def run(what: str, command: list[str], without: str | None = None) -> None:
-    """Run one step of the set-up, its output on the error stream but for lines that begin with ``without``."""
+    """Run one step of the set-up, with its output on stderr except for lines that start with ``without``."""
     log(what)
     if without is None:
-        code = subprocess.run(command, stdout=sys.stderr, check=False).returncode  # with pip's bars on a terminal
+        code = subprocess.run(
+            command, stdout=sys.stderr, check=False
+        ).returncode  # keeps pip's progress bars on a terminal
     else:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process:
             for line in process.stdout or ():
@@ -336,7 +350,7 @@ def run(what: str, command: list[str], without: str | None = None) -> None:
 
 
 def log(text: str) -> None:
-    """Show progress on the error stream; standard output is for the path alone."""
+    """Print progress to stderr; stdout is reserved for the path."""
     print(f"set-up: {text}", file=sys.stderr, flush=True)
 
 

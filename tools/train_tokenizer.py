@@ -1,11 +1,11 @@
-"""Train a vocabulary of one's own on text.
+"""Train a vocabulary on your own text.
 
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer.json
 
---model bpe (byte-level, a `tokenizers` JSON file), wordpiece (BERT's, cased, the same kind of file) or unigram (a
-SentencePiece .model); all get <|endoftext|>. The text is streamed. bpe and wordpiece keep its different words, and a
-sample of them where they do not fit into memory; unigram keeps all of the text some 20 times over, so give
---sample-bytes for a large corpus. At the end a table says how many tokens a text takes.
+--model is bpe (byte-level, a `tokenizers` JSON file), wordpiece (BERT's, cased, the same type of file) or unigram (a
+SentencePiece .model); all contain <|endoftext|>. The text is streamed. bpe and wordpiece keep its distinct words in
+memory, or a sample of them if they do not fit; unigram needs about 20 times the size of the text, so give
+--sample-bytes for a large corpus. At the end a table shows how many tokens a text needs.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from megatron.tokenizer import fertility, train
 MOST_INPUTS_SHOWN = 20
 MOST_BAD_SHOWN = 20
 STOPPED = 130
-"""Exit code behind Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C, as in shells."""
 WITHOUT_BLANKS = ("Han", "Kana")
 
 
 def at_least(lowest: int) -> Callable[[str], int]:
-    """Return a reader of whole numbers, 1e9 among them, that refuses smaller ones."""
+    """Return a parser of integers, which may be written as 1e9, that rejects values below ``lowest``."""
 
     def read(text: str) -> int:
         try:
@@ -57,7 +57,7 @@ def at_least(lowest: int) -> Callable[[str], int]:
 
 
 def share(text: str) -> float:
-    """Read a share below one half."""
+    """Parse a share of at least 0 and less than 0.5."""
     try:
         value = float(text)
     except ValueError:
@@ -68,7 +68,7 @@ def share(text: str) -> float:
 
 
 def fraction(text: str) -> float:
-    """Read a number from 0 to 1."""
+    """Parse a number from 0 to 1."""
     try:
         value = float(text)
     except ValueError:
@@ -79,7 +79,7 @@ def fraction(text: str) -> float:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the tool's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -118,12 +118,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def training_text(args: argparse.Namespace) -> TrainingText:
-    """Return the stream of documents; they are grouped by input where there are several, but not many."""
+    """Return the stream of documents, grouped by input if there are several inputs but not too many."""
     inputs = {str(file): str(path) for path in args.input for file in preprocess.find_inputs([path])}
     is_by_input = 1 < len(args.input) <= MOST_INPUTS_SHOWN
-    drawn = sample(args.input, args.format, args.json_key, args.sample_bytes)
+    documents = sample(args.input, args.format, args.json_key, args.sample_bytes)
     return TrainingText(
-        drawn,
+        documents,
         lambda path: inputs[path] if is_by_input else "",
         args.held_out,
         max_bad_lines=args.max_bad_lines,
@@ -132,7 +132,7 @@ def training_text(args: argparse.Namespace) -> TrainingText:
 
 
 def by_language(held_out: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return groups of documents: those that there are, or one for each language if there is one only."""
+    """Return the given groups of documents; a single unnamed group is divided by language."""
     if set(held_out) != {""}:
         return {name: list(texts) for name, texts in held_out.items()}
     groups: dict[str, list[str]] = {}
@@ -142,7 +142,7 @@ def by_language(held_out: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
 
 
 def report(rows: Sequence[fertility.Fertility]) -> None:
-    """Print a table of what a text costs in tokens."""
+    """Print a table of the tokens that a text needs."""
     table = Table(title="documents that were not trained on")
     for name in ("text", "documents", "MB", "bytes/token", "tokens/character", "tokens/word", "unknown"):
         table.add_column(name, justify="left" if name == "text" else "right", overflow="fold")
@@ -161,10 +161,10 @@ def report(rows: Sequence[fertility.Fertility]) -> None:
 
 
 def check_output(output: Path, model: str) -> None:
-    """Raise DataError if the trained file could not be written or not be opened again, before hours are spent."""
-    ending = ".model" if model == "unigram" else ".json"
-    if output.suffix != ending or output.is_dir():
-        raise DataError(f"--output must be a file that ends in {ending} with --model {model}, got {output}")
+    """Raise DataError before the training if the file could not be written or opened again."""
+    suffix = ".model" if model == "unigram" else ".json"
+    if output.suffix != suffix or output.is_dir():
+        raise DataError(f"--output must be a file that ends in {suffix} with --model {model}, got {output}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output.parent):
@@ -174,10 +174,10 @@ def check_output(output: Path, model: str) -> None:
 
 
 def report_bad(text: TrainingText, output: Path) -> None:
-    """List the bad lines in a file next to ``output`` if they are too many for the terminal."""
+    """Write the bad lines to a file next to ``output`` if there are too many for the terminal."""
     path = output.with_suffix(".bad.jsonl")
     if len(text.bad) <= MOST_BAD_SHOWN:
-        path.unlink(missing_ok=True)  # of an earlier run
+        path.unlink(missing_ok=True)  # remove the file of an earlier run
         return
     files.replace_bytes(path, b"".join(json.dumps(bad.to_json()).encode() + b"\n" for bad in text.bad))
     listed = "all" if len(text.bad) == text.num_bad else f"the first {len(text.bad)}"
@@ -195,7 +195,7 @@ def run(args: argparse.Namespace) -> None:
     finally:
         report_bad(text, args.output)
     files.replace_bytes(args.output, trained)
-    built = tokenizer.build(tokenizer_path=args.output)
+    vocab = tokenizer.build(tokenizer_path=args.output)
     seconds = time.monotonic() - started
     if len(text.bad) <= MOST_BAD_SHOWN:
         for bad in text.bad:
@@ -203,22 +203,22 @@ def run(args: argparse.Namespace) -> None:
     held_out = [document for group in text.held_out.values() for document in group]
     num_bytes = text.num_bytes - sum(len(document.encode()) for document in held_out)
     log.info(
-        f"{args.output}: {built.vocab_size} tokens, trained on {text.num_documents - len(held_out)} documents, "
+        f"{args.output}: {vocab.vocab_size} tokens, trained on {text.num_documents - len(held_out)} documents, "
         f"{num_bytes / 1e6:.1f} MB in {seconds:.1f} s ({text.num_bad} bad left out, {len(held_out)} kept apart)"
     )
-    if built.vocab_size < args.vocab_size:
+    if vocab.vocab_size < args.vocab_size:
         log.warning(
-            f"the text gives only {built.vocab_size} of the {args.vocab_size} tokens of --vocab-size: there is nothing "
+            f"the text gives only {vocab.vocab_size} of the {args.vocab_size} tokens of --vocab-size: there is nothing "
             "left to join. Give more text, or a smaller --vocab-size."
         )
     if text.held_out:
-        report(fertility.measure(built, by_language(text.held_out)))
+        report(fertility.measure(vocab, by_language(text.held_out)))
     else:
         log.info("the text is too small to keep some of it apart, so there is nothing to measure on (--held-out)")
 
 
 def main() -> int:
-    """Return the exit code."""
+    """Run the tool and return the exit code."""
     try:
         run(parse_args())
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
-"""From a command line and the other sources of values to a ``Config``; no torch.
+"""Parse the command line and all other sources of values into a ``Config``, without importing torch.
 
-``sources`` has the order of the sources, ``collect`` reads them, ``parser`` has ``parse``. The fields of a ``Config``,
-their flags and ranges are in ``megatron.config``.
+``sources`` defines the order of the sources, ``collect`` reads them, and ``parser`` provides ``parse``. The fields of a
+``Config``, their flags and ranges are in ``megatron.config``.
 """
 
 from megatron.arguments.deepspeed_json import engine_dict as engine_dict

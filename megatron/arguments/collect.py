@@ -1,7 +1,7 @@
-"""Collect the values of each source: a layer per source, the strongest first. ``sources.merge`` merges them.
+"""Read the values of each source into a layer, the strongest first. ``sources.merge`` merges the layers.
 
-A weaker source is read after the stronger ones, because they select it: ``--model`` selects the flags, ``--config`` and
-``--deepspeed_config`` name files, and ``--load`` names a checkpoint.
+A weaker source is read after the stronger ones, because the stronger ones select it: ``--model`` selects the flags,
+``--config`` and ``--deepspeed_config`` name files, and ``--load`` names a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Collected:
 
     Args:
         found: flags of the command line and --config; problems and notes of all sources.
-        layers: the strongest first.
+        layers: layers in order of precedence, the strongest first.
         json: DeepSpeed's JSON.
         extra: flag of ``extra_args_provider`` -> value.
-        is_of_run: the file of --config is the config.json of a run.
+        is_of_run: True if the file of --config is the config.json of a run.
     """
 
     found: Scan
@@ -59,60 +59,60 @@ def collect(
     accepts_model: bool,
     checkpoint_args: CheckpointArgs | None,
 ) -> Collected:
-    """Read all sources; the arguments are those of ``parse``."""
+    """Read all sources. ``parse`` documents the arguments."""
     # command line and --config
-    found = scan(words, extras.flags, choice.family)
-    file = config_file.take(found, extras.flags)
-    choice.replace_file(found)
+    scanned = scan(words, extras.flags, choice.family)
+    file = config_file.take(scanned, extras.flags)
+    choice.replace_file(scanned)
     if choice.problem:
-        found.problems.append(choice.problem)
-        found.values.pop(model_choice.FIELD, None)
+        scanned.problems.append(choice.problem)
+        scanned.values.pop(model_choice.FIELD, None)
 
     # --model, MEGATRON_DEFAULTS and the program
-    program = choice.taken(other_programs.defaults_of(found, defaults))
-    program = script_defaults.of_script(program, found)
-    script = script_defaults.of_environment(env, found, extras.flags, choice.recipe)
+    program = choice.taken(other_programs.defaults_of(scanned, defaults))
+    program = script_defaults.of_script(program, scanned)
+    script = script_defaults.of_environment(env, scanned, extras.flags, choice.recipe)
     if not accepts_model:
-        given = {**script, **({} if file.is_of_run else found.values)}
-        found.problems += [model_choice.NOT_ACCEPTED] if given.get(model_choice.FIELD) else []
+        explicit = {**script, **({} if file.is_of_run else scanned.values)}
+        scanned.problems += [model_choice.NOT_ACCEPTED] if explicit.get(model_choice.FIELD) else []
     weaker = choice.layers(script, program)
     if values_of(weaker).get("config"):
-        found.problems.append("--config is read from the command line alone, got it in the defaults. Move it there")
+        scanned.problems.append("--config is read from the command line alone, got it in the defaults. Move it there")
     _drop(("config",), weaker)
-    if file.is_of_run:  # the file has every setting
+    if file.is_of_run:  # the config.json of a run has every setting
         weaker = [layer for layer in weaker if layer.source is MODEL and choice.source is COMMAND_LINE]
-    _drop(translate.skip_train(found, values_of(weaker)), weaker)
+    _drop(translate.skip_train(scanned, values_of(weaker)), weaker)
 
     # DeepSpeed's JSON, whose omitted parameters have DeepSpeed's defaults
-    json = file.deepspeed or _read_json(found, values_of(weaker))
+    json = file.deepspeed or _read_json(scanned, values_of(weaker))
     if file.json:
         if json:
-            found.problems.append(
+            scanned.problems.append(
                 "the file of --config has keys of DeepSpeed's JSON, got --deepspeed_config too. Leave one out"
             )
         json = file.json
-    stated = {} if file.deepspeed else json  # the fields of a repeated run have the values of its JSON
-    found.implied = deepspeed_json.implied_values(stated, {**values_of(weaker), **found.values})
+    stated_json = {} if file.deepspeed else json  # the config.json of a run already has the values of its JSON
+    scanned.implied = deepspeed_json.implied_values(stated_json, {**values_of(weaker), **scanned.values})
 
     # checkpoint
-    if checkpoint_args is not None and {"load", "resume"} & (values_of(weaker).keys() | found.values.keys()):
-        weaker.insert(0, Layer(CHECKPOINT, checkpoint_args(found, values_of(weaker))))
+    if checkpoint_args is not None and {"load", "resume"} & (values_of(weaker).keys() | scanned.values.keys()):
+        weaker.insert(0, Layer(CHECKPOINT, checkpoint_args(scanned, values_of(weaker))))
 
-    if implied := {name: value for name, value in found.implied.items() if name not in values_of(weaker)}:
+    if implied := {name: value for name, value in scanned.implied.items() if name not in values_of(weaker)}:
         listed = ", ".join(f"{name} {text_of_value(value)}" for name, value in implied.items())
-        found.notes.append(f"DeepSpeed's defaults for what the JSON's optimizer section omits: {listed}")
-    weaker.append(Layer(DEEPSPEED_DEFAULT, found.implied))
-    extra = extras.values(found)
-    typed = {name: value for name, value in found.values.items() if name not in found.from_file}
-    of_file = {name: value for name, value in found.values.items() if name in found.from_file}
+        scanned.notes.append(f"DeepSpeed's defaults for what the JSON's optimizer section omits: {listed}")
+    weaker.append(Layer(DEEPSPEED_DEFAULT, scanned.implied))
+    extra = extras.values(scanned)
+    typed = {name: value for name, value in scanned.values.items() if name not in scanned.from_file}
+    of_file = {name: value for name, value in scanned.values.items() if name in scanned.from_file}
     layers = [
-        Layer(CHECKPOINT_SCHEDULE, found.schedule),
-        Layer(COMMAND_LINE, typed, found.spelling),
-        Layer(CONFIG_FILE, of_file, found.spelling),
-        deepspeed_json.layer_of(stated, found.values, values_of(weaker), found.problems),
+        Layer(CHECKPOINT_SCHEDULE, scanned.schedule),
+        Layer(COMMAND_LINE, typed, scanned.spelling),
+        Layer(CONFIG_FILE, of_file, scanned.spelling),
+        deepspeed_json.layer_of(stated_json, scanned.values, values_of(weaker), scanned.problems),
         *weaker,
     ]
-    return Collected(found=found, layers=layers, json=json, extra=extra, is_of_run=file.is_of_run)
+    return Collected(found=scanned, layers=layers, json=json, extra=extra, is_of_run=file.is_of_run)
 
 
 def _drop(names: Sequence[str], layers: Sequence[Layer]) -> None:
@@ -128,6 +128,6 @@ def _read_json(found: Scan, defaults: Mapping[str, Any]) -> dict[str, Any]:
     json, problems, ignored = deepspeed_json.read(path)
     found.problems += problems
     found.ignored |= ignored
-    unknown = [key for key, reason in ignored.items() if reason == deepspeed_json.UNKNOWN]
-    found.notes += [f"{path}: unknown key {key} has no effect" for key in unknown]
+    unknown_keys = [key for key, reason in ignored.items() if reason == deepspeed_json.UNKNOWN]
+    found.notes += [f"{path}: unknown key {key} has no effect" for key in unknown_keys]
     return json

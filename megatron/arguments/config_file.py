@@ -1,4 +1,4 @@
-"""--config: flags from a YAML, TOML or JSON file, or from the config.json that a run has written; no torch."""
+"""--config: flags from a YAML, TOML or JSON file, or from the config.json of a run. Does not import torch."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from megatron.config.option import Option, is_derived
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
 
-# Text to keys and values, strictly: a duplicated key is an error that names file, line and key.
+# Parse text into keys and values, strictly: a duplicated key is an error that names file, line and key.
 #
-# | suffix | is read by |
+# | suffix | parser |
 # |---|---|
 # | .yaml, .yml | PyYAML, whose nodes know their lines; scalars by YAML 1.2, so that 1e-4 is a number |
 # | .toml | tomllib |
@@ -39,10 +39,10 @@ from megatron.models.registry import FAMILIES
 
 @dataclass(frozen=True)
 class FileText:
-    """What a file holds, and the lines of its keys.
+    """Contents of a file, and the lines of its keys.
 
     Args:
-        lines: keys from the root -> line.
+        lines: keys from the root -> line number.
     """
 
     path: str
@@ -50,16 +50,17 @@ class FileText:
     lines: Mapping[tuple[str, ...], int]
 
     def where(self, *keys: str) -> str:
-        """Return "file:line" of a key, given with the heading above it."""
+        """Return "file:line" of a key, given together with the heading above it."""
         line = self.lines.get(keys)
         return f"{self.path}:{line}" if line else self.path
 
 
 def read_file(path: str) -> FileText:
-    """Return what ``path``, a .yaml, .yml, .toml or .json file, holds.
+    """Parse ``path``, a .yaml, .yml, .toml or .json file.
 
     Raises:
-        ConfigError: another suffix, missing, not UTF-8, empty, not what its suffix says, or a key that stands twice.
+        ConfigError: the suffix is another one, or the file is missing, not UTF-8, empty, malformed, or has a duplicate
+            key.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in READERS:
@@ -77,31 +78,31 @@ _KEY = re.compile(r"\s*([\w-]+)\s*=")
 
 
 def _read_toml(path: str) -> FileText:
-    import tomllib  # 5 ms, where a TOML is given
+    import tomllib  # deferred to the first TOML file: takes 5 ms
 
     text = text_of(path, "--config", "flags")
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        found = re.search(r"line (\d+)", str(error))
-        line = text.splitlines()[int(found[1]) - 1].strip() if found else ""
-        at = f"{path}:{found[1]}" if found else path
+        match = re.search(r"line (\d+)", str(error))
+        line = text.splitlines()[int(match[1]) - 1].strip() if match else ""
+        at = f"{path}:{match[1]}" if match else path
         if "overwrite" in str(error) or "twice" in str(error):
             raise ConfigError(f"{at}: a key may stand once, got {line!r} again. Remove one") from error
         raise ConfigError(f"{at}: must be TOML, got {error}") from error
     lines: dict[tuple[str, ...], int] = {}
     heading: tuple[str, ...] = ()
-    for number, line in enumerate(text.splitlines(), 1):
+    for line_number, line in enumerate(text.splitlines(), 1):
         if table := _TABLE.fullmatch(line):
             heading = (table[1].strip(),)
-            lines.setdefault(heading, number)
+            lines.setdefault(heading, line_number)
         elif key := _KEY.match(line):
-            lines.setdefault((*heading, key[1]), number)
+            lines.setdefault((*heading, key[1]), line_number)
     return FileText(path, values, lines)
 
 
 def _read_yaml(path: str) -> FileText:
-    import yaml  # 20 ms, where a YAML is given
+    import yaml  # deferred to the first YAML file: takes 20 ms
 
     text = text_of(path, "--config", "flags")
     try:
@@ -125,15 +126,15 @@ _CORE = (
     (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
      lambda text: float(re.sub(r"\.(?=[inIN])", "", text))),
 )  # fmt: skip
-"""The core schema of YAML 1.2: pattern of a plain scalar, and its value. All else is a text."""
+"""The core schema of YAML 1.2: pattern of a plain scalar -> function for its value. All other scalars are text."""
 
 
 def _mapping(node: Any, keys: tuple[str, ...], path: str, lines: dict[tuple[str, ...], int], seen: set[int]) -> Any:
-    """Return the value of a YAML node; note the lines of the keys in it."""
+    """Return the value of a YAML node, and add the lines of its keys to ``lines``."""
     at = f"{path}:{node.start_mark.line + 1}"
     if node.id == "scalar":
         if node.style is None and node.tag.startswith("tag:yaml.org,2002:"):
-            return next((make(node.value) for form, make in _CORE if form.fullmatch(node.value)), node.value)
+            return next((make(node.value) for pattern, make in _CORE if pattern.fullmatch(node.value)), node.value)
         if not node.tag.startswith("tag:yaml.org,2002:"):
             raise ConfigError(f"{at}: a value must have no tag, got {node.tag}. Remove it")
         return node.value
@@ -142,44 +143,44 @@ def _mapping(node: Any, keys: tuple[str, ...], path: str, lines: dict[tuple[str,
     seen.add(id(node))
     if node.id == "sequence":
         return [_mapping(item, keys, path, lines, seen) for item in node.value]
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key_node, value in node.value:
         line = key_node.start_mark.line + 1
         if key_node.id != "scalar":
             raise ConfigError(f"{path}:{line}: a key must be a name, got a list or a mapping. Write the name of a flag")
         key = key_node.value
-        if key in found:
+        if key in values:
             raise ConfigError(
                 f"{path}:{line}: a key may stand once, got {key!r} again (first on line {lines[(*keys, key)]}). "
                 "Remove one"
             )
         lines[(*keys, key)] = line
-        found[key] = _mapping(value, (*keys, key), path, lines, seen)
-    return found
+        values[key] = _mapping(value, (*keys, key), path, lines, seen)
+    return values
 
 
 READERS = {".yaml": _read_yaml, ".yml": _read_yaml, ".toml": _read_toml, ".json": _read_json}
 
 
-# Keys to fields.
+# Map keys to fields.
 #
-# A key is a flag's name, with - or _, or a field's name as ``get_args()`` and config.json have it. The names of the
-# sections may stand above keys, as in config.json, and mean nothing. What is no flag of ours goes to ``scan`` as words
-# of a command line, which knows the flags of other programs and the nearest name.
+# A key is a flag's name, with - or _, or a field's name as in ``get_args()`` and config.json. Section names may enclose
+# keys, as in config.json, and have no effect. Keys that are not flags of this program are passed to ``scan`` as words
+# of a command line: it knows the flags of other programs and suggests the nearest name.
 
 OF_RUN = "family"
-"""Key of every config.json that a run has written, beside its sections, "deepspeed" and "extra"."""
+"""Key of every config.json that a run has written, in addition to its sections, "deepspeed" and "extra"."""
 
 
 @dataclass
 class Taken:
-    """The contents of a file beyond its values, which are in the ``Scan``.
+    """The contents of a file except its values, which are stored in the ``Scan``.
 
     Args:
-        is_of_run: the file is the config.json of a run: no defaults of the program or of MEGATRON_DEFAULTS apply, and
-            its fields do not count as given.
-        deepspeed: the JSON of that run.
-        json: keys of DeepSpeed's JSON in the file, as GPT-NeoX has them next to its own.
+        is_of_run: the file is the config.json of a run: defaults of the program and of MEGATRON_DEFAULTS do not apply,
+            and its fields do not count as given.
+        deepspeed: DeepSpeed's JSON of that run.
+        json: keys of DeepSpeed's JSON in the file, which GPT-NeoX mixes with its own keys.
     """
 
     is_of_run: bool = False
@@ -193,16 +194,16 @@ def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
     Args:
         extra_flags: flags of ``extra_args_provider``; their values are added to ``found.rest``.
     """
-    path, taken = found.values.get("config"), Taken()
+    path, contents = found.values.get("config"), Taken()
     if path is None:
-        return taken
+        return contents
     try:
         text = read_file(path)
     except ConfigError as error:
         found.problems.append(str(error))
-        return taken
-    taken.is_of_run = isinstance(text.values.get(OF_RUN), str)
-    reader = _Reader(text, found.family, tuple(extra_flags), taken.is_of_run)
+        return contents
+    contents.is_of_run = isinstance(text.values.get(OF_RUN), str)
+    reader = _Reader(text, found.family, tuple(extra_flags), contents.is_of_run)
     values = reader.read()
     found.problems += reader.problems
     found.unknown |= reader.unknown
@@ -211,11 +212,11 @@ def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
     found.ignored = {**reader.ignored, **found.ignored}
     if reader.json:
         key_places = {keys: (line, 1) for keys, line in text.lines.items()}
-        taken.json, problems, ignored = good_keys(JsonText(path, reader.json, key_places))
+        contents.json, problems, ignored = good_keys(JsonText(path, reader.json, key_places))
         found.problems += problems
         found.ignored |= ignored
     has_problems = bool(set(reader.problems) - reader.unknown.keys())
-    if taken.is_of_run and not has_problems:
+    if contents.is_of_run and not has_problems:
         values = _without_derived(values, found.family)
         values = _with_length(values, reader.converted, text.values, found)
     for flag in related_fields.overridden_flags(reader.converted, found):
@@ -227,32 +228,32 @@ def take(found: Scan, extra_flags: Iterable[str] = ()) -> Taken:
         del found.values[name]
     found.converted = {**reader.converted, **found.converted}
     if has_problems:
-        return taken
-    if taken.is_of_run:
+        return contents
+    if contents.is_of_run:
         values = {**_former_defaults(text.values, found), **values}
         values = _begin_anew(values, Path(path))
         if "deepspeed_config" not in found.values:
-            inner = JsonText(path, _without_max_grad_norm(text.values.get("deepspeed") or {}), {})
-            taken.deepspeed, problems, _ = good_keys(inner)
+            json_text = JsonText(path, _without_max_grad_norm(text.values.get("deepspeed") or {}), {})
+            contents.deepspeed, problems, _ = good_keys(json_text)
             found.problems += problems
             values["deepspeed_config"] = None
     for name in related_fields.fields_replaced_in_file(values, found.values):
         del values[name]
-    places = {name: reader.places.get(name, path) for name in values}
-    written = {name: f"{places[name]} {value}" for name, value in values.items()}
+    origins = {name: reader.places.get(name, path) for name in values}
+    written = {name: f"{origins[name]} {value}" for name, value in values.items()}
     for name, setting in merge([Layer(COMMAND_LINE, found.values), Layer(CONFIG_FILE, values, written)], found).items():
         if setting.source is CONFIG_FILE:
             found.values[name], found.spelling[name] = setting.value, setting.written
-            found.from_file[name] = places[name]
-    return taken
+            found.from_file[name] = origins[name]
+    return contents
 
 
 class _Reader:
-    """Reads the keys of a file one by one and collects values, notes and problems."""
+    """Reader for the keys of a file, which collects values, notes and problems."""
 
     def __init__(self, text: FileText, family: str, extra_flags: tuple[str, ...], is_of_run: bool) -> None:
         self.text, self.family, self.is_of_run = text, family, is_of_run
-        self.known: dict[str, tuple[Option, str]] = {}  # normal form of a name -> option, and the flag that it is
+        self.known: dict[str, tuple[Option, str]] = {}  # normalised name -> option, and the flag of that name
         for option in options_in(family):
             self.known.update({_normal(flag): (option, flag) for flag in option.flags})
         for option in options_in(family):
@@ -290,15 +291,15 @@ class _Reader:
                 for name, inner in value.items():
                     yield (key, name), inner
             elif isinstance(value, dict):
-                said = unknown("section", key, headings).partition("; --help-all")[0]
-                problem = f"{self.text.where(key)}: {said}; a section is one of {', '.join(headings)}"
+                message = unknown("section", key, headings).partition("; --help-all")[0]
+                problem = f"{self.text.where(key)}: {message}; a section is one of {', '.join(headings)}"
                 self.problems.append(problem)
                 self.unknown[problem] = key
             else:
                 yield (key,), value
 
     def _is_of_deepspeed(self, key: str, value: Any, headings: Container[str]) -> bool:
-        """Return True for a key of DeepSpeed's JSON that is no flag; a section of that name has a type."""
+        """Return True if ``key`` is DeepSpeed's and not a flag; a section named like one of ours needs a "type"."""
         if key not in deepspeed_keys.KNOWN and key not in deepspeed_keys.RENAMED:
             return False
         if isinstance(value, dict):
@@ -330,11 +331,11 @@ class _Reader:
     def _take(self, option: Option, flag: str, key: str, place: str, value: Any) -> None:
         where = f"{place}: {key}"
         try:
-            is_said, value = self._value_of(option, flag, value)
+            is_set, value = self._value_of(option, flag, value)
         except ValueError as error:
             self.problems.append(f"{where} must be {error}")
             return
-        if not is_said:
+        if not is_set:
             return
         if option.name in self.places and option.name not in self.yielded:
             self.problems.append(
@@ -350,10 +351,13 @@ class _Reader:
             self.values[option.name] = value
 
     def _value_of(self, option: Option, flag: str, value: Any) -> tuple[bool, Any]:
-        """Return whether ``value`` says anything, and what the field is to be.
+        """Convert a value of the file to a value of the field.
+
+        Returns:
+            Tuple of a bool, False if ``value`` leaves the field unset, and the value of the field.
 
         Raises:
-            ValueError: what it must be, and what it is.
+            ValueError: the value is invalid; the message has the rule and the value.
         """
         if value is None:
             if option.default is not None:
@@ -386,34 +390,34 @@ class _Reader:
         return True, value
 
     def _pass_on(self, name: str, key: str, place: str, value: Any) -> None:
-        """Read a key that is no flag of ours with ``scan``, which knows the flags of other trainers."""
+        """Read a key that is not a flag of this program with ``scan``, which knows the flags of other trainers."""
         if isinstance(value, dict):
             self.problems.append(f"{place}: {key} must be a value, got {_shown(value)}")
             return
         accepted = FAMILIES[self.family].config.HOLDS
-        others = {_normal(flag): flag for flag in (*rejected_flags(self.family), *foreign_flags(), *accepted)}
-        flag = others.get(name, "--" + name.replace("_", "-"))
+        names = {_normal(flag): flag for flag in (*rejected_flags(self.family), *foreign_flags(), *accepted)}
+        flag = names.get(name, "--" + name.replace("_", "-"))
         row = foreign_flags().get(flag)
         if row is not None and row.value == "bool" and isinstance(value, bool):
-            found = scan([flag, str(value).lower()], (), self.family)
+            scanned = scan([flag, str(value).lower()], (), self.family)
         elif value is None or value is False:
-            problems = scan([flag], (), self.family).problems  # it sets nothing, but the name must exist
-            found = Scan(self.family, problems=[one for one in problems if one.startswith("unknown ")])
+            problems = scan([flag], (), self.family).problems  # nothing to set, but the name must exist
+            scanned = Scan(self.family, problems=[one for one in problems if one.startswith("unknown ")])
         else:
-            found = scan(_words(flag, value), (), self.family)
-        for problem in found.problems:
+            scanned = scan(_words(flag, value), (), self.family)
+        for problem in scanned.problems:
             if problem.startswith("unknown flag "):
                 problem = problem.replace(f"unknown flag {flag}", f"unknown key {key}").replace("mean --", "mean ")
                 self.unknown[f"{place}: {problem}"] = key
             self.problems.append(f"{place}: {problem}")
-        self.notes += [f"{place}: {note}" for note in found.notes]
-        self.ignored |= found.ignored
-        self.converted |= found.converted
+        self.notes += [f"{place}: {note}" for note in scanned.notes]
+        self.ignored |= scanned.ignored
+        self.converted |= scanned.converted
         targets = row.targets if row is not None else ()
         yielding = {name for target in targets if target.yields for name in target.fields}
         plain = {name for target in targets if not target.function for name in target.fields}
-        for name, converted in found.values.items():
-            if name in yielding and name in self.places:  # the field's own key decides, before or after this one
+        for name, converted in scanned.values.items():
+            if name in yielding and name in self.places:  # the field's own key decides, in any order
                 continue
             if name in plain and name in self.places and self.values.get(name, converted) != converted:
                 self.problems.append(
@@ -431,7 +435,7 @@ def _normal(name: str) -> str:
 
 
 def _words(flag: str, value: Any) -> list[str]:
-    """Return ``value`` as words of a command line: true is the flag alone, false and null none at all."""
+    """Return ``value`` as words of a command line: true becomes the flag only, false and null become no words."""
     if value is None or value is False:
         return []
     values = [] if value is True else value if isinstance(value, list) else [value]
@@ -439,7 +443,7 @@ def _words(flag: str, value: Any) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for a message, short whatever it is."""
+    """Return a short text for ``value`` in a message."""
     if isinstance(value, (dict, list)):
         return "a mapping" if isinstance(value, dict) else "a list"
     return repr(value)[:80]
@@ -454,9 +458,9 @@ NEEDS_CHECKPOINT = (
 def _with_length(
     values: Mapping[str, Any], converted: dict[str, Any], saved: Mapping[str, Any], found: Scan
 ) -> dict[str, Any]:
-    """Return the values of a run's file without the lengths that follow from others: they follow those of this run.
+    """Drop the lengths of a run's file that follow from other settings; they are computed again for this run.
 
-    A length of the run on the command line replaces those of the file, which are removed from ``converted`` then.
+    If the command line sets the length of the run, the length in the file is removed from ``converted``, too.
     """
     values, batch = dict(values), saved.get("batch")
     if not isinstance(batch, dict):
@@ -482,7 +486,7 @@ def _with_length(
 def _decays_to_the_end(
     values: Mapping[str, Any], limits: Mapping[str, int], batch: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> bool:
-    """Return True if the decay of a run in samples has the length of the run, as without a flag for it.
+    """Return True if the decay of a run in samples is as long as the run, as it is by default.
 
     Args:
         values: field -> value of the run's file.
@@ -503,15 +507,15 @@ def _decays_to_the_end(
 
 
 def _without_derived(values: dict[str, Any], family: str) -> dict[str, Any]:
-    """Return the values of a run's file without those that follow from the others: they follow those of the new run."""
+    """Drop the values of a run's file that follow from its other values; they are computed again for the new run."""
     derived = {option.name for option in options_in(family) if is_derived(option, option.default)}
-    rest = {name: value for name, value in values.items() if name not in derived}
-    flat = vars(config_from_values(rest, family=family).namespace())
-    return {name: value for name, value in values.items() if name not in derived or flat[name] != value}
+    independent = {name: value for name, value in values.items() if name not in derived}
+    derived_values = vars(config_from_values(independent, family=family).namespace())
+    return {name: value for name, value in values.items() if name not in derived or derived_values[name] != value}
 
 
 def _former_defaults(saved: Mapping[str, Any], found: Scan) -> dict[str, Any]:
-    """Return the former defaults of settings that did not exist yet when the run was started; one line reports them."""
+    """Return the former defaults of settings that did not exist when the run was started; a note lists them."""
     options = {option.name: option for option in options_in(found.family)}
     former = {name: value for name, value in former_defaults(saved).items() if name in options.keys() - found.values}
     defaults = {name: option.default for name, option in options.items()}
@@ -521,7 +525,7 @@ def _former_defaults(saved: Mapping[str, Any], found: Scan) -> dict[str, Any]:
 
 
 def _without_max_grad_norm(json: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON of a run without a key that earlier versions accepted although it had no effect."""
+    """Remove a key from the JSON of a run that earlier versions accepted although it had no effect."""
     section = json.get("optimizer")
     if not isinstance(section, dict) or not isinstance(section.get("params"), dict):
         return dict(json)
@@ -530,12 +534,12 @@ def _without_max_grad_norm(json: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _begin_anew(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the values without the run's own folder: a repeated run begins as that one did and saves elsewhere."""
-    folder, values = path.resolve().parent, dict(values)
+    """Drop the run's own folder from the values, so that a repeated run starts like that run and saves elsewhere."""
+    run_dir, values = path.resolve().parent, dict(values)
 
     def is_own(name: str) -> bool:
-        place = Path(values.get(name) or "/").resolve()
-        return place == folder or folder / "checkpoints" in (place, *place.parents)
+        candidate = Path(values.get(name) or "/").resolve()
+        return candidate == run_dir or run_dir / "checkpoints" in (candidate, *candidate.parents)
 
     if is_own("load") or values.get("resume"):
         for name in NEEDS_CHECKPOINT:

@@ -1,4 +1,4 @@
-"""The only reader and writer of DeepSpeed's JSON (strict, with line numbers)."""
+"""The only module that reads and writes DeepSpeed's JSON. Parsing is strict and reports line numbers."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ _WORD = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]')
 
 @dataclass(frozen=True)
 class JsonText:
-    """An object that was read, and where each of its keys stands."""
+    """A parsed JSON object and the position of each of its keys."""
 
     path: str
     values: dict[str, Any]
     places: dict[tuple[str, ...], tuple[int, int]]  # keys from the root -> line, column
 
     def where(self, *keys: str) -> str:
-        """Return "file:line:column" of a key, given with the keys that enclose it."""
+        """Return "file:line:column" of a key, given together with the keys that enclose it."""
         line, column = self.places.get(keys, (1, 1))
         return f"{self.path}:{line}:{column}"
 
 
 def read_json(path: str, flag: str = "--deepspeed_config") -> JsonText:
-    """Return the JSON object in ``path``; a byte order mark in front is accepted.
+    """Read the JSON object in ``path``; a leading byte order mark is accepted.
 
     Args:
-        flag: that has named it, for messages.
+        flag: the flag that names the file, for messages.
 
     Raises:
-        ConfigError: missing, not readable, empty, not UTF-8, not JSON, a duplicate key, or not an object.
+        ConfigError: the file is missing, unreadable, empty, not UTF-8 or not JSON, has a duplicate key, or does not
+            contain an object.
     """
     text = text_of(path, flag)
     try:
@@ -62,10 +63,14 @@ def read_json(path: str, flag: str = "--deepspeed_config") -> JsonText:
 
 
 def text_of(path: str, flag: str, what: str = "one JSON object {...}") -> str:
-    """Return the text of ``path``, which ``flag`` has named and which must hold ``what``.
+    """Return the text of the file ``path``.
+
+    Args:
+        flag: the flag that names the file, for messages.
+        what: description of the expected content, for messages.
 
     Raises:
-        ConfigError: it cannot be read, is not UTF-8, or is empty.
+        ConfigError: the file cannot be read, is not UTF-8, or is empty.
     """
     try:
         raw = Path(path).read_bytes()
@@ -88,10 +93,10 @@ def text_of(path: str, flag: str, what: str = "one JSON object {...}") -> str:
 
 
 def _parse_constant(name: str) -> float:
-    """Return infinity, as Accelerate writes it for steps_per_print.
+    """Return infinity, which Accelerate writes for steps_per_print.
 
     Raises:
-        ValueError: any other constant that JSON does not have.
+        ValueError: the constant is not Infinity.
     """
     if name == "Infinity":
         return inf
@@ -108,27 +113,27 @@ def _hint(text: str, position: int) -> str:
 
 
 def _key_places(path: str, text: str) -> dict[tuple[str, ...], tuple[int, int]]:
-    """Walk the words of valid JSON text and note where each key of each object is."""
+    """Return the line and column of each key of each object in valid JSON text."""
     places: dict[tuple[str, ...], tuple[int, int]] = {}
     stack: list[str] = []  # enclosing keys; "" for the root and for array elements
     previous = ("", 0)
     for match in _WORD.finditer(text):
-        word = match.group()
-        if word == ":":
+        token = match.group()
+        if token == ":":
             keys = (*stack[1:], json.loads(previous[0]))
-            place = _line_and_column(text, previous[1])
+            position = _line_and_column(text, previous[1])
             if keys in places and "" not in keys:
                 raise ConfigError(
-                    f"{path}:{place[0]}:{place[1]}: a key may stand once, got {keys[-1]!r} again "
+                    f"{path}:{position[0]}:{position[1]}: a key may stand once, got {keys[-1]!r} again "
                     f"(first on line {places[keys][0]}). Remove one"
                 )
-            places[keys] = place
+            places[keys] = position
             pending = keys[-1]
-        elif word in "{[":
+        elif token in "{[":
             stack.append(pending if stack and previous[0] == ":" else "")
-        elif word in "}]":
+        elif token in "}]":
             stack.pop()
-        previous = (word, match.start())
+        previous = (token, match.start())
     return places
 
 
@@ -139,11 +144,11 @@ def _line_and_column(text: str, position: int) -> tuple[int, int]:
 # Keys and their values.
 #
 # "auto" means the value of the flags; ``sources`` decides if a flag and the JSON differ. Precision, loss scale,
-# gradient norm and clipping are ours, so DeepSpeed's engine receives none of them.
+# gradient norm and clipping are implemented here, so DeepSpeed's engine receives none of them.
 
 
 def read(path: str) -> tuple[dict[str, Any], list[str], dict[str, str]]:
-    """Return what ``good_keys`` returns of the JSON object in ``path``."""
+    """Return ``good_keys`` of the JSON object in ``path``; a file that cannot be parsed is a problem."""
     try:
         return good_keys(read_json(path))
     except ConfigError as error:
@@ -151,7 +156,7 @@ def read(path: str) -> tuple[dict[str, Any], list[str], dict[str, str]]:
 
 
 def good_keys(text: JsonText) -> tuple[dict[str, Any], list[str], dict[str, str]]:
-    """Return the JSON object without invalid keys, the problems, and ignored keys (with dots) -> the reason."""
+    """Return the JSON object without invalid keys, the problems, and ignored key (with dots) -> reason."""
     good: dict[str, Any] = {}
     problems: list[str] = []
     ignored: dict[str, str] = {}
@@ -160,15 +165,15 @@ def good_keys(text: JsonText) -> tuple[dict[str, Any], list[str], dict[str, str]
         if not _is_known(name) and not is_near(name, deepspeed_keys.KNOWN):
             ignored[name] = UNKNOWN
             continue
-        found = list(_key_problems(text, name, value))
-        problems += found
-        if not found:
+        key_problems = list(_key_problems(text, name, value))
+        problems += key_problems
+        if not key_problems:
             good[deepspeed_keys.RENAMED.get(name, name)] = value
     return good, problems, ignored | dict(_ignored_keys(good))
 
 
 UNKNOWN = "unknown key"
-"""Reason for ignoring a top-level key that is neither DeepSpeed's nor similar to one of DeepSpeed's."""
+"""Reason to ignore a top-level key that is neither a key of DeepSpeed nor similar to one."""
 
 
 def _is_known(name: str) -> bool:
@@ -188,9 +193,9 @@ def _without_comments(section: Mapping[str, Any], ignored: dict[str, str], path:
 
 
 def _with_whole_numbers(path: str, value: Any) -> Any:
-    """Return ``value`` with integers for whole numbers such as 1e5 where DeepSpeed needs integers.
+    """Convert whole floats such as 1e5 to integers where DeepSpeed requires integers.
 
-    An infinite number of steps, as Accelerate writes for steps_per_print, becomes the largest integer.
+    An infinite steps_per_print, as Accelerate writes it, becomes the largest integer.
     """
     if isinstance(value, dict):
         return {name: _with_whole_numbers(f"{path}.{name}", inner) for name, inner in value.items()}
@@ -207,18 +212,18 @@ _TOP = {**deepspeed_keys.VALUES, **deepspeed_keys.PASSED}
 
 
 def _ignored_keys(json: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each ignored key, with dots, and the reason."""
+    """Yield each ignored key (with dots) and the reason."""
     known = {**deepspeed_keys.IGNORED, **deepspeed_keys.PASSED} if not path else _section(path) or {}
     for name, value in json.items():
-        key, whole = known.get(name), f"{path}.{name}" if path else name
+        key, full_name = known.get(name), f"{path}.{name}" if path else name
         if key is not None and key.is_ignored:
-            yield whole, key.about
+            yield full_name, key.about
         elif name == "scheduler" and deepspeed_scheduler.is_supported(value):
             continue
         elif not path and name in deepspeed_keys.REJECTED:
-            yield whole, "it is disabled"
-        elif isinstance(value, dict) and _section(whole):
-            yield from _ignored_keys(value, whole)
+            yield full_name, "it is disabled"
+        elif isinstance(value, dict) and _section(full_name):
+            yield from _ignored_keys(value, full_name)
 
 
 def _section(path: str) -> Mapping[str, deepspeed_keys.Key] | None:
@@ -251,7 +256,7 @@ def _key_problems(text: JsonText, name: str, value: Any) -> Iterator[str]:
     elif name in deepspeed_keys.IGNORED:
         yield from _value_problems(place, name, deepspeed_keys.IGNORED[name], value)
     elif name == "optimizer" and isinstance(value, dict) and list(_optimizer_problems(text, value)):
-        yield from _optimizer_problems(text, value)  # its params are that optimizer's
+        yield from _optimizer_problems(text, value)  # valid params depend on the type
     elif renamed in deepspeed_keys.SECTIONS:
         yield from _section_problems(text, (name,), deepspeed_keys.SECTIONS[renamed], value)
         if name == "zero_optimization" and isinstance(value, dict):
@@ -274,11 +279,11 @@ def _section_problems(
         return
     for inner, value in section.items():
         place = text.where(*path, inner)
-        whole = f"{name}.{inner}"
-        if whole in deepspeed_keys.INNER:
-            yield from _section_problems(text, (*path, inner), deepspeed_keys.INNER[whole], value)
+        full_name = f"{name}.{inner}"
+        if full_name in deepspeed_keys.INNER:
+            yield from _section_problems(text, (*path, inner), deepspeed_keys.INNER[full_name], value)
         elif inner in known:
-            yield from _value_problems(place, whole, known[inner], value)
+            yield from _value_problems(place, full_name, known[inner], value)
         else:
             rule = deepspeed_keys.REJECTED_IN.get(name) or f"it takes {', '.join(known)}"
             yield f"{place}: {unknown('key', inner, known).partition('; --help-all')[0]} in {name}: {rule}"
@@ -317,20 +322,20 @@ def _is_number(value: Any) -> bool:
 
 
 def _optimizer_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str]:
-    kind, params = section.get("type", "AdamW"), section.get("params", {})
+    optimizer, params = section.get("type", "AdamW"), section.get("params", {})
     if isinstance(params, dict) and "max_grad_norm" in params:
         place = text.where("optimizer", "params", "max_grad_norm")
         yield f"{place}: optimizer.params.max_grad_norm is rejected, as by DeepSpeed. Use gradient_clipping"
-    if isinstance(kind, str) and kind.lower() in deepspeed_keys.OPTIMIZER_TYPES and isinstance(params, dict):
-        other = deepspeed_keys.OTHER_PARAMS[deepspeed_keys.OPTIMIZER_TYPES[kind.lower()]]
+    if isinstance(optimizer, str) and optimizer.lower() in deepspeed_keys.OPTIMIZER_TYPES and isinstance(params, dict):
+        rejected = deepspeed_keys.OTHER_PARAMS[deepspeed_keys.OPTIMIZER_TYPES[optimizer.lower()]]
         for name in params:
-            if name in other:
+            if name in rejected:
                 place = text.where("optimizer", "params", name)
-                yield f"{place}: optimizer.params.{name} is no parameter of {kind} in DeepSpeed. Remove the key"
-    if isinstance(kind, str) and kind.lower() not in deepspeed_keys.OPTIMIZER_TYPES:
+                yield f"{place}: optimizer.params.{name} is no parameter of {optimizer} in DeepSpeed. Remove the key"
+    if isinstance(optimizer, str) and optimizer.lower() not in deepspeed_keys.OPTIMIZER_TYPES:
         yield (
             f"{text.where('optimizer', 'type')}: optimizer.type must be AdamW, Adam (which DeepSpeed runs as AdamW), "
-            f"SGD or Muon, got {kind!r}. Use one of these, or remove the section"
+            f"SGD or Muon, got {optimizer!r}. Use one of these, or remove the section"
         )
 
 
@@ -347,7 +352,7 @@ def _zero_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str]:
 
 
 def _zero_values(json: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Any]]]:
-    """Yield (field, (key, value)) of what "zero_optimization" states."""
+    """Yield (field, (key, value)) for each value that "zero_optimization" states."""
     section = json.get("zero_optimization", {})
     if _is_stated(section.get("stage")):
         yield "zero_stage", ("zero_optimization.stage", section["stage"])
@@ -359,13 +364,13 @@ def _zero_values(json: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Any]
             yield name, (f"zero_optimization.{name}", min(int(section[name]), LARGEST_INT))
     for name in ("stage3_prefetch_bucket_size", "prefetch_bucket_size"):
         if _is_stated(section.get(name)):
-            numbers = min(ceil(section[name]), LARGEST_INT)
-            yield "stage3_prefetch_bucket_size", (f"zero_optimization.{name}", numbers)
+            num_elements = min(ceil(section[name]), LARGEST_INT)
+            yield "stage3_prefetch_bucket_size", (f"zero_optimization.{name}", num_elements)
     for name, field in deepspeed_keys.OFFLOADS.items():
         inner = section.get(name) or {}
         if _is_stated(inner.get("device")):
-            where = inner["device"]
-            yield field, (f"zero_optimization.{name}.device {where}, that is", where == "cpu")
+            device = inner["device"]
+            yield field, (f"zero_optimization.{name}.device {device}, that is", device == "cpu")
         if _is_stated(inner.get("pin_memory")) and inner.get("device") == "cpu":
             yield "no_pin_memory", (f"zero_optimization.{name}.pin_memory, that is", not inner["pin_memory"])
 
@@ -373,11 +378,11 @@ def _zero_values(json: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Any]
 def layer_of(
     json: Mapping[str, Any], flags: Mapping[str, Any], defaults: Mapping[str, Any], problems: list[str]
 ) -> Layer:
-    """Return the values that the JSON states.
+    """Return the layer of values that the JSON states.
 
     Args:
-        flags: field -> value of the command line and --config. They and ``defaults`` decide if there is a pipeline,
-            whose section has no effect without one, and give the learning rate that a scheduler refers to.
+        flags: field -> value of the command line and --config. ``flags`` and ``defaults`` determine if there is a
+            pipeline, whose section has no effect without one, and the learning rate that a scheduler refers to.
         defaults: field -> value of the sources of defaults.
         problems: receives contradictions within the JSON.
     """
@@ -398,19 +403,19 @@ def layer_of(
 
 
 def _origin(key: str, json: Mapping[str, Any]) -> str:
-    """Return a remark on a parameter of the scheduler that the JSON omits; "" for every other key."""
+    """Return a remark if the JSON omits the scheduler parameter ``key``; "" for every other key."""
     section, _, name = key.rpartition(".params.")
     is_omitted = section == "scheduler" and name not in json["scheduler"]["params"]
     return f" (default of {json['scheduler']['type']})" if is_omitted else ""
 
 
 def excluded(json: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the number formats whose section says ``"enabled": false``."""
+    """Return the number formats whose section has ``"enabled": false``."""
     return tuple(name for name in ("fp16", "bf16") if json.get(name, {}).get("enabled") is False)
 
 
 def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tuple[str, Any]]:
-    """Return field -> (key, value) of every value that the JSON states."""
+    """Return field -> (key, value) for every value that the JSON states."""
     stated = {
         key.field: (name, json[name]) for name, key in deepspeed_keys.VALUES.items() if _is_stated(json.get(name))
     }
@@ -428,11 +433,11 @@ def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tupl
             if k.field and _is_stated(fp16.get(n))
         }
     stated |= dict(_zero_values(json))
-    kept = json.get("activation_checkpointing", {})
+    activations = json.get("activation_checkpointing", {})
     stated |= {
-        k.field: (f"activation_checkpointing.{n}", kept[n])
+        k.field: (f"activation_checkpointing.{n}", activations[n])
         for n, k in deepspeed_keys.ACTIVATIONS.items()
-        if k.field and _is_stated(kept.get(n))
+        if k.field and _is_stated(activations.get(n))
     }
     section = json.get("optimizer", {})
     params = section.get("params", {})
@@ -450,10 +455,10 @@ def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tupl
 def implied_values(json: Mapping[str, Any], known: Container[str]) -> dict[str, Any]:
     """Return field -> DeepSpeed's default for every parameter that the optimizer section of the JSON omits.
 
-    DeepSpeed builds an optimizer from the section only if it has a type. "auto" stands for the flags' value.
+    DeepSpeed builds an optimizer from the section only if it has a type. "auto" means the value of the flags.
 
     Args:
-        known: fields that flags or defaults of the program give.
+        known: fields that flags or defaults of the program set.
     """
     section = json.get("optimizer", {})
     if not _is_stated(section.get("type")):
@@ -461,9 +466,9 @@ def implied_values(json: Mapping[str, Any], known: Container[str]) -> dict[str, 
     params, implied = section.get("params", {}), deepspeed_keys.implied_by(section["type"], section.get("params", {}))
     omitted: dict[str, Any] = {_field_of(section, name): value for name, value in implied.items() if name not in params}
     if deepspeed_keys.OPTIMIZER_TYPES[section["type"].lower()] == "muon":
-        omitted["muon_scale_mode"] = "original"  # sqrt(max(1, rows / columns)), DeepSpeed's only one
-    usual = {option.name: option.default for _, option in all_options()}
-    return {name: value for name, value in omitted.items() if name not in known and value != usual[name]}
+        omitted["muon_scale_mode"] = "original"  # sqrt(max(1, rows / columns)), the only mode of DeepSpeed
+    our_defaults = {option.name: option.default for _, option in all_options()}
+    return {name: value for name, value in omitted.items() if name not in known and value != our_defaults[name]}
 
 
 def _field_of(section: Mapping[str, Any], param: str) -> str:
@@ -473,7 +478,7 @@ def _field_of(section: Mapping[str, Any], param: str) -> str:
 
 
 def _pipeline_values(json: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Return field -> (key, value) of what "pipeline" states; its schedule "auto" is a schedule."""
+    """Return field -> (key, value) for each value that "pipeline" states; "auto" is a valid schedule."""
     section = json.get("pipeline", {})
     stated = [
         name
@@ -492,14 +497,14 @@ def text_of_value(value: Any) -> str:
 
 
 def engine_dict(config: Config, world_size: int) -> dict[str, Any]:
-    """Return the dictionary that DeepSpeed's engine is given: sizes and its own switches, no precision, no clipping."""
+    """Return the configuration for DeepSpeed's engine: sizes and DeepSpeed's own switches, no precision or clipping."""
     d = config.parallel.data_parallel_size(world_size)
-    context = config.parallel.context_parallel_size  # to DeepSpeed these ranks are replicas, too
+    context = config.parallel.context_parallel_size  # DeepSpeed counts context-parallel ranks as replicas
     engine = _without_auto({name: value for name, value in config.deepspeed.items() if name in deepspeed_keys.PASSED})
     engine.setdefault("steps_per_print", config.run.log_interval or LARGEST_INT)
     engine.setdefault("wall_clock_breakdown", False)
-    off = {"enabled": False}  # it waits for the device at each micro-batch
-    engine["timers"] = {"throughput": off, **engine.get("timers", {})}
+    disabled = {"enabled": False}  # throughput timers synchronize with the device at each micro-batch
+    engine["timers"] = {"throughput": disabled, **engine.get("timers", {})}
     engine.setdefault("zero_allow_untested_optimizer", True)
     engine.update(
         train_batch_size=config.batch.batch_size * config.batch.gas * d * context,
@@ -519,21 +524,22 @@ def _bucket_size(config: Config) -> dict[str, int]:
 
 
 def _pipeline_section(config: Config) -> dict[str, Any]:
-    """Return what was said of the pipeline.
+    """Return the settings of the pipeline that differ from the engine's defaults.
 
-    Of the rest the engine knows better: chunks and so the schedule are its module's, the time limit its group's.
+    Unset values are left out: the engine takes the number of chunks, and with it the schedule, from its module, and the
+    time limit from its process group.
     """
-    said = {name: getattr(config.parallel, key.field) for name, key in deepspeed_keys.PIPELINE.items()}
-    said["micro_batch_group_size"] = config.parallel.group_size
+    settings = {name: getattr(config.parallel, key.field) for name, key in deepspeed_keys.PIPELINE.items()}
+    settings["micro_batch_group_size"] = config.parallel.group_size
     if is_auto(config.parallel.pipeline_schedule):
-        said["schedule"] = config.parallel.schedule
-    if said["chunks"] == 1 and "pipeline_chunks" not in config.given:
-        del said["chunks"]
-    return {name: value for name, value in said.items() if bool(value) != (name in deepspeed_keys.ON_BY_DEFAULT)}
+        settings["schedule"] = config.parallel.schedule
+    if settings["chunks"] == 1 and "pipeline_chunks" not in config.given:
+        del settings["chunks"]
+    return {name: value for name, value in settings.items() if bool(value) != (name in deepspeed_keys.ON_BY_DEFAULT)}
 
 
 def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that are not "auto": DeepSpeed takes its own default for those that are missing."""
+    """Drop keys with the value "auto", so that DeepSpeed uses its own defaults for them."""
     return {
         name: _without_auto(value) if isinstance(value, dict) else value
         for name, value in section.items()

@@ -12,13 +12,13 @@ from tds.schedule.simulate import SCHEDULES
 
 @dataclass(frozen=True)
 class Key:
-    """Type of the value, the field of our configuration that it sets ("" for none), and a description.
+    """A key of DeepSpeed's JSON: type of its value, field of ``Config`` that it sets ("" for none), and description.
 
     Args:
         is_ignored: the key is accepted without effect and listed in the start table; ``about`` is the reason.
-        holds: values with which it is ignored; empty: all of them.
+        holds: values for which the key is ignored; empty for all values.
         otherwise: reason for rejecting other values, and the alternative.
-        needs_deepspeed: returns True for a value on which only DeepSpeed's engine acts. A run without a pipeline then
+        needs_deepspeed: returns True for a value that only DeepSpeed's engine implements. A run without a pipeline then
             trains on DeepSpeed's engine; with a pipeline the engine of tds passes the key to DeepSpeed.
         without_pipeline: reason why the key has no effect in a run without a pipeline.
     """
@@ -53,7 +53,7 @@ VALUES = {
     "gradient_accumulation_steps": Key(POSITIVE, "gas"),
     "gradient_clipping": Key(NUMBER, "clip_grad"),
 }
-"""Top-level keys that set a field of ours."""
+"""Top-level keys that set a field of ``Config``."""
 
 FP16 = {
     "enabled": Key(BOOLEAN),
@@ -136,7 +136,7 @@ OFFLOAD = {
     ),
 }  # fmt: skip
 OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
-"""Sections of "zero_optimization" -> the fields of ours that their devices set."""
+"""Sections of "zero_optimization" -> fields that their devices set."""
 ACTIVATIONS = {
     "partition_activations": Key(BOOLEAN, "partition_activations"),
     "cpu_checkpointing": Key(BOOLEAN, "checkpoint_in_cpu"),
@@ -181,10 +181,10 @@ OTHER_PARAMS = {
 
 
 def implied_by(kind: str, params: Mapping[str, object]) -> dict[str, float]:
-    """Return parameter -> value that DeepSpeed's optimizer of type ``kind`` has where ``params`` omits it.
+    """Return parameter -> default of DeepSpeed's optimizer of type ``kind`` for parameters missing in ``params``.
 
-    ``torch_adam`` selects torch's AdamW, whose weight decay is 0.01 by default. Types as DeepSpeed accepts them, so
-    that the defaults of betas and eps, which are those of our flags, are left out.
+    ``torch_adam`` selects torch's AdamW, whose default weight decay is 0.01. ``kind`` is a type as DeepSpeed accepts
+    it. The defaults of betas and eps equal those of our flags and are left out.
 
     Source: DeepSpeed, ops/adam/fused_adam.py and cpu_adam.py; torch.optim.AdamW and SGD.
     """
@@ -206,15 +206,15 @@ PIPELINE = {
     "check_data": Key(BOOLEAN, "check_data_agreement"),
     "overlap_reduction": Key(BOOLEAN, "overlap_grad_reduce"),
 }
-"""Keys of "pipeline" that set a field of ours where there is a pipeline."""
+"""Keys of "pipeline" that set a field of ``Config`` if there is a pipeline."""
 ON_BY_DEFAULT = ("overlap_reduction",)
-"""Those of which nothing need be said where they are true, and not where they are false."""
+"""Keys that are true by default. They are passed to the engine if false; all other keys are passed if set."""
 
 SECTIONS = {
     "fp16": FP16, "bf16": BF16, "zero_optimization": ZERO, "optimizer": OPTIMIZER,
     "activation_checkpointing": ACTIVATIONS,
 }  # fmt: skip
-"""Objects that are read here and not handed to DeepSpeed, which is told of ZeRO 0: the others are ours."""
+"""Sections that are read here and not passed to DeepSpeed, whose engine always receives ZeRO stage 0."""
 
 
 def _is_true(value: Any) -> bool:
@@ -276,12 +276,13 @@ PASSED = {
         needs_deepspeed=_times_throughput,
     ),
 }
-"""Keys that are handed to DeepSpeed's engine as they are, where there is one: with a pipeline, or if a key of a run
-without one needs it (``needs_deepspeed``)."""
+"""Keys that are passed unchanged to DeepSpeed's engine if there is one: with a pipeline, or if a key of a run without a
+pipeline requires it (``needs_deepspeed``).
+"""
 
 
 def engine_features(json: Mapping[str, Any]) -> list[str]:
-    """Return the keys of ``json`` on whose values only DeepSpeed's engine acts."""
+    """Return the keys of ``json`` whose values only DeepSpeed's engine implements."""
     return [
         name
         for name, value in json.items()
@@ -360,7 +361,7 @@ INNER = {
     "timers": {"throughput": Key(OBJECT)},
     "timers.throughput": {"enabled": Key(BOOLEAN), "synchronized": Key(BOOLEAN)},
 }
-"""Section, written with dots -> its keys; those of DeepSpeed's own configuration classes."""
+"""Section, written with dots -> its keys, which are those of DeepSpeed's configuration classes."""
 
 _FORMATS = "gradients of 16-bit weights are all-reduced in fp32"
 _SAVED = "checkpoints are written by megatron/checkpoint; see --save"
@@ -430,7 +431,7 @@ REJECTED_IN = {
     "activation_checkpointing": f"activation_checkpointing takes {', '.join(ACTIVATIONS)}",
     "optimizer.params": "the optimizer's params are lr, weight_decay, betas and eps of AdamW, momentum of SGD and Muon",
 }
-"""What to add to the message about an unknown key; other sections list their keys."""
+"""Text to append to the message about an unknown key; messages about other sections list their keys."""
 
 KNOWN = (*VALUES, *SECTIONS, *PASSED, *IGNORED, *REJECTED)
-"""Every top-level key that is recognised; others get "did you mean"."""
+"""All known top-level keys. An unknown key that is similar to one of them is an error with a suggestion."""

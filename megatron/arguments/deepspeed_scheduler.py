@@ -1,10 +1,10 @@
 """The "scheduler" section of DeepSpeed's JSON: WarmupLR, WarmupDecayLR and WarmupCosineLR with a linear warm-up.
 
-A section whose params are all "auto" has no effect: the flags determine the schedule. Every other schedule, the
-logarithmic warm-up that DeepSpeed defaults to included, is not supported.
+A section whose params are all "auto" has no effect: the flags determine the schedule. All other schedules are not
+supported, including DeepSpeed's default, the logarithmic warm-up.
 
-A step has the learning rate that DeepSpeed has two steps later, where the first two updates have the rate 0. In the
-decay of WarmupCosineLR the difference is one step.
+Each step has the learning rate that DeepSpeed reaches two steps later, because DeepSpeed's first two updates have the
+rate 0. In the decay of WarmupCosineLR the difference is one step.
 
 Source: DeepSpeed, runtime/lr_schedules.py.
 """
@@ -44,7 +44,7 @@ SCHEDULERS = {
 
 
 def is_supported(section: Any) -> bool:
-    """Return True if the section is of a supported type and has a linear warm-up."""
+    """Return True if the section has a supported type and a linear warm-up."""
     if not isinstance(section, dict) or section.get("type") not in SCHEDULERS:
         return False
     params = section.get("params")
@@ -74,7 +74,7 @@ def problems(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def values(json: Mapping[str, Any], lr: float) -> dict[str, tuple[str, Any]]:
-    """Return field -> (key, value) of the section; {} without a supported one.
+    """Return field -> (key, value) of the section; {} if it is not supported.
 
     Args:
         lr: learning rate that the flags or the optimizer section give.
@@ -84,20 +84,20 @@ def values(json: Mapping[str, Any], lr: float) -> dict[str, tuple[str, Any]]:
         return {}
     style, known = SCHEDULERS[section["type"]]
     params = {**known, **section["params"]}
-    found: dict[str, tuple[str, Any]] = {"lr_decay_style": ("scheduler.type", style)}
+    stated: dict[str, tuple[str, Any]] = {"lr_decay_style": ("scheduler.type", style)}
 
     if style == "linear":
-        found["min_lr"] = ("scheduler.type", 0.0)
+        stated["min_lr"] = ("scheduler.type", 0.0)
     for key, value in params.items():
         if value in (AUTO, None):
             continue
         where = f"scheduler.params.{key}"
         if key == "warmup_max_lr":
-            found["lr"] = (where, value)
+            stated["lr"] = (where, value)
         elif key == "warmup_num_steps":
-            found["lr_warmup_iters"] = (where, max(2, int(value)))
+            stated["lr_warmup_iters"] = (where, max(2, int(value)))
         elif key == "total_num_steps":
-            found["lr_decay_iters"] = (where, int(value))
+            stated["lr_decay_iters"] = (where, int(value))
         elif key == "cos_min_ratio":
-            found["min_lr"] = (where, lr * value)
-    return found
+            stated["min_lr"] = (where, lr * value)
+    return stated

@@ -27,7 +27,7 @@ def resolve_batch_size(
     """Return the sizes that follow from the global batch size; a contradiction is added to ``found.problems``.
 
     global batch = micro-batch x gas x replicas. If all three sizes are stated, they must agree. A size that is only a
-    default follows the stated ones: gas follows the micro-batch size and the reverse. If neither is stated, the
+    default follows from the stated ones: gas from the micro-batch size, or the reverse. If neither is stated, the
     micro-batch is the largest size that fits and does not exceed its default. If only the JSON states a global batch,
     gas is 1, as in DeepSpeed. A global batch that is only a default is dropped if gas is stated.
 
@@ -35,9 +35,9 @@ def resolve_batch_size(
         explicit: field -> value of flags and JSON.
         defaults: field -> value of the sources of defaults.
     """
-    both = {**defaults, **explicit}
-    total, t, p = both.get(TOTAL), both.get("model_parallel_size", 1), max(both.get("pipe_parallel_size", 1), 1)
-    c = both.get("context_parallel_size", 1)
+    merged = {**defaults, **explicit}
+    total, t, p = merged.get(TOTAL), merged.get("model_parallel_size", 1), max(merged.get("pipe_parallel_size", 1), 1)
+    c = merged.get("context_parallel_size", 1)
     if not total or c < 1 or world_size % (t * p * c):
         return {}
     if TOTAL not in explicit and "gas" in explicit:
@@ -62,15 +62,15 @@ def resolve_batch_size(
         return {}
     if known:
         return {"gas" if micro else "batch_size": total // product}
-    if TOTAL in explicit and TOTAL not in found.values:  # of the JSON, whose missing accumulation is 1
+    if TOTAL in explicit and TOTAL not in found.values:  # from the JSON, where a missing accumulation means 1
         return {"batch_size": total // d, "gas": 1}
-    samples, most = total // d, defaults.get("batch_size", BatchConfig().batch_size)
-    size = max(size for size in range(1, min(most, samples) + 1) if samples % size == 0)
-    usual = (most, defaults.get("gas", BatchConfig().gas))
-    if (size, samples // size) != usual:
+    samples, max_micro = total // d, defaults.get("batch_size", BatchConfig().batch_size)
+    size = max(size for size in range(1, min(max_micro, samples) + 1) if samples % size == 0)
+    default_pair = (max_micro, defaults.get("gas", BatchConfig().gas))
+    if (size, samples // size) != default_pair:
         found.notes.append(
             f"a global batch of {total} on {d} replica{'' if d == 1 else 's'} is --batch-size {size} x --gas "
-            f"{samples // size}, in place of {usual[0]} x {usual[1]}; give one of the two to choose"
+            f"{samples // size}, in place of {default_pair[0]} x {default_pair[1]}; give one of the two to choose"
         )
     return {"batch_size": size, "gas": samples // size}
 
@@ -92,33 +92,33 @@ FLAG = "--num-layers-per-virtual-pipeline-stage"
 
 
 def resolve_chunks(found: Scan, explicit: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chunks that follow from the layers of a chunk; a contradiction is added to ``found.problems``.
+    """Return the number of chunks for the given layers per chunk; a contradiction is added to ``found.problems``.
 
-    chunks = layers / (stages x layers of a chunk). The layers of an encoder-decoder are those of both sides.
+    chunks = layers / (stages x layers of a chunk). For an encoder-decoder, layers are the sum of both sides.
 
     Args:
         explicit: field -> value of flags and JSON.
         defaults: field -> value of the sources of defaults.
     """
-    both = {**defaults, **explicit}
-    each, stages = both.get("layers_per_chunk"), both.get("pipe_parallel_size", 0)
-    if not each or stages < 2 or ("layers_per_chunk" not in explicit and "pipeline_chunks" in explicit):
+    merged = {**defaults, **explicit}
+    size, stages = merged.get("layers_per_chunk"), merged.get("pipe_parallel_size", 0)
+    if not size or stages < 2 or ("layers_per_chunk" not in explicit and "pipeline_chunks" in explicit):
         return {}
-    layers = both.get("num_layers", ModelConfig().num_layers)
+    layers = merged.get("num_layers", ModelConfig().num_layers)
     name = "--num-layers"
     if sides := FAMILIES[found.family].config.SIDES:
-        layers = sum(both.get(side) or layers for side in sides)
+        layers = sum(merged.get(side) or layers for side in sides)
         name = "the layers of both sides"
-    if layers % (stages * each):
+    if layers % (stages * size):
         found.problems.append(
-            f"{name} must be a multiple of --pipe-parallel-size x {FLAG}, got {layers} and {stages} x {each} = "
-            f"{stages * each}. Change one of them, or use --pipeline-chunks, which takes any number of layers"
+            f"{name} must be a multiple of --pipe-parallel-size x {FLAG}, got {layers} and {stages} x {size} = "
+            f"{stages * size}. Change one of them, or use --pipeline-chunks, which takes any number of layers"
         )
         return {}
-    chunks = layers // (stages * each)
+    chunks = layers // (stages * size)
     if explicit.get("pipeline_chunks", chunks) != chunks:
         found.problems.append(
-            f"{FLAG} and --pipeline-chunks must agree, got {layers} layers / ({stages} stages x {each}) = {chunks} and "
+            f"{FLAG} and --pipeline-chunks must agree, got {layers} layers / ({stages} stages x {size}) = {chunks} and "
             f"{explicit['pipeline_chunks']}. Leave one of them out"
         )
     return {"pipeline_chunks": chunks}

@@ -1,4 +1,4 @@
-"""The flags that a user's script adds by ``pretrain(extra_args_provider=...)``."""
+"""Flags that a user's script adds by ``pretrain(extra_args_provider=...)``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ExtraArgs = Callable[[argparse.ArgumentParser], argparse.ArgumentParser]
 
 
 class ExtraFlags:
-    """The flags of ``provider``, next to those of ``family``.
+    """Flags that ``provider`` adds to the flags of ``family``.
 
     Args:
-        accepts_model: ``--model`` is a flag of ours, so ``provider`` must not add it.
+        accepts_model: ``--model`` is a flag of the program, so ``provider`` must not add it.
 
     Raises:
         ConfigError: ``provider`` adds a flag that exists.
@@ -33,13 +33,13 @@ class ExtraFlags:
         self._parser = RaisingParser(add_help=False, allow_abbrev=False)
         provider(self._parser)
         self.flags = [flag for action in self._parser._actions for flag in action.option_strings]
-        ours = {flag for option in options_in(family) for flag in option.flags}
-        ours -= set() if accepts_model else {FLAG}
-        taken = sorted(ours & set(self.flags))
-        raise_all([f"extra_args_provider must not add a flag that exists, got {flag}. Rename it" for flag in taken])
+        known_flags = {flag for option in options_in(family) for flag in option.flags}
+        known_flags -= set() if accepts_model else {FLAG}
+        clashes = sorted(known_flags & set(self.flags))
+        raise_all([f"extra_args_provider must not add a flag that exists, got {flag}. Rename it" for flag in clashes])
 
     def values(self, found: Scan) -> dict[str, Any]:
-        """Return name -> value of these flags in ``found.rest``; a problem is added to ``found``."""
+        """Parse ``found.rest`` and return name -> value; a problem is added to ``found``."""
         if self._parser is None:
             return {}
         try:

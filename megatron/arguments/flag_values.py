@@ -1,4 +1,4 @@
-"""The flags of each family, and ``scan``: words of a command line to values, all problems collected."""
+"""The flags of each family, and ``scan``, which parses the words of a command line and collects all problems."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megatron.config.family import ModelFamily
 from megatron.config.option import Option, options_of
 from megatron.models.registry import FAMILIES, family_of
 
-# All flags there are, and a Config from the values of their fields.
+# All flags, and a Config from the values of their fields.
 
 
 def all_sections() -> dict[str, type]:
-    """Return name -> dataclass of every section: the groups of --help in their order, those of the families in it."""
-    own = {family.name: family.config for family in FAMILIES.values() if family.has_section}
-    return {"model": SECTIONS["model"], **own, **SECTIONS}
+    """Return name -> dataclass of every section, in the order of --help, including the sections of the families."""
+    family_sections = {family.name: family.config for family in FAMILIES.values() if family.has_section}
+    return {"model": SECTIONS["model"], **family_sections, **SECTIONS}
 
 
 def all_options() -> tuple[tuple[str, Option], ...]:
-    """Return (section, option) for every flag of ours."""
+    """Return (section, option) for every flag."""
     return _options(tuple(FAMILIES.values()))
 
 
@@ -36,12 +36,12 @@ def _options(families: tuple[ModelFamily, ...]) -> tuple[tuple[str, Option], ...
 
 
 def takes(family: str, section: str, option: Option) -> bool:
-    """Return True if a run of ``family`` takes a flag of ``section``."""
+    """Return True if a run of ``family`` accepts the flag ``option`` of ``section``."""
     return FAMILIES[family].takes(option, section, is_own=section not in SECTIONS)
 
 
 def options_in(family: str) -> tuple[Option, ...]:
-    """Return the flags that a run of ``family`` takes."""
+    """Return the flags that a run of ``family`` accepts."""
     return _options_in(family, tuple(FAMILIES.values()))
 
 
@@ -51,41 +51,41 @@ def _options_in(family: str, families: tuple[ModelFamily, ...]) -> tuple[Option,
 
 
 def config_from_values(values: Mapping[str, Any], *, family: str = FIRST_FAMILY, **others: Any) -> Config:
-    """Return a Config from flat field names to values; what is missing takes its default in the family.
+    """Build a Config from field -> value. Missing fields have the defaults of the family.
 
     Args:
         others: further fields of ``Config``.
 
     Raises:
         TypeError: a name that no section has.
-        ValueError: there is no such family.
+        ValueError: the family does not exist.
     """
-    own = family_of(family).config
+    family_config = family_of(family).config
     unknown = values.keys() - {option.name for _, option in all_options()}
     if unknown:
         raise TypeError(f"each name must be a field of a section, got {', '.join(sorted(unknown))}")
-    values = {**own.DEFAULTS, **values}
+    values = {**family_config.DEFAULTS, **values}
     sections = {
         name: section(**{option.name: values[option.name] for option in options_of(section) if option.name in values})
-        for name, section in {**SECTIONS, "own": own}.items()
+        for name, section in {**SECTIONS, "own": family_config}.items()
     }
     return Config(family=family, **sections, **others)
 
 
-# From the words of the command line to values: all mistakes are collected, none ends the scan.
+# Parse the words of a command line. All problems are collected; none ends the scan.
 
 LARGEST_COUNT = 2**62
-"""Samples and tokens are counted in 64 bits."""
+"""Maximum number of samples or tokens, which are counted in 64 bits."""
 ALIKE = 0.8
-"""Share of two names that must be alike for one to be guessed: slips of the hand, no other names of the kind."""
+"""Minimum similarity of two names for a suggestion; high enough to match typing errors only."""
 
 
 def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gpt2") -> Scan:
-    """Read ``argv``; the flags in ``extra_flags`` and their values are added to ``rest``."""
+    """Parse ``argv``. Flags in ``extra_flags`` and their values are added to ``rest``."""
     known = {flag: option for option in options_in(family) for flag in option.flags}
     accepted = FAMILIES[family].config.HOLDS
     extras = set(extra_flags)
-    found = Scan(family)
+    scanned = Scan(family)
     words = list(argv)
     while words:
         word = words.pop(0)
@@ -94,29 +94,31 @@ def scan(argv: Sequence[str], extra_flags: Iterable[str] = (), family: str = "gp
         if flag not in extras and flag not in known and with_dashes in known:
             flag = with_dashes
         if flag in extras:
-            found.rest += [word, *_values_after(words)]
+            scanned.rest += [word, *_values_after(words)]
         elif flag in known:
-            _take(found, known[flag], flag, text if equals else None, words)
+            _take(scanned, known[flag], flag, text if equals else None, words)
         elif flag in accepted:
-            found.ignored[flag] = accepted[flag]
+            scanned.ignored[flag] = accepted[flag]
         elif not flag.startswith("-"):
-            found.problems.append(f"every value must follow a flag that takes one, got {word!r} on its own. Remove it")
+            scanned.problems.append(
+                f"every value must follow a flag that takes one, got {word!r} on its own. Remove it"
+            )
         else:
             values = [text, *_values_after(words)] if equals else _values_after(words)
             if reason := rejected_flags(family).get(flag):
-                found.problems.append(f"{flag} is not supported: {reason}")
+                scanned.problems.append(f"{flag} is not supported: {reason}")
             elif row := foreign_flag(flag) or foreign_flag(with_dashes):
-                _take_foreign(found, row, values)
+                _take_foreign(scanned, row, values)
             else:
-                others = [row.flag for row in foreign_flags().values() if row.rule != REJECTED]
-                problem = unknown("flag", flag, [*known, *extras, *others], known)
-                found.add_unknown(problem, " ".join([flag, *values]))
-    translate.fields_of(found)
-    return found
+                other_flags = [row.flag for row in foreign_flags().values() if row.rule != REJECTED]
+                problem = unknown("flag", flag, [*known, *extras, *other_flags], known)
+                scanned.add_unknown(problem, " ".join([flag, *values]))
+    translate.fields_of(scanned)
+    return scanned
 
 
 def _take_foreign(found: Scan, row: ForeignFlag, values: list[str]) -> None:
-    """Read a flag of another trainer that is ignored or converted."""
+    """Store a flag of another trainer that is ignored or converted."""
     inapplicable = _inapplicable_field(found.family, row)
     if inapplicable is not None:
         found.problems.append(f"{row.flag} is not supported: {FAMILIES[found.family].advice(inapplicable)}")
@@ -145,10 +147,10 @@ def _take_foreign(found: Scan, row: ForeignFlag, values: list[str]) -> None:
 
 
 def _inapplicable_field(family: str, row: ForeignFlag) -> Option | None:
-    """Return a field that the flag sets and that ``family`` does not have."""
+    """Return a field that the flag sets and that ``family`` does not have; None if there is none."""
     others = {option.name: option for section, option in all_options() if not takes(family, section, option)}
-    taken = {option.name for option in options_in(family)}
-    return next((others[name] for name in row.fields if name in others and name not in taken), None)
+    accepted = {option.name for option in options_in(family)}
+    return next((others[name] for name in row.fields if name in others and name not in accepted), None)
 
 
 def rejected_flags(family: str) -> Mapping[str, str]:
@@ -158,27 +160,30 @@ def rejected_flags(family: str) -> Mapping[str, str]:
 
 @functools.cache
 def _rejected_flags(family: str, families: tuple[ModelFamily, ...]) -> Mapping[str, str]:
-    this = FAMILIES[family]
-    others = [option for section, option in all_options() if not takes(family, section, option)]
-    advice = {flag: this.advice(option) for option in others for flag in option.flags}
-    advice = {flag: reason for flag, reason in advice.items() if flag not in this.config.HOLDS}
-    return {row.flag: row.note for row in flags_with(REJECTED)} | advice | dict(this.config.REFUSED)
+    model_family = FAMILIES[family]
+    other_options = [option for section, option in all_options() if not takes(family, section, option)]
+    advice = {flag: model_family.advice(option) for option in other_options for flag in option.flags}
+    advice = {flag: reason for flag, reason in advice.items() if flag not in model_family.config.HOLDS}
+    return {row.flag: row.note for row in flags_with(REJECTED)} | advice | dict(model_family.config.REFUSED)
 
 
 def unknown(kind: str, name: str, known: Iterable[str], options: Mapping[str, Option] = MappingProxyType({})) -> str:
-    """Return the message for a name that nobody knows, with the nearest one that is accepted.
+    """Return the message about an unknown name, with a suggestion if an accepted name is similar.
 
     Args:
-        options: by flag; where no name is near, the first whose help has the words of ``name``.
+        options: flag -> option; if no name is similar, the first flag whose help contains the words of ``name`` is
+            suggested.
     """
     names = list(known)
     longer = [other for other in names if other.startswith(name)] if len(name) > 3 else []
-    bare = {other.lstrip("-"): other for other in names}  # the dashes are no likeness
+    bare = {other.lstrip("-"): other for other in names}  # the dashes do not count for the similarity
     close = difflib.get_close_matches(name.lower().lstrip("-"), bare, n=1, cutoff=ALIKE)
     words = name.lower().lstrip("-").replace("_", "-").replace("-", " ")
     matching = [flag for flag, option in options.items() if " " in words and words in option.help]
-    near = longer[:1] or [bare[other] for other in close] or matching[:1]
-    return f"unknown {kind} {name}" + (f"; did you mean {near[0]}?" if near else "; --help-all lists all flags")
+    suggestions = longer[:1] or [bare[other] for other in close] or matching[:1]
+    return f"unknown {kind} {name}" + (
+        f"; did you mean {suggestions[0]}?" if suggestions else "; --help-all lists all flags"
+    )
 
 
 def is_near(name: str, known: Iterable[str]) -> bool:

@@ -77,7 +77,7 @@ PROGRAMS = {
     "former": "earlier versions of this project",
     "forks": "forks of Megatron-LM",
 }
-"""Program in the table of other trainers' flags -> its name in the page."""
+"""Program in the table of other trainers' flags -> its name on the page."""
 
 SAID = {
     "fp16.enabled": "as `--fp16`",
@@ -122,13 +122,13 @@ def classify(flag: str) -> tuple[str, str]:
 
 
 def _names(section: str, option: Option) -> str:
-    """Return the families in which ``option`` acts; nothing where it acts in all."""
+    """Return the families in which ``option`` takes effect; "" if it takes effect in all."""
     acting = _acting(section, option)
     return ", ".join(family.title for family in acting) if len(acting) < len(FAMILIES) else ""
 
 
 def _acting(section: str, option: Option) -> list[ModelFamily]:
-    """Return the families in which ``option`` acts: the decoders first where it acts in all of them."""
+    """Return the families in which ``option`` takes effect; decoders are first if it takes effect in all decoders."""
     acting = [family for family in FAMILIES.values() if takes(family.name, section, option)]
     has_all = all(family in acting for family in FAMILIES.values() if family.kind == "decoder")
     return sorted(acting, key=lambda family: has_all and family.kind != "decoder")
@@ -144,8 +144,8 @@ def lines() -> Iterator[str]:
     for section, option in all_options():
         names = [f"`{flag}`" for flag in option.flags]
         value = "" if option.kind == "bool" else _cell(option.shown_kind)
-        model, default = _names(section, option), _cell(option.shown_default)
-        yield f"| {names[0]} | {' '.join(names[1:])} | {model} | {value} | {default} | {_cell(option.help)} |"
+        families, default = _names(section, option), _cell(option.shown_default)
+        yield f"| {names[0]} | {' '.join(names[1:])} | {families} | {value} | {default} | {_cell(option.help)} |"
     yield "\n## Keys of DeepSpeed's JSON\n" + JSON_HEAD
     yield "| key | value | what happens |"
     yield "|---|---|---|"
@@ -155,26 +155,26 @@ def lines() -> Iterator[str]:
 def _source_rows() -> Iterator[str]:
     yield "| | source | values | overrides | if a source above gives another value |"
     yield "|---|---|---|---|---|"
-    for number, source in enumerate(SOURCES, 1):
+    for rank, source in enumerate(SOURCES, 1):
         cells = (source.name, source.about, source.overrides, source.conflict)
-        yield f"| {number} | {' | '.join(_cell(_in_backticks(text)) for text in cells)} |"
+        yield f"| {rank} | {' | '.join(_cell(_in_backticks(text)) for text in cells)} |"
 
 
 def _in_backticks(text: str) -> str:
-    """Return ``text`` with its flags, environment variables, calls and files as code."""
+    """Return ``text`` with its flags, environment variables, calls and files formatted as code."""
     return re.sub(r"(--[\w-]*\w|MEGATRON_\w+|pretrain\([^)]*\)|[\w-]+\.(?:py|json))", r"`\1`", text)
 
 
 def _json_rows() -> Iterator[str]:
     flags = _flags_of_fields()
-    inner = {
+    keys = {
         f"{name}.{key}": value for name, section in deepspeed_keys.SECTIONS.items() for key, value in section.items()
     }
-    read = [name for name in deepspeed_keys.INNER if name.partition(".")[0] in deepspeed_keys.SECTIONS]
-    params = {f"{section}.{name}": key for section in read for name, key in deepspeed_keys.INNER[section].items()}
-    for name, key in {**deepspeed_keys.VALUES, **inner, **params}.items():
-        what = _json_ignored(key) or (f"as `{flags[key.field]}`" if key.field else SAID.get(name, ""))
-        yield f"| `{name}` | {_json_value(key)} | {what} |"
+    sections = [name for name in deepspeed_keys.INNER if name.partition(".")[0] in deepspeed_keys.SECTIONS]
+    params = {f"{section}.{name}": key for section in sections for name, key in deepspeed_keys.INNER[section].items()}
+    for name, key in {**deepspeed_keys.VALUES, **keys, **params}.items():
+        effect = _json_ignored(key) or (f"as `{flags[key.field]}`" if key.field else SAID.get(name, ""))
+        yield f"| `{name}` | {_json_value(key)} | {effect} |"
     for name, key in deepspeed_keys.PASSED.items():
         yield f"| `{name}` | {key.kind} | handed to DeepSpeed: {key.about} |"
         yield from _inner_rows(name)
@@ -227,12 +227,12 @@ def _cell(text: str) -> str:
 
 
 def text() -> str:
-    """Return docs/flags.md."""
+    """Return the text of docs/flags.md."""
     return "\n".join(lines()) + "\n"
 
 
 def other_text() -> str:
-    """Return docs/other_flags.md."""
+    """Return the text of docs/other_flags.md."""
     return "\n".join(other_lines()) + "\n"
 
 

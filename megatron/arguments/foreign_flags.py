@@ -1,4 +1,4 @@
-"""Flags of other trainers that are not flags of ours: ``foreign_flags.tsv``.
+"""Flags of other trainers that are not flags of ours, from the table ``foreign_flags.tsv``.
 
 Flags that set a single field of ours under another name are aliases of that field (``megatron/config/*.py``). All
 others have a row in the table.
@@ -11,10 +11,10 @@ others have a row in the table.
 | converted | sets the fields in ``target`` |
 | rejected | an error: it would change the results and is not supported |
 
-A target is a list of items: ``field`` takes the flag's value, ``field=VALUE`` sets a constant,
+A target is a list of items: ``field`` stores the flag's value, ``field=VALUE`` sets a constant,
 ``field=WORD:VALUE,WORD:VALUE`` maps the flag's value, ``field?=VALUE`` sets a constant unless the field has a value,
 and ``function:field,field`` names a conversion of ``translate`` and the fields that it sets. ``*`` at the end of
-a flag's name stands for any text.
+a flag's name matches any text.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ForeignFlag:
 
     @property
     def yields(self) -> bool:
-        """Whether the flag sets its first field only if no other flag does."""
+        """True if the flag sets its first field only when no other flag does."""
         return bool(self.targets) and self.targets[0].yields
 
     def count_problem(self, values: list[str]) -> str | None:
@@ -100,7 +100,7 @@ class ForeignFlag:
         return None
 
     def value_problem(self, values: list[str]) -> str | None:
-        """Return the problem with the values of a flag that is ignored with some values only, or None."""
+        """Return the problem with a value that is not among the ignored ones of a by-value flag, or None."""
         if self.rule != BY_VALUE or all(_is_among(value, self.target.split()) for value in values):
             return None
         return f"{self.flag} {' '.join(values)} is not supported: {self.otherwise}"
@@ -108,14 +108,14 @@ class ForeignFlag:
 
 @functools.cache
 def foreign_flags() -> Mapping[str, ForeignFlag]:
-    """Return flag -> row. The table is read on the first call, which a run without foreign flags never makes."""
+    """Return flag -> row. The table is read on the first call, which runs without foreign flags never reach."""
     lines = TABLE.read_text(encoding="utf-8").splitlines()[1:]
     rows = [line.split("\t") for line in lines]
     return {flag: ForeignFlag(flag, tuple(programs.split(",")), *rest) for flag, programs, *rest in rows}
 
 
 def foreign_flag(flag: str) -> ForeignFlag | None:
-    """Return the row for ``flag``: its own, or that of a name with ``*``; None if there is none."""
+    """Return the row for ``flag``, by its name or by a name that ends in ``*``; None if there is none."""
     rows = foreign_flags()
     patterns = (row for name, row in rows.items() if name.endswith("*") and flag.startswith(name[:-1]))
     return rows.get(flag) or next((replace(row, flag=flag) for row in patterns), None)

@@ -1,4 +1,4 @@
-"""--help and --help-all."""
+"""The texts of --help and --help-all."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def help_text(
 
     Args:
         is_whole: return the text of --help-all: every flag of ``family`` with its full help, and the sources of values.
-        env: environment of a run script, whose defaults and variables are shown.
+        env: environment of a run script; its defaults and variables are shown.
         choice: the model that ``--model`` names.
         accepts_model: show ``--model``.
     """
@@ -78,7 +78,7 @@ def help_text(
 
 
 def _add_short_help(group: argparse._ArgumentGroup, option: Option, shown: Any) -> None:
-    """Add one line: the first name of the flag, and its default if that is one word."""
+    """Add one line for ``option``: its first flag, its short help, and its default if that is a single word."""
     is_switch = option.kind == "bool" or not option.flag
     default = "" if is_switch or shown in ("", None) or " " in str(shown) else f" (default: {shown})"
     text = (option.short + default).replace("%", "%%")
@@ -105,11 +105,11 @@ def _add_help(group: argparse._ArgumentGroup, option: Option, shown: Any) -> Non
 
 
 def sources_text() -> str:
-    """Return the section of --help-all about the sources of a value, in order of precedence."""
+    """Return the section of --help-all on the sources of a value, in order of precedence."""
     width = max(shutil.get_terminal_size().columns - 2, 40)
     lines = ["sources of a value, the strongest first:"]
-    for number, source in enumerate(SOURCES, 1):
-        text = f"{number}. {source.name}: {source.about}"
+    for rank, source in enumerate(SOURCES, 1):
+        text = f"{rank}. {source.name}: {source.about}"
         if source.overrides and source.overrides != Source.overrides:
             text += f". It overrides {source.overrides}"
         if source.conflict and source.conflict != Source.conflict:

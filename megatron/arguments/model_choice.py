@@ -1,6 +1,7 @@
-"""``--model``: the family that a command line trains, and the settings of its architecture. No torch.
+"""``--model``: the family that a command line trains, and the settings of its architecture. Does not import torch.
 
-The family decides which flags there are, so ``--model`` is read before all other flags. The first source counts:
+The family determines the available flags, so ``--model`` is read before all other flags. The first source that names a
+model decides:
 
 | source | family | settings of its architecture |
 |---|---|---|
@@ -10,7 +11,8 @@ The family decides which flags there are, so ``--model`` is read before all othe
 | --model in MEGATRON_DEFAULTS | of the name | yield to MEGATRON_DEFAULTS, replace those of the program |
 | the program | of the program | |
 
-A name that the next weaker source has as well changes nothing: ``pretrain_gpt.py --model gpt2`` keeps Megatron's GPT.
+A name has no effect if the next weaker source gives the same one: ``pretrain_gpt.py --model gpt2`` keeps Megatron's
+GPT.
 """
 
 from __future__ import annotations
@@ -45,13 +47,13 @@ class ModelChoice:
     """The model of a command line.
 
     Args:
-        family: of the model.
+        family: family of the model.
         program: the family that the program trains without ``--model``.
         source: the source that names the model; PROGRAM without ``--model``.
-        named: the architecture of ``--model``; None where nothing is replaced.
+        named: the architecture of ``--model``; None if nothing is replaced.
         names: values of ``--model`` that mean this model.
-        recipe: the family by which the flags in MEGATRON_DEFAULTS are read; "" for ``family``.
-        problem: message about a name that is no decoder; "" for none.
+        recipe: the family by which the flags in MEGATRON_DEFAULTS are parsed; "" for ``family``.
+        problem: message about a name that is not a decoder; "" if there is no problem.
     """
 
     family: str
@@ -68,7 +70,7 @@ class ModelChoice:
         return {} if self.named is None else self.named.settings
 
     def taken(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the defaults of a weaker source that hold for the model: none of another architecture or family."""
+        """Drop the defaults of a weaker source that belong to another architecture or family."""
         if self.family == self.program and self.named is None:
             return dict(defaults)
         options = {option.name for option in options_in(self.family)}
@@ -76,7 +78,7 @@ class ModelChoice:
         return {name: value for name, value in defaults.items() if name in options and name not in replaced}
 
     def layers(self, script: dict[str, Any], program: dict[str, Any]) -> list[Layer]:
-        """Return the defaults of MEGATRON_DEFAULTS and of the program, with the architecture in its place.
+        """Return the layers of MEGATRON_DEFAULTS, of the program and of the architecture, in order of precedence.
 
         Args:
             script: field -> value of MEGATRON_DEFAULTS.
@@ -88,17 +90,17 @@ class ModelChoice:
         return [model, Layer(RUN_SCRIPT, self.taken(script)), Layer(PROGRAM, program)]
 
     def replace_file(self, found: Scan) -> None:
-        """Remove the architecture that the file of --config gives, if the command line names the model."""
+        """Remove the architecture settings that come from the file of --config if the command line names the model."""
         if self.source is COMMAND_LINE:
             for name in self.settings.keys() & found.from_file.keys():
                 del found.values[name], found.spelling[name], found.from_file[name]
 
 
 def choose(words: Sequence[str], env: Mapping[str, str], program: str) -> ModelChoice:
-    """Return the model that the flags name.
+    """Return the model that the command line, --config, MEGATRON_DEFAULTS or the program names.
 
     Args:
-        words: of the command line.
+        words: words of the command line.
         env: environment with MEGATRON_DEFAULTS.
         program: the family that the program trains without ``--model``.
     """
@@ -109,20 +111,20 @@ def choose(words: Sequence[str], env: Mapping[str, str], program: str) -> ModelC
 
 
 def _named(name: str | None, source: Source, weaker: ModelChoice) -> ModelChoice:
-    """Return the choice of ``name``, or ``weaker`` where there is no name or the same one."""
+    """Return the choice of the model ``name``, or ``weaker`` if there is no name or it is the same model."""
     if not name or name in weaker.names:
         return weaker
-    found = architecture(name)
-    if found is None:
+    chosen = architecture(name)
+    if chosen is None:
         return replace(weaker, problem=problem_of(name))
-    recipe = found.family if source is RUN_SCRIPT else weaker.recipe or weaker.family
+    recipe = chosen.family if source is RUN_SCRIPT else weaker.recipe or weaker.family
     return ModelChoice(
-        family=found.family, program=weaker.program, source=source, named=found, names=(name,), recipe=recipe
+        family=chosen.family, program=weaker.program, source=source, named=chosen, names=(name,), recipe=recipe
     )
 
 
 def _of_file(path: str | None, weaker: ModelChoice) -> ModelChoice:
-    """Return the choice of the file of --config: the model of the run that has written it, or the one that it names."""
+    """Return the choice of the --config file: the model of the run that wrote it, or the model that it names."""
     try:
         values = config_file.read_file(path).values if path else {}
     except ConfigError:
@@ -139,7 +141,7 @@ def _of_file(path: str | None, weaker: ModelChoice) -> ModelChoice:
 
 
 def problems_of(choice: ModelChoice, config: Config) -> Iterator[str]:
-    """Yield the sizes that the model cannot be without, and that nobody has set."""
+    """Yield the sizes that the model requires and that are not set."""
     if choice.named is None:
         return
     flags = {option.name: option.flag for option in options_of(ModelConfig)}
@@ -150,13 +152,13 @@ def problems_of(choice: ModelChoice, config: Config) -> Iterator[str]:
 
 def _last_value(words: Sequence[str], flag: str) -> str | None:
     """Return the last value of ``flag`` in ``words``; None without one."""
-    found = None
+    value = None
     for i, word in enumerate(words):
         name, equals, text = word.partition("=")
         if name == flag:
             following = words[i + 1] if i + 1 < len(words) else ""
-            found = text if equals else "" if following.startswith("--") else following
-    return found
+            value = text if equals else "" if following.startswith("--") else following
+    return value
 
 
 def _words_of(env: Mapping[str, str]) -> list[str]:
@@ -167,7 +169,7 @@ def _words_of(env: Mapping[str, str]) -> list[str]:
 
 
 def _name_in(values: Mapping[str, Any]) -> str | None:
-    """Return the model that a file of flags names, at its top or below the heading of a section."""
+    """Return the model that a file of flags names, at the top level or in a section."""
     sections = [each for key, each in values.items() if isinstance(each, dict) and key in all_sections()]
     for section in (values, *sections):
         for key in ("model", FLAG, FIELD):

@@ -1,14 +1,14 @@
-"""Defaults of other trainers' programs, for scripts that are silent: ``pretrain_gpt.py``, ``pretrain_bert.py``, T5.
+"""Defaults of other trainers' programs, for settings that scripts omit: ``pretrain_gpt.py``, ``pretrain_bert.py``, T5.
 
-| program here | started as | where a script is silent |
+| program here | scripts that start it | defaults of omitted settings |
 |---|---|---|
-| pretrain_gpt2.py | CPM-Pretrain's and our own scripts | our defaults |
+| pretrain_gpt2.py | CPM-Pretrain's and our own | our defaults |
 | pretrain_gpt.py | Megatron-LM's, Megatron-DeepSpeed's, BigScience's | ``GPT``: Megatron's defaults |
-| pretrain_bert.py | theirs | ``BERT`` |
+| pretrain_bert.py | Megatron-LM's, Megatron-DeepSpeed's, BigScience's | ``BERT`` |
 | pretrain_t5.py | ours, CPM-Pretrain's | our defaults |
-| | Megatron's, known by its names of lengths beside --max-position-embeddings | ``T5`` |
+| | Megatron's, recognised by its length flags next to --max-position-embeddings | ``T5`` |
 
-Source: Megatron-LM, arguments.py, and the configurations that its groups of flags are made from.
+Source: Megatron-LM, arguments.py, and the configuration classes from which its groups of flags are generated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MEGATRON: Mapping[str, Any] = MappingProxyType(
     {
-        "activation": "gelu-tanh",  # what the fused kernel computes, which is on where nothing is said
+        "activation": "gelu-tanh",  # the fused kernel, which is on by default, computes this form
         "lr_decay_style": "linear",
         "lr_wsd_decay_style": "exponential",
         "warmup": 0.0,
@@ -37,7 +37,7 @@ MEGATRON: Mapping[str, Any] = MappingProxyType(
         "log_interval": 100,
         "split": "969,30,1",
         "loss_average": "micro-batch",
-        "weight_decay": 0.01,  # also ours; there the optimizer section of a DeepSpeed JSON is not read
+        "weight_decay": 0.01,  # also our default, but Megatron ignores the optimizer section of a DeepSpeed JSON
         "num_workers": 2,
         "attention_dropout": 0.1,
         "hidden_dropout": 0.1,
@@ -45,7 +45,7 @@ MEGATRON: Mapping[str, Any] = MappingProxyType(
         "load_if_exists": True,
     }
 )
-"""Field -> default of Megatron's programs, where it is not ours."""
+"""Field -> default of Megatron's programs that differs from ours."""
 _SGD_AND_MUON = {
     "sgd_momentum": 0.9, "muon_momentum": 0.9, "muon_nesterov": False, "muon_scale_mode": "spectral"
 }  # fmt: skip
@@ -60,19 +60,19 @@ T5: Mapping[str, Any] = MappingProxyType(
 PROGRAMS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {"pretrain_gpt.py": ("gpt2", GPT), "pretrain_bert.py": ("bert", BERT)}
 )
-"""Program -> its family, and its defaults as ``pretrain(args_defaults=...)`` takes them."""
+"""Program -> its family, and its defaults as ``pretrain(args_defaults=...)`` accepts them."""
 T5_LENGTHS = ("--encoder-seq-length", "--decoder-seq-length")
 
 
 def defaults_of(found: Scan, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the defaults of the program whose script this is: ``defaults``, or Megatron's T5 in their place.
+    """Return the defaults of the program that the script was written for: ``defaults``, or those of Megatron's T5.
 
-    A Megatron script names the folder of its checkpoints by --load in its first run, too, so that a missing one is none
+    A Megatron script passes its checkpoint folder by --load in the first run, too, so a missing checkpoint is accepted
     unless --exit-on-missing-checkpoint is given.
     """
     lengths = (found.spelling.get("enc_seq_length", ""), found.spelling.get("dec_seq_length", ""))
-    is_theirs = any(text.startswith(T5_LENGTHS) for text in lengths)
-    if FAMILIES[found.family].kind == "encoder-decoder" and is_theirs and "max_position_embeddings" in found.values:
+    is_megatron = any(text.startswith(T5_LENGTHS) for text in lengths)
+    if FAMILIES[found.family].kind == "encoder-decoder" and is_megatron and "max_position_embeddings" in found.values:
         if "position_embedding_type" not in found.values:
             found.notes.append(
                 "read as a script of Megatron's T5: learned positions, layer norms, biases; T5's own relative "
@@ -81,15 +81,17 @@ def defaults_of(found: Scan, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
         defaults = T5
     found.follows_megatron = any(dict(defaults) == dict(one) for one in (GPT, BERT, T5))
     left_out = {"tokenizer_type"} if "tokenizer_path" in found.values else set()
-    starts_anew = "load" in found.values and not {"--exit-on-missing-checkpoint", "--skip-train"} & set(found.converted)
-    needs_one = found.values.keys() & {"finetune", "eval_only", "load_weights_only", "resume"}
-    if needs_one or not starts_anew:
+    may_be_first = "load" in found.values and not {"--exit-on-missing-checkpoint", "--skip-train"} & set(
+        found.converted
+    )
+    needs_checkpoint = found.values.keys() & {"finetune", "eval_only", "load_weights_only", "resume"}
+    if needs_checkpoint or not may_be_first:
         left_out.add("load_if_exists")
     return {name: value for name, value in defaults.items() if name not in left_out}
 
 
 def notes(config: Config, found: Scan) -> Iterator[str]:
-    """Yield what differs from Megatron-LM in a run whose script is one of its programs'."""
+    """Yield the differences from Megatron-LM if the script was written for one of its programs."""
     if not found.follows_megatron:
         return
     if config.model.loss_average == "micro-batch":

@@ -1,4 +1,4 @@
-"""``parse``: the command line and the other sources of values to a Config."""
+"""``parse``, which builds a ``Config`` from the command line and the other sources of values."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def parse(
     accepts_model: bool = False,
     checkpoint_args: CheckpointArgs | None = None,
 ) -> Config:
-    """Return the checked Config of a command line; no process group, no torch.
+    """Parse and check a command line. Needs neither a process group nor torch.
 
     ``sources.SOURCES`` lists the sources of a value in order of precedence.
 
     Args:
         argv: words after the program's name; None for those of this process.
-        world_size: ranks of the job.
-        env: environment: LOCAL_RANK, and MEGATRON_DEFAULTS and MEGATRON_VARIABLES of a run script.
-        extra_args_provider: Megatron's hook: adds a user's own flags to an argparse parser.
-        defaults: field -> value that replaces our default, as a user's ``pretrain`` call gives it.
-        has_gpu: whether a GPU can be used; None if unknown, ``check_device`` is called later.
-        family: family that the script trains, one of ``registry.FAMILIES``; flags of others are rejected.
-        accepts_model: ``--model`` may name another decoder than ``family``.
+        world_size: number of ranks of the job.
+        env: environment with LOCAL_RANK, and with MEGATRON_DEFAULTS and MEGATRON_VARIABLES of a run script.
+        extra_args_provider: Megatron's hook, which adds a user's own flags to an argparse parser.
+        defaults: field -> value that replaces our default, as passed to a user's ``pretrain`` call.
+        has_gpu: True if a GPU can be used; None if unknown, in which case ``check_device`` must be called later.
+        family: family that the script trains, one of ``registry.FAMILIES``; flags of other families are rejected.
+        accepts_model: ``--model`` may name a decoder other than ``family``.
         checkpoint_args: ``checkpoint.checkpoint_args.bring``, which reads the values of --load and --resume; None to
             read no checkpoint.
 
@@ -64,12 +64,12 @@ def parse(
     env = os.environ if env is None else env
     choice = model_choice.choose(words, env, family) if accepts_model else ModelChoice(family=family, program=family)
     extras = ExtraFlags(extra_args_provider, choice.family, accepts_model=accepts_model)
-    if asked := HELP_FLAGS & set(words):
+    if help_flags := HELP_FLAGS & set(words):
         text = help_text(
             extra_args_provider,
             choice.family,
             defaults or {},
-            is_whole="--help-all" in asked,
+            is_whole="--help-all" in help_flags,
             env=env,
             choice=choice,
             accepts_model=accepts_model,
@@ -81,51 +81,51 @@ def parse(
     collected = collect(
         words, env, choice, extras, defaults or {}, accepts_model=accepts_model, checkpoint_args=checkpoint_args
     )
-    found, json = collected.found, collected.json
-    settings = merge(collected.layers, found)
-    stated = {name: setting.value for name, setting in settings.items() if not setting.source.is_default}
-    usual = {name: setting.value for name, setting in settings.items() if setting.source.is_default}
+    scanned, json = collected.found, collected.json
+    settings = merge(collected.layers, scanned)
+    explicit = {name: setting.value for name, setting in settings.items() if not setting.source.is_default}
+    implicit = {name: setting.value for name, setting in settings.items() if setting.source.is_default}
 
     # Derive the sizes and lengths that follow from others.
-    sizes = resolve_batch_size(found, stated, usual, world_size) | resolve_chunks(found, stated, usual)
-    values = {**usual, **stated, **sizes}
-    limits = translate.lengths(found, values, world_size)
-    translate.what_holds(found, values, choice.family)
+    sizes = resolve_batch_size(scanned, explicit, implicit, world_size) | resolve_chunks(scanned, explicit, implicit)
+    values = {**implicit, **explicit, **sizes}
+    limits = translate.lengths(scanned, values, world_size)
+    translate.what_holds(scanned, values, choice.family)
     if collected.is_of_run:
-        found.drop_ignored_of_file()
+        scanned.drop_ignored_of_file()
     rank_problems = _add_local_rank(values, env)
     config = config_from_values(
         values,
         family=choice.family,
         deepspeed=json,
         extra=collected.extra,
-        given=tuple(name for name in found.values if not (collected.is_of_run and name in found.from_file)),
-        repeated=tuple(found.repeated),
-        ignored=dict(found.ignored),
-        dropped=found.drop_unknown() if values.get("ignore_unknown_flags") else {},
+        given=tuple(name for name in scanned.values if not (collected.is_of_run and name in scanned.from_file)),
+        repeated=tuple(scanned.repeated),
+        ignored=dict(scanned.ignored),
+        dropped=scanned.drop_unknown() if values.get("ignore_unknown_flags") else {},
     )
     config = replace(
         config,
         batch=replace(config.batch, **limits),
         precision=replace(config.precision, excluded=deepspeed_json.excluded(json)),
     )
-    config = replace(config, shadowed=_shadowed(config, found))
+    config = replace(config, shadowed=_shadowed(config, scanned))
 
     # Check all sections, and raise all problems at once.
     if config.run.strict_flags:
-        without_effect = {**found.ignored, **config.shadowed}
-        found.problems += [f"{name} is rejected by --strict-flags: {why}" for name, why in without_effect.items()]
-    problems = rank_problems + found.problems + _plugin_problems(env) + find_problems(config, world_size)
+        without_effect = {**scanned.ignored, **config.shadowed}
+        scanned.problems += [f"{name} is rejected by --strict-flags: {why}" for name, why in without_effect.items()]
+    problems = rank_problems + scanned.problems + _plugin_problems(env) + find_problems(config, world_size)
     problems += model_choice.problems_of(choice, config)
     if has_gpu is not None:
         problems += device_problems(config, has_gpu)
     with marked(is_of_this_rank=bool(rank_problems)):
-        raise_all(messages.with_variables(messages.with_typed_flags(problems, found), env))
-    return _with_notes(config, [*found.notes, *other_programs.notes(config, found)], world_size)
+        raise_all(messages.with_variables(messages.with_typed_flags(problems, scanned), env))
+    return _with_notes(config, [*scanned.notes, *other_programs.notes(config, scanned)], world_size)
 
 
 def _plugin_problems(env: Mapping[str, str]) -> list[str]:
-    """Import the plug-ins that the environment names; return the problems."""
+    """Import the plug-ins that the environment names, and return the problems."""
     try:
         accelerators.load(env)
     except ValueError as error:
@@ -134,7 +134,7 @@ def _plugin_problems(env: Mapping[str, str]) -> list[str]:
 
 
 def _shadowed(config: Config, found: Scan) -> dict[str, str]:
-    """Return flag as typed -> reason for each flag without effect that is not listed as ignored already."""
+    """Return flag as typed -> reason for each flag without effect that is not listed as ignored yet."""
     named = {found.spelling.get(name, _flag_of(name)): why for name, why in shadowed_fields(config)}
     return {name: why for name, why in named.items() if name not in found.ignored}
 
@@ -144,14 +144,14 @@ def _flag_of(field: str) -> str:
 
 
 def _add_local_rank(values: dict[str, Any], env: Mapping[str, str]) -> list[str]:
-    """Set the device index from the environment; return its problem, which other ranks do not see."""
-    given, launched = values.get("local_rank"), env.get("LOCAL_RANK", "")
+    """Set the device index from the environment, and return problems, which only this rank can detect."""
+    flag_value, launched = values.get("local_rank"), env.get("LOCAL_RANK", "")
     if not launched.isdecimal():
         return []
     values["local_rank"] = int(launched)
-    if given in (None, int(launched)):
+    if flag_value in (None, int(launched)):
         return []
-    return [f"--local_rank must agree with LOCAL_RANK, got {given} and {launched}. Leave the flag out"]
+    return [f"--local_rank must agree with LOCAL_RANK, got {flag_value} and {launched}. Leave the flag out"]
 
 
 def _with_notes(config: Config, notes: list[str], world_size: int) -> Config:

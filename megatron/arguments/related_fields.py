@@ -1,4 +1,4 @@
-"""Related fields: a source that gives one of them replaces the others in the weaker sources, too.
+"""Related fields: a source that sets one of them also replaces the others in weaker sources.
 
 Fields are related if they set the same thing under different names or in different units, such as a length in steps and
 in samples, or if a run can have only one of them, such as ``--data-path`` and ``--train-data-path``.
@@ -25,7 +25,7 @@ _SETTING = {name: names[0] for names in LENGTHS for name in names}
 
 
 def setting_of(field: str) -> str:
-    """Return the name that all fields for the same length share; of any other field its own name."""
+    """Return the name shared by all fields for the same length; for any other field, the field itself."""
     return _SETTING.get(field, field)
 
 
@@ -62,9 +62,9 @@ def overridden_flags(converted: Iterable[str], found: Scan) -> list[str]:
 
 def shadowing_lengths(names: Iterable[str]) -> set[str]:
     """Return the lengths in steps and samples that would shadow one of ``names``, which a stronger source gives."""
-    given = set(names)
-    groups = [group for group in LENGTHS if given & set(group)]
-    return {name for group in groups for name in group if name not in given and name not in FRACTIONS}
+    stronger = set(names)
+    groups = [group for group in LENGTHS if stronger & set(group)]
+    return {name for group in groups for name in group if name not in stronger and name not in FRACTIONS}
 
 
 EXCLUSIVE = (
@@ -73,9 +73,9 @@ EXCLUSIVE = (
     (("tokenizer_path",), ("vocab_file", "merge_file")),
     (("load",), ("resume",)),
 )
-"""Pairs of groups of fields: a run has fields of one group only."""
+"""Pairs of groups of fields that exclude each other."""
 SIZES = (TOTAL, "batch_size", "gas")
-"""Sizes of a batch, each of which follows from the other two."""
+"""Batch sizes, each of which follows from the other two."""
 
 
 def fields_replaced_in_file(values: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
@@ -85,20 +85,22 @@ def fields_replaced_in_file(values: Mapping[str, Any], given: Mapping[str, Any])
         values: field -> value of the file.
         given: field -> value of the command line.
     """
-    out = set()
+    replaced = set()
     for pair in EXCLUSIVE:
         for group, other in (pair, pair[::-1]):
             if any(name in given for name in other) and not any(name in given for name in group):
-                out |= {name for name in group if name in values}
-    both = {**values, **given}
-    said = [name for name in SIZES if name in given]
-    if said and all(both.get(name) for name in SIZES):
-        out.add({TOTAL: "gas", "batch_size": "gas", "gas": "batch_size"}[said[0]] if len(said) == 1 else TOTAL)
-    yield from out & values.keys() - given.keys()
+                replaced |= {name for name in group if name in values}
+    merged = {**values, **given}
+    given_sizes = [name for name in SIZES if name in given]
+    if given_sizes and all(merged.get(name) for name in SIZES):
+        replaced.add(
+            {TOTAL: "gas", "batch_size": "gas", "gas": "batch_size"}[given_sizes[0]] if len(given_sizes) == 1 else TOTAL
+        )
+    yield from replaced & values.keys() - given.keys()
 
 
 WHOLE = {"sequence_parallel": False, "context_parallel_size": 1}
-"""Field -> its value if each rank has all tokens of a sequence."""
+"""Field -> its value if every rank has all tokens of a sequence."""
 
 
 def drop_contradicting_defaults(defaults: dict[str, Any], explicit: Mapping[str, Any], notes: list[str]) -> None:
@@ -129,18 +131,18 @@ def drop_contradicting_defaults(defaults: dict[str, Any], explicit: Mapping[str,
         notes.append(
             f"the default --min-lr {defaults.pop('min_lr'):g} is above --lr {explicit['lr']:g}, so --min-lr is 0"
         )
-    cutting = [name for name, whole in WHOLE.items() if explicit.get(name, defaults.get(name, whole)) != whole]
-    if "sample_prompts" in defaults and cutting:
+    splitting = [name for name, whole in WHOLE.items() if explicit.get(name, defaults.get(name, whole)) != whole]
+    if "sample_prompts" in defaults and splitting:
         del defaults["sample_prompts"]
-        flag = f"--{cutting[0].replace('_', '-')}"
+        flag = f"--{splitting[0].replace('_', '-')}"
         notes.append(f"no text is shown at the end with {flag}; tools/generate.py shows some from the checkpoint")
-    both = {**defaults, **explicit}
+    merged = {**defaults, **explicit}
     if defaults.get("optimizer") == "adafactor" and (
-        "optimizer" in explicit or both.get("model_parallel_size", 1) > 1 or both.get("zero_stage", 0)
+        "optimizer" in explicit or merged.get("model_parallel_size", 1) > 1 or merged.get("zero_stage", 0)
     ):
-        for name in ("optimizer", "lr"):  # a rate of Adafactor's is far above one of AdamW
+        for name in ("optimizer", "lr"):  # a learning rate for Adafactor is far above one for AdamW
             defaults.pop(name, None)
         notes.append("the default --optimizer adafactor and its --lr do not go with what was given, and are left out")
-    if "dec_seq_length" in explicit:  # the targets of the defaults may be longer
+    if "dec_seq_length" in explicit:  # the default values may produce longer targets
         for name in ("noise_density", "mean_span_length"):
             defaults.pop(name, None)

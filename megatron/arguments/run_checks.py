@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def debug_problems(config: Config) -> Iterator[str]:
-    """Yield what cannot act, or cannot work with another flag."""
+    """Yield debugging flags that have no effect or do not work with another flag."""
     debug = config.debug
     named = [_flag(name) for name in DUMP_ONLY if name in config.given]
     if named and debug.debug_dump is None:
@@ -44,7 +44,7 @@ def _may_be_longer(config: Config) -> bool:
 
 
 def _dumped_beyond_run(config: Config) -> Iterator[str]:
-    """Yield that the run has none of the steps to dump."""
+    """Yield a problem if the run contains none of the steps to dump."""
     debug, last = config.debug, config.batch.train_iters
     if debug.debug_dump is None or _may_be_longer(config) or any(True for _ in debug.problems()):
         return
@@ -61,12 +61,12 @@ def _flag(name: str) -> str:
 
 
 def logging_problems(config: Config) -> Iterator[str]:
-    """Yield what cannot act, or cannot work here."""
+    """Yield logging flags that have no effect, do not work with another flag, or need a missing package."""
     seeing = config.seeing
     named = [_flag(name) for name in WANDB_ONLY if name in config.given]
     if named and not seeing.wandb_project:
         yield f"{', '.join(named)} acts with --wandb-project only. Add --wandb-project NAME, or leave it out"
-    if seeing.wandb_project and os.environ.get("RANK", "0") == "0" and not _has("wandb"):  # which alone imports it
+    if seeing.wandb_project and os.environ.get("RANK", "0") == "0" and not _has("wandb"):  # only rank 0 imports it
         yield (
             "--wandb-project needs the package wandb, which is not installed here. Run pip install "
             "-e '.[wandb]' or pip install wandb, or leave the flag out: metrics.jsonl and TensorBoard's files "
@@ -76,11 +76,11 @@ def logging_problems(config: Config) -> Iterator[str]:
     if named and config.checkpoint.eval_only:
         yield f"{', '.join(named)} acts in training only, got --eval-only. Leave one out"
     parallel = config.parallel
-    cut_by = {
+    split_by = {
         "--sequence-parallel": parallel.sequence_parallel,
         "--context-parallel-size": parallel.context_parallel_size > 1,
     }
-    for flag in (name for name, cuts in cut_by.items() if cuts and seeing.sample_prompts):
+    for flag in (name for name, cuts in split_by.items() if cuts and seeing.sample_prompts):
         yield (
             f"--sample-prompts reads one new token at a time, which {flag} cannot cut over the ranks. Leave the "
             "prompts out, and use tools/generate.py on the run's checkpoint"
@@ -92,7 +92,7 @@ def logging_problems(config: Config) -> Iterator[str]:
 
 
 def _task_problems(config: Config) -> Iterator[str]:
-    """Yield why tasks cannot be evaluated in this run."""
+    """Yield the reasons why tasks cannot be evaluated in this run."""
     seeing = config.seeing
     if seeing.eval_tasks is None:
         if "eval_tasks_interval" in config.given:
@@ -100,7 +100,7 @@ def _task_problems(config: Config) -> Iterator[str]:
         return
     if not os.path.isfile(seeing.eval_tasks):
         yield f"--eval-tasks must be a file that names tasks, got {seeing.eval_tasks}, which is none"
-    if os.environ.get("RANK", "0") == "0" and not _has("lm_eval"):  # which alone imports it
+    if os.environ.get("RANK", "0") == "0" and not _has("lm_eval"):  # only rank 0 imports it
         yield (
             "--eval-tasks needs the package lm_eval, which is not installed here. Run pip install -e '.[eval]', or "
             "leave the flag out and evaluate the run's checkpoints with tools/evaluate.py elsewhere"
@@ -113,7 +113,7 @@ def _task_problems(config: Config) -> Iterator[str]:
 
 
 def _profiled_beyond_run(config: Config) -> Iterator[str]:
-    """Yield that the run has not all of the steps to profile."""
+    """Yield a problem if the run ends before the last step to profile."""
     seeing, last = config.seeing, config.batch.train_iters
     if seeing.profile is None or _may_be_longer(config) or any(True for _ in seeing.problems()):
         return
@@ -129,7 +129,7 @@ def _has(package: str) -> bool:
 
 
 def stability_problems(config: Config) -> Iterator[str]:
-    """Yield what cannot act, or cannot work without another flag."""
+    """Yield stability flags that have no effect or that need another flag."""
     stability, checkpoint = config.stability, config.checkpoint
     if "stability_patience" in config.given and not stability.is_guarded:
         yield (
@@ -145,6 +145,6 @@ def stability_problems(config: Config) -> Iterator[str]:
 
 
 def stability_notes(config: Config, world_size: int) -> Iterator[str]:
-    """Yield what was given, cannot act, and does no harm."""
+    """Yield notes about stability flags that have no effect and do no harm."""
     if "drift_interval" in config.given and config.stability.drift_interval and world_size == 1:
         yield "--drift-interval has no effect on one rank: there are no copies to compare"

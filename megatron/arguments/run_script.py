@@ -1,4 +1,4 @@
-"""The run script in --help: its defaults for flags, and the variables at its top."""
+"""The parts of --help that describe the run script: its defaults for flags, and the variables at its top."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 SCRIPT = "MEGATRON_RUN_SCRIPT"
-"""Environment variable with the path of the run script that has started the program."""
+"""Environment variable with the path of the run script that started the program."""
 FLAGS = "MEGATRON_VARIABLES"
 """Environment variable with FLAG=VARIABLE pairs."""
 _VARIABLE = re.compile(r"(\w+)=\$\{\1:-(.*?)\}\s*(?:#\s*(.*))?")
@@ -26,13 +26,13 @@ def command(env: Mapping[str, str]) -> str | None:
 
 
 def shown(value: object) -> object:
-    """Return a default of the run script for --help: a path below the working directory is relative to it."""
-    here = os.getcwd() + os.sep
-    return value.removeprefix(here) if isinstance(value, str) else value
+    """Return a default of the run script for --help. A path below the working directory is made relative."""
+    cwd_prefix = os.getcwd() + os.sep
+    return value.removeprefix(cwd_prefix) if isinstance(value, str) else value
 
 
 def variables_text(env: Mapping[str, str]) -> str:
-    """Return the section of --help about the variables of the run script; "" without a script."""
+    """Return the section of --help on the variables of the run script; "" without a script."""
     path = env.get(SCRIPT)
     if not path:
         return ""
@@ -56,16 +56,19 @@ def variables_text(env: Mapping[str, str]) -> str:
 
 
 def variables_of(script: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and description of each variable at the top of a run script; a value set there comes first."""
+    """Yield the name and description of each variable at the top of a run script.
+
+    The description starts with the value if the script sets one.
+    """
     name, about = "", ""
     for line in script.read_text(encoding="utf-8").split(_END)[0].splitlines():
-        if found := _VARIABLE.fullmatch(line):
+        if match := _VARIABLE.fullmatch(line):
             if name:
                 yield name, about
-            name, value, about = found[1], found[2], found[3] or ""
+            name, value, about = match[1], match[2], match[3] or ""
             if value and not about.startswith(value):
                 about = f"set to {value} in the script; {about}"
-        elif name and (more := _CONTINUED.fullmatch(line)):
-            about += f" {more[1]}"
+        elif name and (continued := _CONTINUED.fullmatch(line)):
+            about += f" {continued[1]}"
     if name:
         yield name, about

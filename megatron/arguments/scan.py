@@ -1,4 +1,4 @@
-"""Scan: the flags of the command line and of --config, and the notes and problems of all sources."""
+"""``Scan``: the flags of the command line and of --config, and the notes and problems of all sources."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Scan:
         spelling: field -> "--flag value" as typed.
         from_file: field -> "file:line: key" of each value that comes from the file of --config.
         repeated: flags given more than once.
-        unknown_tokenizer_type: value of --tokenizer-type that is not among the known types.
+        unknown_tokenizer_type: value of --tokenizer-type that is not a known type.
         unknown: problem about an unknown flag or key -> the flag as typed; ``--ignore-unknown-flags`` drops it.
         rest: words for the parser of ``extra_args_provider``.
-        ignored: flag or JSON key -> why it has no effect.
+        ignored: flag or JSON key -> reason why it has no effect.
         converted: flag in another trainer's units -> its value.
         implied: field -> DeepSpeed's default for a key that the JSON omits.
         schedule: field -> value of the checkpoint's schedule, with ``--use-checkpoint-opt_param-scheduler``.
-        follows_megatron: the script is written for one of Megatron's programs.
+        follows_megatron: the script was written for one of Megatron's programs.
     """
 
     family: str = "gpt2"
@@ -42,7 +42,7 @@ class Scan:
     follows_megatron: bool = False
 
     def add_unknown(self, problem: str, typed: str) -> None:
-        """Add the problem about an unknown flag or key.
+        """Record an unknown flag or key as a problem.
 
         Args:
             typed: the flag with its values.
@@ -51,7 +51,7 @@ class Scan:
         self.unknown[problem] = typed
 
     def drop_unknown(self) -> dict[str, str]:
-        """Remove the problems about unknown flags; return the flags as typed and what to report about each."""
+        """Remove the problems about unknown flags, and return flag as typed -> warning."""
         self.problems = [problem for problem in self.problems if problem not in self.unknown]
         hints = {typed: problem.partition("; ")[2] for problem, typed in self.unknown.items()}
         return {
@@ -60,12 +60,12 @@ class Scan:
         }
 
     def drop_ignored_of_file(self) -> None:
-        """Remove the settings of a run's config.json from the ignored flags: it lists every setting, used or not."""
+        """Remove settings of a run's config.json from the ignored flags: the file lists unused settings, too."""
         written = {self.spelling[name] for name in self.from_file if name in self.spelling}
         self.ignored = {name: why for name, why in self.ignored.items() if name not in written}
 
     def set(self, field: str, value: Any, spelling: str) -> None:
-        """Set ``field``; a problem is added if another flag has set a different value.
+        """Set ``field``, or add a problem if another flag has set a different value.
 
         Args:
             spelling: "--flag value" as typed.

@@ -18,30 +18,30 @@ VARIABLE = "MEGATRON_DEFAULTS"
 def of_script(defaults: Mapping[str, Any], found: Scan) -> dict[str, Any]:
     """Return the valid entries of ``pretrain(args_defaults=...)``; problems are added to ``found``."""
     family, options = FAMILIES[found.family], {option.name: option for _, option in all_options()}
-    taken = {option.name for option in options_in(found.family)}
-    checked = {}
+    accepted = {option.name for option in options_in(found.family)}
+    valid = {}
     for name, value in defaults.items():
         if name not in options:
             found.problems.append(unknown("name in the defaults of pretrain():", name, options))
-        elif name not in taken:
+        elif name not in accepted:
             found.problems.append(
                 f"{name} in the defaults of pretrain() is not supported: {family.advice(options[name])}"
             )
         elif problem := options[name].problem(value, f"the default of {name}"):
             found.problems.append(problem)
         else:
-            checked[name] = value
-    return checked
+            valid[name] = value
+    return valid
 
 
 def of_environment(env: Mapping[str, str], found: Scan, extra_flags: Iterable[str], family: str = "") -> dict[str, Any]:
-    """Return field -> value of MEGATRON_DEFAULTS.
+    """Parse MEGATRON_DEFAULTS into field -> value.
 
     Problems, notes, and ignored, converted and extra flags are added to ``found``.
 
     Args:
         extra_flags: flags of ``extra_args_provider``.
-        family: family whose flags are known; "" for that of ``found``.
+        family: family whose flags are accepted; "" for the family of ``found``.
     """
     text = env.get(VARIABLE, "")
     try:

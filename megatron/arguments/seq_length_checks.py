@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def schedule_problems(config: Config) -> Iterator[str]:
-    """Yield what is wrong with the schedule, and with its lengths in this layout; all of it, each with the way out."""
+    """Yield all problems of the schedule, and of its lengths in this layout, each with a fix."""
     text = config.batch.seq_length_schedule
-    if text is None or config.own.KIND != "decoder":  # which is told of the flag
+    if text is None or config.own.KIND != "decoder":  # other families reject the flag
         return
     try:
         steps = parse_lengths(text)
@@ -46,10 +46,10 @@ def _size_problems(steps: tuple[tuple[int, int], ...], full: int) -> Iterator[st
     largest = max(length for _, length in steps)
     for length in dict.fromkeys(length for _, length in steps if full % length and length < full):
         works = [each for each in range(1, full + 1) if full % each == 0]
-        near = sorted(sorted(works, key=lambda each: abs(each - length))[:3])
+        nearest = sorted(sorted(works, key=lambda each: abs(each - length))[:3])
         yield (
             f"each length of {FLAG} must divide --seq-length, so that a sample is cut into whole pieces, got {length} "
-            f"and {full} ({full} / {length} = {full / length:g}). Near it are {', '.join(map(str, near))}"
+            f"and {full} ({full} / {length} = {full / length:g}). Near it are {', '.join(map(str, nearest))}"
         )
     if largest > full:
         yield (
@@ -64,7 +64,7 @@ def _size_problems(steps: tuple[tuple[int, int], ...], full: int) -> Iterator[st
 
 
 def _layout_problems(config: Config, lengths: list[int]) -> Iterator[str]:
-    """Yield which lengths cannot be cut over ranks; --seq-length itself is checked with that flag."""
+    """Yield the lengths that cannot be split over ranks; --seq-length itself is checked with its own flag."""
     parallel = config.parallel
     c, t = parallel.context_parallel_size, parallel.model_parallel_size
     if c > 1:

@@ -1,4 +1,4 @@
-"""Flags without effect because the value of another flag decides.
+"""Flags that have no effect because of the value of another flag.
 
 Such a flag is accepted, because published scripts pass many of them in every run. It is listed in the start table with
 the reason, and ``--strict-flags`` rejects it. Flags that contradict each other are errors instead
@@ -23,7 +23,7 @@ class Shadow:
     Args:
         fields: names of the fields.
         is_shadowed: the condition.
-        reason: completes "FLAG has no effect: ...".
+        reason: text that completes "FLAG has no effect: ...".
     """
 
     fields: tuple[str, ...]
@@ -86,7 +86,7 @@ def _reads_bpe_files(config: Config) -> bool:
 
 
 def _reads_one_file(config: Config) -> bool:
-    """Return True if the tokenizer is read from a single file, which is then ``--tokenizer-path`` if both are given."""
+    """Return True if the tokenizer is read from one file; ``--tokenizer-path`` decides if several are given."""
     return config.data.tokenizer_type != "NullTokenizer" and not _reads_bpe_files(config)
 
 
@@ -221,7 +221,7 @@ SHADOWS = (
 
 
 def shadowed_fields(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (field, reason) for every field that was given and has no effect because of another."""
+    """Yield (field, reason) for every given field that has no effect because of another field."""
     for shadow in SHADOWS:
         names = [name for name in shadow.fields if name in config.given]
         if names and shadow.is_shadowed(config):

@@ -23,8 +23,8 @@ class Source:
         name: short name.
         about: where the values come from.
         overrides: the sources whose values it replaces.
-        conflict: what happens if a stronger source gives another value.
-        is_default: a value that contradicts a related field of the command line, --config or the JSON is dropped.
+        conflict: the outcome if a stronger source gives another value.
+        is_default: drop a value that contradicts a related field of the command line, --config or the JSON.
     """
 
     name: str
@@ -117,11 +117,11 @@ SOURCES = (
     CHECKPOINT_SCHEDULE, COMMAND_LINE, CONFIG_FILE, DEEPSPEED_JSON,
     CHECKPOINT, MODEL, RUN_SCRIPT, PROGRAM, DEEPSPEED_DEFAULT, FAMILY, DEFAULT,
 )  # fmt: skip
-"""The strongest source first. ``config_from_values`` applies the last two to the fields that no other source gives."""
+"""All sources, the strongest first. ``config_from_values`` applies the last two to fields without any other source."""
 
 
 class Setting(NamedTuple):
-    """The value of a field.
+    """The value of a field and its origin.
 
     Args:
         source: the source that decided the value.
@@ -143,7 +143,7 @@ class Layer:
         values: field -> value.
         written: field -> flag or key with its value, for messages.
         keys: field -> key of the JSON.
-        invalid: field -> problem with its value, which does not count.
+        invalid: field -> problem of its value, which is not used.
         excluded: field -> values that the source forbids without giving another.
     """
 
@@ -155,18 +155,18 @@ class Layer:
     excluded: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def setting(self, name: str) -> Setting:
-        """Return the value of the field ``name`` with its source."""
+        """Return the value of the field ``name`` together with its source."""
         return Setting(self.values[name], self.source, self.written.get(name, ""), self.keys.get(name, ""))
 
 
 def merge(layers: Sequence[Layer], found: Scan) -> dict[str, Setting]:
-    """Return field -> value of all layers together.
+    """Merge the layers into field -> setting.
 
     The first layer that has a field decides its value, unless ``CONFLICTS`` has a rule for the two sources. Defaults
     that contradict a related field of the command line, --config or the JSON are dropped.
 
     Args:
-        layers: the strongest first.
+        layers: layers in order of precedence, the strongest first.
         found: receives problems, notes and ignored flags.
     """
     stated = _first_of((layer for layer in layers if not layer.source.is_default), found)
@@ -177,14 +177,14 @@ def merge(layers: Sequence[Layer], found: Scan) -> dict[str, Setting]:
                 found.problems.append(_excluded_problem(stated[name]))
             if name in defaults and defaults[name].value in values:
                 del defaults[name]
-    kept = {name: setting.value for name, setting in defaults.items()}
-    if kept:
-        drop_contradicting_defaults(kept, {name: setting.value for name, setting in stated.items()}, found.notes)
-    return {**{name: setting for name, setting in defaults.items() if name in kept}, **stated}
+    usable = {name: setting.value for name, setting in defaults.items()}
+    if usable:
+        drop_contradicting_defaults(usable, {name: setting.value for name, setting in stated.items()}, found.notes)
+    return {**{name: setting for name, setting in defaults.items() if name in usable}, **stated}
 
 
 def _first_of(layers: Iterable[Layer], found: Scan) -> dict[str, Setting]:
-    """Return field -> setting of the first layer that has the field; ``CONFLICTS`` decides between two that differ."""
+    """Return field -> setting of the first layer that has the field; ``CONFLICTS`` resolves differing values."""
     merged: dict[str, Setting] = {}
     for layer in layers:
         for name, value in layer.values.items():
@@ -199,14 +199,14 @@ def _first_of(layers: Iterable[Layer], found: Scan) -> dict[str, Setting]:
 
 
 def values_of(layers: Sequence[Layer]) -> dict[str, Any]:
-    """Return field -> value of layers of defaults, the strongest first, before the others are known."""
+    """Merge layers of defaults, the strongest first, into field -> value, before the other layers are known."""
     return {name: value for layer in reversed(layers) for name, value in layer.values.items()}
 
 
-# Two sources give different values: return the setting that counts.
+# Rules for two sources with different values. Each returns the setting to use.
 
 SCHEDULE_REPLACES = "the schedule of the checkpoint replaces it"
-"""Why a flag or a key has no effect with --use-checkpoint-opt_param-scheduler."""
+"""Reason why a flag or key has no effect with --use-checkpoint-opt_param-scheduler."""
 
 
 def _flag_and_json(name: str, flag: Setting, json: Setting, found: Scan) -> Setting:
@@ -239,9 +239,9 @@ CONFLICTS: Mapping[tuple[Source, Source], Callable[[str, Setting, Setting, Scan]
     (COMMAND_LINE, DEEPSPEED_JSON): _flag_and_json,
     (CONFIG_FILE, DEEPSPEED_JSON): _file_and_json,
 }
-"""(stronger source, weaker source) -> the rule for a field with two values. Other pairs: the stronger source decides.
+"""(stronger source, weaker source) -> rule for a field with two values. For other pairs the stronger source decides.
 
-``checkpoint.checkpoint_args`` compares the sizes of a checkpoint with the flags before they get here.
+``checkpoint.checkpoint_args`` compares the sizes of a checkpoint with the flags before the layers are merged.
 """
 
 

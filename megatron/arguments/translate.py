@@ -1,15 +1,15 @@
-"""What other trainers' flags become: their units to ours, exactly, and what follows from several flags together.
+"""Convert other trainers' flags exactly to our units, and resolve settings that depend on several flags.
 
-``fields_of`` looks at flags alone and runs ahead of the JSON and the defaults; ``lengths`` and ``what_holds`` run when
-all sizes are known.
+``fields_of`` needs flags only and runs before the JSON and the defaults are read; ``lengths`` and ``what_holds`` run
+after all sizes are known.
 
-| theirs | ours |
+| flags of other trainers | conversion |
 |---|---|
 | --train-samples N | steps while they fit into N samples; a last step that would exceed N is not taken |
 | --train-tokens N | steps until N tokens are consumed; of several limits the first one ends the run |
 | warm-up and decay in samples and tokens | the learning rate follows the samples, so that nothing is rounded |
-| --train-tokens as the only length | the same; the decay ends with the tokens |
-| the same in steps | the learning rate follows the steps |
+| --train-tokens as the only length | the learning rate follows the samples; the decay ends with the tokens |
+| warm-up and decay in steps | the learning rate follows the steps |
 
 Source: Megatron-LM, training.py, ``update_train_iters`` and ``get_optimizer_param_scheduler``; Megatron-DeepSpeed,
 training.py, ``train``.
@@ -44,7 +44,7 @@ SHARDING = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3
 
 
 def fields_of(found: Scan) -> None:
-    """Set the fields that converted flags determine by themselves; problems are added to ``found.problems``."""
+    """Set the fields that depend on converted flags only; problems are added to ``found.problems``."""
     for flag, value in found.converted.items():
         spelling = flag if value is True else f"{flag} {value}"
         for target in foreign_flags()[flag].targets:
@@ -63,7 +63,7 @@ def fields_of(found: Scan) -> None:
 
 
 def _typed(target: Target) -> Any:
-    """Return the constant of a target as a number or True if it is one."""
+    """Return the constant of a target as True or a number if it is one, otherwise as text."""
     if target.value == "True":
         return True
     for convert in (int, float):
@@ -126,8 +126,8 @@ def _recompute_method(found: Scan, value: str, spelling: str) -> None:
 def _attention_config(found: Scan, value: list[str], spelling: str) -> None:
     """Ignore attention types that select a kernel; any other type is a problem."""
     text = " ".join(value)
-    if others := set(re.findall(r"[a-z_]+", text)) - {"global", "flash", "all"}:
-        found.problems.append(f"--attention-config must be global or flash, got {', '.join(sorted(others))}")
+    if unsupported := set(re.findall(r"[a-z_]+", text)) - {"global", "flash", "all"}:
+        found.problems.append(f"--attention-config must be global or flash, got {', '.join(sorted(unsupported))}")
     else:
         found.ignored["--attention-config"] = "scaled_dot_product_attention selects the kernel of all layers"
 
@@ -171,8 +171,8 @@ LATER = (
     "zero_stage", "profile_steps", "paths", "lengths", "skip_train", "gelu", "mup", "no_pipeline", "unique_layers",
     "require_checkpoint", "checkpoint_schedule", "linear_biases", "norm_bias",
 )  # fmt: skip
-"""Conversions that depend on further flags or on sizes: below, ``require_checkpoint`` in ``other_programs`` and
-``checkpoint_schedule`` in ``checkpoint.checkpoint_args``.
+"""Conversions that depend on other flags or on sizes. They are defined below, except for ``require_checkpoint`` in
+``other_programs`` and ``checkpoint_schedule`` in ``checkpoint.checkpoint_args``.
 """
 CHECKPOINT_SCHEDULE = tuple(
     f"--use-checkpoint-{name}" for name in ("lr-scheduler", "opt-param-scheduler", "opt_param-scheduler")
@@ -180,13 +180,13 @@ CHECKPOINT_SCHEDULE = tuple(
 
 
 def _zero_stage(found: Scan) -> None:
-    """Give the ZeRO stage that FSDP or the distributed optimizer stands for; a stage that is said counts more."""
-    asked, stage, by = found.converted, 0, ""
+    """Set the ZeRO stage that FSDP or the distributed optimizer implies, unless a stage is given."""
+    asked, stage, origin = found.converted, 0, ""
     strategy = asked.get("--data-parallel-sharding-strategy")
     if "--use-torch-fsdp2" in asked:
-        stage, by = 3, "--use-torch-fsdp2"
+        stage, origin = 3, "--use-torch-fsdp2"
     elif "--use-megatron-fsdp" in asked and strategy is not None:
-        stage, by = SHARDING.get(strategy, -1), f"--data-parallel-sharding-strategy {strategy}"
+        stage, origin = SHARDING.get(strategy, -1), f"--data-parallel-sharding-strategy {strategy}"
         if stage < 0:
             found.problems.append(
                 f"--data-parallel-sharding-strategy must be one of {', '.join(SHARDING)}, got {strategy!r}"
@@ -194,15 +194,15 @@ def _zero_stage(found: Scan) -> None:
     elif strategy is not None:
         found.ignored["--data-parallel-sharding-strategy"] = "it acts with --use-megatron-fsdp only"
     if stage == 0 and "--use-distributed-optimizer" in asked:
-        stage, by = 1, "--use-distributed-optimizer"
+        stage, origin = 1, "--use-distributed-optimizer"
     if stage > 0 and "zero_stage" not in found.values:
-        found.set("zero_stage", stage, by)
-    elif "--use-distributed-optimizer" in asked and by != "--use-distributed-optimizer":
+        found.set("zero_stage", stage, origin)
+    elif "--use-distributed-optimizer" in asked and origin != "--use-distributed-optimizer":
         found.ignored["--use-distributed-optimizer"] = "the ZeRO stage is said otherwise"
 
 
 def _profile_steps(found: Scan) -> None:
-    """Give the steps to profile: Megatron starts ahead of the step behind START and ends behind END."""
+    """Set the steps to profile: START + 1 to END, as in Megatron."""
     first, last = "--profile-step-start", "--profile-step-end"
     named = [flag for flag in (first, last) if flag in found.converted]
     if not named:
@@ -221,7 +221,7 @@ def _profile_steps(found: Scan) -> None:
 
 
 def _paths(found: Scan) -> None:
-    """Give the corpora that files and weighted split paths name."""
+    """Set the corpora named by path files and by weighted split paths."""
     asked = found.converted
     for field in ("data_path", *EACH):
         if isinstance(text := found.values.get(field), str):
@@ -233,7 +233,7 @@ def _paths(found: Scan) -> None:
             for field, text in paths_of_json(path).items():
                 found.set(field, text, f"--per-split-data-args-path {path}")
         for field, text in weighted_paths(asked).items():
-            if field == "split":  # what the script says of --split did not act there, either
+            if field == "split":  # the weighted paths also override --split in the original program
                 found.values["split"] = text
             else:
                 found.set(field, text, "--train-weighted-split-paths")
@@ -244,11 +244,11 @@ def _paths(found: Scan) -> None:
 # --skip-train, which Megatron's scripts add to the flags of a training run.
 
 OF_STEPS = ("train_iters", *(name for names in LENGTHS for name in names))
-"""Fields that give a number of training steps."""
+"""Fields that contain a number of training steps."""
 
 
 def skip_train(found: Scan, defaults: Mapping[str, Any]) -> tuple[str, ...]:
-    """Turn --skip-train into --eval-only if a checkpoint is loaded, otherwise into --train-iters 0.
+    """Convert --skip-train to --eval-only if a checkpoint is loaded, otherwise to --train-iters 0.
 
     Flags of ``found`` that only training uses become ignored flags: the script passes them for its other runs.
 
@@ -280,7 +280,7 @@ LENGTH_FLAGS = ("--train-samples", "--train-tokens", "--lr-decay-tokens", "--lr-
 
 
 def lengths(found: Scan, values: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """Set the steps of the run and the lengths of the learning rate in ``values``: all fields, defaults among them.
+    """Set the steps of the run and the lengths of the learning-rate schedule in ``values``, which includes defaults.
 
     Returns:
         Fields of ``BatchConfig`` without a flag: the limits of the run in samples and tokens.
@@ -302,7 +302,7 @@ def lengths(found: Scan, values: dict[str, Any], world_size: int) -> dict[str, A
     if not asked and not in_samples:
         return {}
     sizes = _sizes(values, world_size)
-    if sizes is None:  # told by the checks of the layout
+    if sizes is None:  # reported by the checks of the layout
         return {}
     tokens = Fraction(_tokens_per_sample(values, found.family))
     limits = {
@@ -310,17 +310,19 @@ def lengths(found: Scan, values: dict[str, Any], world_size: int) -> dict[str, A
     }
     if "train_iters" in found.values and limits.keys() == {"train_tokens"}:
         limits["requested_train_iters"] = found.values["train_iters"]
-    run = _train_iters(found, values, asked, sizes, tokens)
+    steps = _train_iters(found, values, asked, sizes, tokens)
     if in_samples:
-        whole = Fraction(asked.get("--train-samples", sizes.consumed_after(run)))
-        _in_samples(found, values, asked, sizes, tokens, asked["--train-tokens"] / tokens if is_exact else whole)
+        samples = Fraction(asked.get("--train-samples", sizes.consumed_after(steps)))
+        _in_samples(found, values, asked, sizes, tokens, asked["--train-tokens"] / tokens if is_exact else samples)
     return limits
 
 
 def _tokens_per_sample(values: Mapping[str, Any], family: str) -> int:
-    """Return the tokens that --train-tokens counts for a sample: those that the encoder reads, or the whole sample."""
-    own = FAMILIES[family].config
-    defaults: dict[str, Any] = {field.name: field.default for field in fields(own)} | dict(own.DEFAULTS)
+    """Return the tokens per sample that --train-tokens counts: the encoder's input, or the whole sample."""
+    family_config = FAMILIES[family].config
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(family_config)} | dict(
+        family_config.DEFAULTS
+    )
     for name in ("enc_seq_length", "seq_length"):
         if length := values.get(name) or defaults.get(name):
             return int(length)
@@ -328,12 +330,12 @@ def _tokens_per_sample(values: Mapping[str, Any], family: str) -> int:
 
 
 def _sizes(values: Mapping[str, Any], world_size: int) -> BatchSizes | None:
-    usual = BatchConfig()
+    defaults = BatchConfig()
     t, p = values.get("model_parallel_size", 1), max(values.get("pipe_parallel_size", 1), 1)
     ranks = t * p * values.get("context_parallel_size", 1)
     if ranks < 1 or world_size % ranks:
         return None
-    micro, gas = values.get("batch_size", usual.batch_size), values.get("gas", usual.gas)
+    micro, gas = values.get("batch_size", defaults.batch_size), values.get("gas", defaults.gas)
     batch = BatchConfig(batch_size=micro, gas=gas, requested_global_batch_size=values.get(TOTAL) or 0)
     full = batch.global_batch_size(world_size // ranks)
     text = values.get("rampup_batch_size")
@@ -346,8 +348,12 @@ def _sizes(values: Mapping[str, Any], world_size: int) -> BatchSizes | None:
 def _train_iters(
     found: Scan, values: dict[str, Any], asked: Mapping[str, int], sizes: BatchSizes, tokens: Fraction
 ) -> int:
-    """Set ``train_iters``; return the steps that are given or follow from samples, whatever tokens say."""
-    given, samples, limit = found.values.get("train_iters"), asked.get("--train-samples"), asked.get("--train-tokens")
+    """Set ``train_iters``; return the steps that are given or follow from samples, without the limit in tokens."""
+    given, samples, limit = (
+        found.values.get("train_iters"),
+        asked.get("--train-samples"),
+        asked.get("--train-tokens"),
+    )
     steps = given
     if samples is not None:
         steps = sizes.steps_within(samples)
@@ -374,18 +380,18 @@ def _train_iters(
 def _in_samples(
     found: Scan, values: dict[str, Any], asked: Mapping[str, int], sizes: BatchSizes, tokens: Fraction, whole: Fraction
 ) -> None:
-    """Set the lengths of decay and warm-up in samples, and the step in which the decay ends.
+    """Set the lengths of decay and warm-up in samples, and the step at which the decay ends.
 
-    A length that was given in steps becomes the samples of as many steps: of the first ones, and for the decay of wsd
-    of the last ones. Steps of a ramp-up have fewer samples.
+    A length in steps is converted to the number of samples in that many steps: the first steps of the run, or the last
+    steps of the decay for wsd. Steps of a ramp-up have fewer samples.
 
     Args:
-        whole: samples of the run, as long as it would be if --train-tokens did not end it earlier.
+        whole: samples of the run without the limit by --train-tokens.
     """
     decay = _samples(found, "decay", asked.get("--lr-decay-tokens"), sizes, tokens)
     decay = whole if decay is None else decay
     warmup = _samples(found, "warmup", asked.get("--lr-warmup-tokens"), sizes, tokens)
-    if warmup is None and values.get("lr_warmup_samples") is not None:  # of the defaults
+    if warmup is None and values.get("lr_warmup_samples") is not None:  # from the defaults
         warmup = Fraction(values["lr_warmup_samples"])
     if warmup is None and values.get("lr_warmup_iters") is not None:
         warmup = Fraction(sizes.consumed_after(values["lr_warmup_iters"]))
@@ -408,15 +414,15 @@ def _in_samples(
 
 
 def _samples(found: Scan, name: str, in_tokens: int | None, sizes: BatchSizes, tokens: Fraction) -> Fraction | None:
-    """Return a length that a flag gives, in samples: tokens take the place of samples, as in Megatron-DeepSpeed.
+    """Return a length in samples as the flags give it. Tokens override samples, as in Megatron-DeepSpeed.
 
-    Steps and samples must be the same length.
+    If steps and samples are both given, they must be the same length.
     """
     steps, samples = found.values.get(f"lr_{name}_iters"), found.values.get(f"lr_{name}_samples")
     if in_tokens is not None:
-        other = found.spelling.get(f"lr_{name}_samples") or found.spelling.get(f"lr_{name}_iters")
-        if other:
-            found.ignored[other] = f"--lr-{name}-tokens takes its place"
+        overridden = found.spelling.get(f"lr_{name}_samples") or found.spelling.get(f"lr_{name}_iters")
+        if overridden:
+            found.ignored[overridden] = f"--lr-{name}-tokens takes its place"
         return in_tokens / tokens
     if steps is not None and samples is not None and sizes.consumed_after(steps) != samples:
         found.problems.append(
@@ -432,20 +438,20 @@ def _number(length: Fraction) -> float | int:
     return int(length) if length.denominator == 1 else float(length)
 
 
-# What follows from several settings together, once all of them are known.
+# Settings that follow from several others, once all of them are known.
 
 OF_TOKEN_FILES = (
     "split", "split_by", "data_impl", "data_cache_path", "object_storage_cache_path", "object_storage_cache_gb",
 )  # fmt: skip
-"""Fields that act where token files are read."""
+"""Fields that take effect only if token files are read."""
 OF_RECOMPUTED = ("checkpoint_num_layers", "partition_activations", "checkpoint_in_cpu", "contiguous_checkpointing")
-"""Fields that act where whole layers are computed again."""
+"""Fields that take effect only if full layers are recomputed."""
 SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_scale")
-"""Fields that act on fp16 only."""
+"""Fields that take effect with fp16 only."""
 
 
 def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
-    """Switch off in ``values`` what asks for what holds beside the other settings, and name it in ``found.ignored``."""
+    """Resolve settings that depend on other settings: change ``values``, and add unused flags to ``found.ignored``."""
     asked, t = found.converted, values.get("model_parallel_size", 1)
     if "--swiglu" in asked and "ff_hidden_size" not in values and "hidden_size" in values:
         values["ff_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3) // 64 * 64 or 64
@@ -540,7 +546,7 @@ def _tokenizer_type(found: Scan, values: Mapping[str, Any]) -> None:
 
 
 def _dense_only(found: Scan, values: Mapping[str, Any]) -> None:
-    """Reject flags that are ignored without experts if the model has experts."""
+    """Reject flags that are ignored in models without experts only, if this model has experts."""
     if (values.get("num_experts") or 0) <= 1:
         return
     flags = [name for name in found.ignored if name.startswith("--")]
@@ -553,7 +559,7 @@ def _dense_only(found: Scan, values: Mapping[str, Any]) -> None:
 
 
 def _mup(found: Scan, values: dict[str, Any], family: str) -> None:
-    """Take Megatron's muP, whose base is the model itself and whose scores are divided by the head's size."""
+    """Apply Megatron's muP, which uses the model itself as the base and divides scores by the head size."""
     recipe = found.converted.get("--scaling-recipe", "none")
     if recipe not in ("none", "mup"):
         found.problems.append(f"--scaling-recipe must be mup or none, got {recipe!r}. Leave it out")
@@ -572,7 +578,7 @@ def _mup(found: Scan, values: dict[str, Any], family: str) -> None:
 def _linear_biases(found: Scan, values: dict[str, Any]) -> None:
     """Set ``hidden_bias`` from GPT-NeoX's switches for the biases of attention and feed-forward layers.
 
-    A switch that is missing is true, as in GPT-NeoX.
+    A missing switch counts as true, as in GPT-NeoX.
     """
     named = [flag for flag in ("--use-bias-in-attn-linear", "--use-bias-in-mlp") if flag in found.converted]
     if not named:
@@ -602,7 +608,7 @@ def _norm_bias(found: Scan, values: dict[str, Any], family: str) -> None:
 
 
 def _set_agreeing(found: Scan, values: dict[str, Any], field: str, value: bool, spelling: str) -> None:
-    """Set a field from a converted flag; a flag of ours that differs is a problem."""
+    """Set a field from a converted flag, or add a problem if the field's own flag has a different value."""
     if field in found.values and found.values[field] != value:
         found.problems.append(f"{spelling} must agree with {found.spelling.get(field, field)}. Leave one out")
     else:
@@ -614,7 +620,7 @@ def _word(value: bool) -> str:
 
 
 def _gelu(found: Scan, values: dict[str, Any]) -> None:
-    """Take the GELU that Megatron's switches of a fused kernel stand for: that kernel computes the tanh form."""
+    """Set the GELU that Megatron's switches for a fused kernel imply: the fused kernel computes the tanh form."""
     for flag, before, after in (
         ("--no-bias-gelu-fusion", "gelu-tanh", "gelu"),
         ("--bias-gelu-fusion", "gelu", "gelu-tanh"),

@@ -1,4 +1,4 @@
-"""Settings that would have no effect: errors and notes."""
+"""Errors and notes about settings that would have no effect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron.config.logging import LOGGING_IN_TRAINING
 from megatron.config.option import LARGEST_INT
 from megatron.config.parallel import ParallelConfig
 
-# Settings of the data that would have no effect, and paths that a run will miss; as ``effects``, which calls it.
+# Data settings that would have no effect, and paths that the run needs but does not have.
 
 OF_TOKEN_FILES = (
     "split",
@@ -27,17 +27,17 @@ OF_TOKEN_FILES = (
     "fim_rate",
     "fim_spm_rate",
 )
-"""Fields that act where token files are read, not the data that a script brings itself."""
+"""Fields that apply to token files, not to data that a script provides itself."""
 OF_CONVERSATIONS = ("valid_sft", "chat_template", "sft_overlong")
-"""Fields that act where conversations are read."""
+"""Fields that apply to conversations only."""
 NOT_OF_CONVERSATIONS = (
     "data_impl", "packing", "fim_rate", "fim_spm_rate", "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
 )  # fmt: skip
-"""Fields that act where token files are read, not conversations: these are packed best-fit and kept apart."""
+"""Fields that apply to token files but not to conversations, which are packed best-fit and kept apart."""
 
 
 def data_problems(config: Config) -> Iterator[str]:
-    """Yield what was given and cannot act, and the paths that are missing beside others."""
+    """Yield given data settings that have no effect, and paths that are missing next to others."""
     given, data = config.given, config.data
     yield from _path_problems(config)
     yield from _sft_problems(config)
@@ -54,16 +54,16 @@ def data_problems(config: Config) -> Iterator[str]:
     if "fim_spm_rate" in given and not data.fim_rate:
         yield "--fim-spm-rate acts with --fim-rate above 0 only. Leave it out, or add --fim-rate"
     checkpoint = config.checkpoint
-    anew = "--finetune" if checkpoint.finetune else "--eval-only" if checkpoint.eval_only else None
-    if checkpoint.allow_data_change and anew:
+    restart_flag = "--finetune" if checkpoint.finetune else "--eval-only" if checkpoint.eval_only else None
+    if checkpoint.allow_data_change and restart_flag:
         yield (
             "--allow-data-change acts where the samples of a checkpoint go on, got "
-            f"{anew}, which reads none of them. Leave it out"
+            f"{restart_flag}, which reads none of them. Leave it out"
         )
 
 
 def data_notes(config: Config, world_size: int) -> Iterator[str]:
-    """Yield what scripts pass for several runs and has no effect in this one."""
+    """Yield notes about data settings that scripts pass for several runs and that have no effect in this one."""
     data, reads = config.data, splits_read(config)
     paths, flag = data.corpora, "set beside --valid-sft" if data.sft else "--test-data-path"
     if reads["test_data_path"] and paths["valid_data_path"] and not (paths["data_path"] or paths["test_data_path"]):
@@ -79,15 +79,15 @@ def data_notes(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _empty_split_notes(config: Config) -> Iterator[str]:
-    """Yield evaluations that are left out because --split gives them no documents."""
+    """Yield notes about evaluations that are skipped because --split assigns no documents to them."""
     reads, shares = splits_read(config), config.data.split_shares
-    for name, share, what in zip(EACH[1:], shares[1:], ("validated", "tested at the end"), strict=True):
+    for name, share, event in zip(EACH[1:], shares[1:], ("validated", "tested at the end"), strict=True):
         if reads[name] and not share and not config.checkpoint.eval_only:
-            yield f"nothing is {what}: --split {config.data.split} gives that split no documents"
+            yield f"nothing is {event}: --split {config.data.split} gives that split no documents"
 
 
 def splits_read(config: Config) -> dict[str, bool]:
-    """Return for each of --train-data-path, --valid-data-path, --test-data-path (as fields) whether it will be read."""
+    """Return field -> True if its split will be read, for --train-data-path, --valid-data-path and --test-data-path."""
     batch, eval_only = config.batch, config.checkpoint.eval_only
     trains, evaluates = batch.train_iters > 0 and not eval_only, batch.eval_iters > 0
     validates = evaluates and batch.eval_interval > 0 and not eval_only
@@ -114,19 +114,21 @@ def _sft_problems(config: Config) -> Iterator[str]:
 
 def _path_problems(config: Config) -> Iterator[str]:
     data, named = config.data, _flags(config, ("split", "split_by"))
-    each = [name for name in EACH if getattr(data, name) is not None]
-    if not each or data.data_path is not None:
+    given_paths = [name for name in EACH if getattr(data, name) is not None]
+    if not given_paths or data.data_path is not None:
         return
     if named:
         yield (
             f"{', '.join(named)} acts on --data-path only, got a path for each split. Leave it out, or give --data-path"
         )
-    missing = [PATHS[name] for name, is_read in splits_read(config).items() if is_read and name not in each]
-    if "valid_data_path" in each and not config.checkpoint.eval_only:  # as in Megatron: nothing is tested at the end
+    missing = [PATHS[name] for name, is_read in splits_read(config).items() if is_read and name not in given_paths]
+    if (
+        "valid_data_path" in given_paths and not config.checkpoint.eval_only
+    ):  # as in Megatron, without a test at the end
         missing = [flag for flag in missing if flag != PATHS["test_data_path"]]
     if missing:
         off = "" if missing == [PATHS["train_data_path"]] else ", or turn off what reads it (--eval-iters 0)"
-        got, them = ", ".join(PATHS[name] for name in each), "them" if len(missing) > 1 else "it"
+        got, them = ", ".join(PATHS[name] for name in given_paths), "them" if len(missing) > 1 else "it"
         yield (
             f"each split that is read must have its path, got {got} without {' and '.join(missing)}. "
             f"Give {them} too{off}, or give --data-path, which --split cuts into three"
@@ -162,14 +164,14 @@ def _flags(config: Config, names: tuple[str, ...]) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in names if name in config.given]
 
 
-# Settings that would have no effect: an error where the user surely meant something else, else a note.
+# Settings that would have no effect: an error if the user must have meant something else, otherwise a note.
 #
-# A note is for what scripts pass always (the loss scale's course, a schedule's floor) and for a JSON or a command line
-# that serves several layouts.
+# Notes cover flags that scripts always pass (dynamic loss scale, minimum learning rate), and a JSON or a command line
+# that is used for several layouts.
 
 SCALING = ("loss_scale", "initial_scale_power")
 SCALING_COURSE = ("loss_scale_window", "hysteresis", "min_scale")
-"""Fields that act on fp16 only."""
+"""Fields of the dynamic loss scale, which take effect with fp16 only."""
 PIPELINE = {
     "pipeline_schedule": "--pipeline-schedule",
     "pipeline_auto_schedules": "--pipeline-auto-schedules",
@@ -181,13 +183,13 @@ PIPELINE = {
     "pipeline_trace": "--pipeline-trace",
     "check_data_agreement": "--check-data-agreement",
 }
-"""Fields that act on a pipeline only, and their flags."""
+"""Fields that take effect in a pipeline only -> their flags."""
 KEPT = {
     "partition_activations": "--partition-activations",
     "checkpoint_in_cpu": "--checkpoint-in-cpu",
     "contiguous_checkpointing": "--contigious-checkpointing",
 }
-"""Fields that say where the inputs of recomputed layers wait, and their flags."""
+"""Fields that control where the inputs of recomputed layers are stored -> their flags."""
 IN_TRAINING = (
     "save_interval", "save_interval_minutes", "checkpoint_format", "async_save", "on_save_error",
     "export_hf_interval", "save_remote",
@@ -195,16 +197,16 @@ IN_TRAINING = (
     "layout_independent_dropout",
     "stability_guard", "stability_sigma", "stability_window", "stability_patience", "drift_interval",
 )  # fmt: skip
-"""Fields that act in training only; what reads ahead is not started for an evaluation."""
+"""Fields that take effect in training only. Prefetching is among them, because evaluation does not prefetch."""
 TRAINING_ONLY = (
     *IN_TRAINING, "pipeline_trace", *LOGGING_IN_TRAINING, "eval_tasks_interval", *DEBUG_IN_TRAINING, *DUMP_ONLY,
 )  # fmt: skip
-"""Fields that are rejected next to --eval-only, with those that depend on them."""
+"""Fields that are rejected together with --eval-only, and fields that depend on them."""
 ADAM = ("adam_beta1", "adam_beta2", "adam_eps")
 
 
 def unused_flag_problems(config: Config) -> Iterator[str]:
-    """Yield what was given and cannot act."""
+    """Yield the given flags that have no effect."""
     given, optimizer = config.given, config.optimizer
     yield from scaling_problems(config)
     if "wsd_decay_fraction" in given and optimizer.lr_decay_style != "wsd":
@@ -251,7 +253,7 @@ def unused_flag_problems(config: Config) -> Iterator[str]:
 
 
 def format_problems(config: Config) -> Iterator[str]:
-    """Yield what cannot be saved in the format of the checkpoints, where that is known and is DeepSpeed's."""
+    """Yield settings that need another checkpoint format than deepspeed, if that format was given."""
     if not config.checkpoint.is_deepspeed:
         return
     for name in ("async_save", "keep_every", "no_save_optim", "export_hf_interval", "save_remote"):
@@ -280,7 +282,7 @@ def format_problems(config: Config) -> Iterator[str]:
 
 
 def kept_notes(config: Config) -> Iterator[str]:
-    """Yield what the JSON or the defaults say of the inputs of layers where none are kept, or none can be cut."""
+    """Yield notes if the JSON or the defaults control saved layer inputs, but none are saved or none can be sharded."""
     parallel = config.parallel
     named = [flag for name, flag in KEPT.items() if getattr(parallel, name) and name not in config.given]
     if named and not parallel.checkpoint_activations:
@@ -290,18 +292,18 @@ def kept_notes(config: Config) -> Iterator[str]:
 
 
 def scaling_problems(config: Config) -> Iterator[str]:
-    """Yield flags of a dynamic loss scale when the scale is fixed."""
+    """Yield the flags of a dynamic loss scale if the scale is fixed."""
     fixed = config.precision.loss_scale
-    course = _flags(config, ("initial_scale_power", *SCALING_COURSE)) if fixed and _may_be_fp16(config) else []
-    if course:
+    names = _flags(config, ("initial_scale_power", *SCALING_COURSE)) if fixed and _may_be_fp16(config) else []
+    if names:
         yield (
-            f"{', '.join(course)} acts on a dynamic loss scale only, got the fixed {_scale_text(config)}. Leave one of "
+            f"{', '.join(names)} acts on a dynamic loss scale only, got the fixed {_scale_text(config)}. Leave one of "
             "them out"
         )
 
 
 def notes(config: Config, world_size: int) -> Iterator[str]:
-    """Yield what was given, cannot act, and does no harm."""
+    """Yield notes about settings that have no effect and do no harm."""
     yield from scaling_notes(config)
     yield from kept_notes(config)
     yield from data_notes(config, world_size)
@@ -327,11 +329,11 @@ def notes(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _single_stage_notes(config: Config) -> Iterator[str]:
-    """Yield keys of the JSON that have no effect without a pipeline."""
+    """Yield notes about keys of the JSON that have no effect without a pipeline."""
     json = config.deepspeed
     if json.get("pipeline"):
         yield 'the JSON\'s "pipeline" has no effect without a pipeline (--pipe-parallel-size 2 or more)'
-    is_stated = json.get("steps_per_print", "auto") not in ("auto", LARGEST_INT)  # the latter: never
+    is_stated = json.get("steps_per_print", "auto") not in ("auto", LARGEST_INT)  # LARGEST_INT means never
     if is_stated and not (config.run.verbose_deepspeed or engine_features(json)):
         yield f'the JSON\'s "steps_per_print" has no effect: {PASSED["steps_per_print"].without_pipeline}'
     if json.get("zero_allow_untested_optimizer") is False:
@@ -340,13 +342,13 @@ def _single_stage_notes(config: Config) -> Iterator[str]:
 
 
 def scaling_notes(config: Config) -> Iterator[str]:
-    """Yield flags and keys of the loss scale when the number format is known and is not fp16, or that is fixed."""
+    """Yield notes about loss-scale settings without effect: the format is not fp16, or the scale is fixed."""
     dtype, fixed = config.precision.dtype, "fp16.loss_scale"
-    course = (
+    dynamic_keys = (
         [name for name in _stated_scaling(config.deepspeed) if name != fixed] if config.precision.loss_scale else []
     )
-    if course and _may_be_fp16(config):
-        yield f"{', '.join(course)} in the JSON: no effect with the fixed {_scale_text(config)}"
+    if dynamic_keys and _may_be_fp16(config):
+        yield f"{', '.join(dynamic_keys)} in the JSON: no effect with the fixed {_scale_text(config)}"
     named = [*_flags(config, (*SCALING, *SCALING_COURSE)), *_stated_scaling(config.deepspeed)]
     if named and dtype not in (None, "fp16"):
         yield f"{', '.join(named)}: no effect, for only fp16 has a loss scale and this run is {dtype}"
@@ -363,6 +365,6 @@ def _scale_text(config: Config) -> str:
 
 def _stated_scaling(json: Mapping[str, Any]) -> list[str]:
     section = json.get("fp16", {})
-    if section.get("enabled") is False:  # a whole section that is switched off says so itself
+    if section.get("enabled") is False:  # a disabled section needs no note
         return []
     return [f"fp16.{name}" for name, key in FP16.items() if key.field and section.get(name, "auto") != "auto"]

@@ -1,4 +1,4 @@
-"""validate_args: checks over several sections; ZeRO, sequence parallel."""
+"""Checks that involve several sections of the configuration."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megatron.mpu.topology import axes_text, sizes_text
 from tds.schedule import read_schedule
 from tds.schedule.simulate import bubble, candidates
 
-# ZeRO and offload: what goes together with what, and what would have no effect.
+# ZeRO and offload: which flags can be combined, and which would have no effect.
 
 CUT_WEIGHTS = 3
 OFFLOAD = {
     "cpu_adam": "--cpu-adam",
     "no_pin_memory": "--no-pin-memory",
 }
-"""Fields that say how to offload, and their flags."""
+"""Fields that control how tensors are offloaded -> their flags."""
 
 
 def zero_problems(config: Config) -> Iterator[str]:
-    """Yield what cannot be, looking at all sections."""
+    """Yield the problems of the ZeRO and offload flags, which involve all sections."""
     optimizer, parallel = config.optimizer, config.parallel
     stage = optimizer.zero_stage
     if stage > 1 and parallel.has_pipeline:
@@ -95,7 +95,7 @@ def _adam_problems(config: Config) -> Iterator[str]:
 
 
 def zero_notes(config: Config, world_size: int) -> Iterator[str]:
-    """Yield what was given, cannot act, and does no harm."""
+    """Yield notes about ZeRO and offload settings that have no effect and do no harm."""
     optimizer, json = config.optimizer, config.deepspeed.get("zero_optimization", {})
     replicas = config.parallel.data_parallel_size(world_size) * config.parallel.context_parallel_size
     if optimizer.zero_stage and replicas == 1 and not optimizer.offload_parameters:
@@ -110,11 +110,11 @@ def zero_notes(config: Config, world_size: int) -> Iterator[str]:
         yield "--no-pin-memory has no effect on a CPU, which copies nothing to a device"
 
 
-# Checks of --sequence-parallel, which cuts what lies between the tensor-parallel products along the sequence.
+# Checks of --sequence-parallel, which splits the activations between tensor-parallel products along the sequence.
 
 
 def sequence_parallel_problems(config: Config) -> Iterator[str]:
-    """Yield what it cannot go with, and what then could not act."""
+    """Yield the problems of --sequence-parallel: excluded flags, flags without effect, and indivisible lengths."""
     parallel = config.parallel
     if not parallel.sequence_parallel:
         return
@@ -138,11 +138,11 @@ def sequence_parallel_problems(config: Config) -> Iterator[str]:
             )
 
 
-# Checks of --context-parallel-size, which cuts sequences over ranks, attention included.
+# Checks of --context-parallel-size, which splits sequences over ranks, attention included.
 
 
 def context_parallel_problems(config: Config) -> Iterator[str]:
-    """Yield what it cannot go with."""
+    """Yield the problems of --context-parallel-size with other flags and with sizes."""
     parallel, model = config.parallel, config.model
     c, t = parallel.context_parallel_size, parallel.model_parallel_size
     if c == 1:
@@ -167,11 +167,11 @@ def context_parallel_problems(config: Config) -> Iterator[str]:
         heads = {"--num-attention-heads": model.num_attention_heads}
         if config.own.KIND == "decoder" and model.num_query_groups != model.num_attention_heads:
             heads["--num-query-groups"] = model.num_query_groups
-        for flag, number in heads.items():
-            if number % (t * c):
+        for flag, count in heads.items():
+            if count % (t * c):
                 yield (
                     f"--cp-comm-type a2a gives each context rank a share of the heads of its tensor rank, so {flag} "
-                    f"must be a multiple of {t} x {c} = {t * c}, got {number}. Use --cp-comm-type all_gather, which "
+                    f"must be a multiple of {t} x {c} = {t * c}, got {count}. Use --cp-comm-type all_gather, which "
                     "cuts queries and no heads"
                 )
     if parallel.compile:
@@ -184,7 +184,7 @@ def context_parallel_problems(config: Config) -> Iterator[str]:
 
 
 def context_parallel_notes(config: Config) -> Iterator[str]:
-    """Yield what was given and acts otherwise, or cannot act, and does no harm."""
+    """Yield notes about context-parallel flags that have no effect or select the same method as another value."""
     parallel = config.parallel
     if "cp_comm_type" in config.given and parallel.context_parallel_size == 1:
         yield f"--cp-comm-type {parallel.cp_comm_type} has no effect with --context-parallel-size 1"
@@ -192,26 +192,29 @@ def context_parallel_notes(config: Config) -> Iterator[str]:
         yield "--cp-comm-type p2p: keys and values are gathered, as with all_gather; the numbers are the same"
 
 
-# Checks that need more than one section; every problem is collected, then all are raised at once.
+# Checks that need more than one section. All problems are collected, then raised at once.
 #
-# A message says what must hold, what was got, and what to do. Nothing is an ``assert``: ``python -O`` changes nothing.
+# A message states the requirement, the value and the fix. No check is an ``assert``, which ``python -O`` would skip.
 
 FALLBACKS = ("bf16", "fp16", "fp32")
-"""Number formats in the order in which they are taken when the one before is excluded."""
+"""Number formats in order of preference. If a format is excluded, the next one is used."""
 
 
 def find_problems(config: Config, world_size: int) -> list[str]:
-    """Return every problem that can be seen without a device, data or tokenizer."""
+    """Return all problems that can be detected without a device, data or a tokenizer.
+
+    If any value is out of range, only the range problems are returned.
+    """
     ranges = list(_range_problems(config))
     if ranges:
         return ranges
     sections = [section for section in config.sections().values() if hasattr(section, "problems")]
-    own = [problem for section in sections for problem in section.problems()]
-    return [*own, *_world_problems(config, world_size), *_cut_problems(config), *_cross_problems(config)]
+    section_problems = [problem for section in sections for problem in section.problems()]
+    return [*section_problems, *_world_problems(config, world_size), *_cut_problems(config), *_cross_problems(config)]
 
 
 def model_problems(config: Config) -> Iterator[str]:
-    """Yield what cannot be of the model alone, wherever its settings come from; ``config.given`` says which do."""
+    """Yield the problems of the model's settings, whatever their source; ``config.given`` lists the given fields."""
     yield from config.own.problems()
     yield from _head_problems(config)
     yield from config.own.model_problems(config)
@@ -228,19 +231,19 @@ def _range_problems(config: Config) -> Iterator[str]:
 
 def _world_problems(config: Config, world_size: int) -> Iterator[str]:
     t, p, c = config.parallel.model_parallel_size, config.parallel.num_stages, config.parallel.context_parallel_size
-    got, each = sizes_text(world_size, t, p, c), config.parallel.replica_size
+    got, ranks = sizes_text(world_size, t, p, c), config.parallel.replica_size
     if t > world_size:
-        yield f"--model-parallel-size must not exceed the world size, {got}. Start {each} processes, or lower it"
-    elif world_size % each:
-        below = world_size // each * each
-        works = " or ".join(str(n) for n in (below, below + each) if n)
+        yield f"--model-parallel-size must not exceed the world size, {got}. Start {ranks} processes, or lower it"
+    elif world_size % ranks:
+        below = world_size // ranks * ranks
+        works = " or ".join(str(n) for n in (below, below + ranks) if n)
         yield (
             f"world size must be a multiple of {axes_text(c)}, {got}. Start {works} processes, or lower one of the "
             f"{'two' if c == 1 else 'three'}"
         )
     else:
-        yield from _ramp_problems(config, world_size // each)
-        yield from expert_rank_problems(config, world_size // each * c)
+        yield from _ramp_problems(config, world_size // ranks)
+        yield from expert_rank_problems(config, world_size // ranks * c)
     if config.parallel.has_pipeline:
         yield from _order_problems(config)
         if config.parallel.pipeline_layout is None:
@@ -266,16 +269,16 @@ def _ramp_problems(config: Config, replicas: int) -> Iterator[str]:
 
 
 def _order_problems(config: Config) -> Iterator[str]:
-    """Yield what a schedule in a file, or a layout in Megatron's notation, needs of the rest."""
+    """Yield problems of a schedule file, or of a layout in Megatron's notation, with the other settings."""
     parallel, m = config.parallel, config.batch.num_micro_batches
     if any(parallel.problems()):
         return
     if parallel.pipeline_schedule_file is not None:
-        found = read_schedule(parallel.pipeline_schedule_file).num_micro_batches
-        if found != m or config.batch.rampup_batch_size is not None:
+        count = read_schedule(parallel.pipeline_schedule_file).num_micro_batches
+        if count != m or config.batch.rampup_batch_size is not None:
             yield (
-                f"--pipeline-schedule-file {parallel.pipeline_schedule_file} is for steps of {found} micro-batches, "
-                f"got --gas {m}{'' if found != m else ' and a batch that grows'}. Use --gas {found}, or another file"
+                f"--pipeline-schedule-file {parallel.pipeline_schedule_file} is for steps of {count} micro-batches, "
+                f"got --gas {m}{'' if count != m else ' and a batch that grows'}. Use --gas {count}, or another file"
             )
     if parallel.pipeline_layout is not None:
         layers = num_layers(parse_layout(parallel.pipeline_layout))
@@ -320,14 +323,14 @@ def _head_problems(config: Config) -> Iterator[str]:
 def _cut_problems(config: Config) -> Iterator[str]:
     model, t = config.model, config.parallel.model_parallel_size
     yield from _head_problems(config)
-    cut = {  # heads are cut whole, so that any --kv-hidden-size fits when the heads do
+    split_sizes = {  # heads are never split, so any --kv-hidden-size fits if the number of heads does
         "--num-attention-heads": model.num_attention_heads,
         "--hidden-size": model.hidden_size,
         "--ff-hidden-size": model.ff_hidden_size,
     }
-    for name, size in cut.items():
+    for name, size in split_sizes.items():
         if size % t:
-            works = [n for n in range(1, min(size, 64) + 1) if all(other % n == 0 for other in cut.values())]
+            works = [n for n in range(1, min(size, 64) + 1) if all(other % n == 0 for other in split_sizes.values())]
             yield (
                 f"{name} must be a multiple of --model-parallel-size, got {size} and {t} ({size} / {t} = "
                 f"{size / t:g}). For these sizes --model-parallel-size may be one of {works}"
@@ -388,7 +391,7 @@ def _tied_rate_problems(config: Config) -> Iterator[str]:
 
 
 def device_problems(config: Config, has_gpu: bool, has_bf16: bool = True) -> list[str]:
-    """Return what the devices of this machine cannot do."""
+    """Return the problems of running this configuration on the devices of this machine."""
     if config.parallel.device == "cuda" and not has_gpu:
         return ["--device cuda needs a CUDA device that torch can use, got none. Use --device cpu"]
     if not has_gpu or config.parallel.device == "cpu":
@@ -411,17 +414,17 @@ def _cpu_problems(config: Config) -> Iterator[str]:
 
 
 def check_device(config: Config, has_gpu: bool, has_bf16: bool = True) -> None:
-    """Raise ConfigError with everything that the devices of this machine cannot do, or return."""
+    """Raise ConfigError with all problems of ``device_problems``; return if there are none."""
     raise_all(device_problems(config, has_gpu, has_bf16))
 
 
 def resolve_dtype(config: Config, device_default: str) -> Config:
-    """Return ``config`` with its number format: the one that was said, else what suits the device.
+    """Return ``config`` with its number format: the stated one, or the default of the device.
 
-    That is ``device_default``, or the next of bf16, fp16 and fp32 when the JSON says that it is not enabled.
+    The default is ``device_default``, or the next of bf16, fp16 and fp32 if the JSON disables that format.
 
     Raises:
-        ConfigError: flags that act on fp16 only were given and the format is another.
+        ConfigError: the format is fp16, and flags of a dynamic loss scale were given together with a fixed scale.
     """
     if config.precision.dtype is not None:
         return config
@@ -440,14 +443,14 @@ def resolve_dtype(config: Config, device_default: str) -> Config:
 
 
 def expected_bubble(config: Config, num_micro_batches: int | None = None) -> float:
-    """Return the share of idle time of equal stages; for the schedule "auto" that of the best one."""
+    """Return the idle fraction of equally slow stages; for the schedule "auto", the lowest of its candidates."""
     parallel, m = config.parallel, num_micro_batches or config.batch.gas
     names = candidates(parallel.schedule, parallel.chunks, parallel.placement)
     return min(bubble(parallel.num_stages, m, name, parallel.chunks) for name in names)
 
 
 def notes_of(config: Config, world_size: int) -> list[str]:
-    """Return what a user should know about a configuration that works on so many ranks."""
+    """Return the notes for the user about a valid configuration on ``world_size`` ranks."""
     notes = []
     p, m = config.parallel.num_stages, config.batch.gas
     if config.parallel.micro_batch_group_size and not config.parallel.group_size:

@@ -1,8 +1,8 @@
-"""Corpora in the forms of other trainers: BigScience's weighted split paths, and Megatron's files of paths.
+"""Corpora in the formats of other trainers: BigScience's weighted split paths, and Megatron's files of paths.
 
-``--train-weighted-split-paths "NAME: 0.3 0:0.95 a, 0.7 0:0.95 b"`` takes of each corpus the documents between two
-shares. Here ``--split`` cuts all corpora alike, so the ranges of a split must be the same for all of its corpora; or
-each range is 0:1, and the splits have corpora of their own.
+``--train-weighted-split-paths "NAME: 0.3 0:0.95 a, 0.7 0:0.95 b"`` selects the documents of each corpus between two
+shares. Our ``--split`` splits all corpora alike, so all corpora of a split must have the same range; or every range
+is 0:1, and each split has its own corpora.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WHOLE = (Fraction(0), Fraction(1))
 
 
 class Part(NamedTuple):
-    """One corpus of a split: its weight as it was written, the range of its documents, and its path."""
+    """A corpus of a split: its weight as written, the range of its documents, and its path."""
 
     weight: str
     range: tuple[Fraction, Fraction]
@@ -33,10 +33,10 @@ class Part(NamedTuple):
 
 
 def paths_of_file(path: str) -> str:
-    """Return the text of --data-path from a file that holds its words.
+    """Return the text of --data-path from a file that contains its words.
 
     Raises:
-        ConfigError: the file cannot be read, or holds nothing.
+        ConfigError: the file cannot be read or is empty.
     """
     words = _text("--data-args-path", path).split()
     if not words:
@@ -47,8 +47,8 @@ def paths_of_file(path: str) -> str:
 def with_weights(text: str, notes: list[str]) -> str:
     """Return the text of --data-path with a weight before each path if it contains several paths and no weights.
 
-    As in Megatron-LM, the weights are proportional to the sizes of the corpora. Paths are weighted equally if the size
-    of one of them is unknown; ``notes`` states the weights.
+    As in Megatron-LM, the weights are proportional to the sizes of the corpora. If a size is unknown, all weights are
+    equal. The weights are added to ``notes``.
     """
     try:
         paths = shlex.split(text)
@@ -73,7 +73,7 @@ def paths_of_json(path: str) -> dict[str, str]:
     """Return field -> text from a JSON file ``{"train": [...], "valid": [...], "test": [...]}``.
 
     Raises:
-        ConfigError: the file cannot be read, or is no such JSON.
+        ConfigError: the file cannot be read, or does not have this form.
     """
     flag = "--per-split-data-args-path"
     try:
@@ -93,10 +93,10 @@ def weighted_paths(asked: Mapping[str, Any]) -> dict[str, str]:
     """Return field -> text for the flags of weighted split paths: --data-path and --split, or a path for each split.
 
     Args:
-        asked: flag -> value; of those with ``-path`` behind, the name of a file that holds the text.
+        asked: flag -> value. The value of a flag that ends in ``-path`` is the name of a file with the text.
 
     Raises:
-        ConfigError: a file or a text cannot be read, several groups of a split, or ranges that --split cannot say.
+        ConfigError: a file or text cannot be parsed, a split has several groups, or --split cannot express the ranges.
     """
     splits: dict[str, list[Part]] = {}
     for split in SPLITS:
@@ -120,45 +120,48 @@ def _parts(flag: str, texts: list[str]) -> list[Part]:
     if not colon or " " in name.strip():
         raise ConfigError(wrong)
     parts = []
-    for piece in rest.split(","):
-        words = piece.split()
+    for entry in rest.split(","):
+        words = entry.split()
         if len(words) != 3:
             is_group = any(word.endswith(":") for word in words)
             several = ", where a second group begins. Evaluate the others by --eval-only --test-data-path"
             raise ConfigError(wrong + (several if is_group else ""))
-        weight, between, path = words
+        weight, bounds, path = words
         try:
-            start, end = (Fraction(share) for share in between.split(":"))
-            good = Fraction(weight) >= 0 and 0 <= start < end <= 1
+            start, end = (Fraction(share) for share in bounds.split(":"))
+            is_valid = Fraction(weight) >= 0 and 0 <= start < end <= 1
         except (ValueError, ZeroDivisionError):
-            good = False
-        if not good:
-            raise ConfigError(f"{wrong}, where {piece.strip()!r} is none of these")
+            is_valid = False
+        if not is_valid:
+            raise ConfigError(f"{wrong}, where {entry.strip()!r} is none of these")
         parts.append(Part(weight, (start, end), path))
     return parts
 
 
 def _one_mixture(splits: Mapping[str, list[Part]]) -> dict[str, str]:
-    """Return --data-path and --split where the splits are neighbouring ranges of the same corpora."""
+    """Return --data-path and --split for splits that are adjacent ranges of the same corpora."""
     flags = ", ".join(f"--{split}-weighted-split-paths" for split in splits)
     ranges = {split: {part.range for part in parts} for split, parts in splits.items()}
     mixtures = {_mixture(parts) for parts in splits.values()}
-    bounds = [next(iter(found)) for found in ranges.values()]
-    follow = [Fraction(0), *(end for _, end in bounds)]
-    is_row = all(start == before for (start, _), before in zip(bounds, follow, strict=False))
-    if any(len(found) > 1 for found in ranges.values()) or len(mixtures) > 1 or not is_row:
+    bounds = [next(iter(values)) for values in ranges.values()]
+    expected_starts = [Fraction(0), *(end for _, end in bounds)]
+    is_row = all(start == before for (start, _), before in zip(bounds, expected_starts, strict=False))
+    if any(len(values) > 1 for values in ranges.values()) or len(mixtures) > 1 or not is_row:
         raise ConfigError(
             f"{flags} must take the same ranges of the same corpora with the same weights, one behind the other from "
             "0 on, or all documents of each (0:1), got others: --split cuts all corpora alike. Give "
             f"{', '.join('--' + name.replace('_', '-') for name in EACH)} token files of their own"
         )
     shares = {split: end - start for split, (start, end) in zip(splits, bounds, strict=True)}
-    rest = 1 - bounds[-1][1]
-    each = [shares.get(split, Fraction(0)) for split in SPLITS]
-    if rest and "test" not in shares:
-        each[2] = rest
-    whole = math.lcm(*(share.denominator for share in each))
-    return {"data_path": next(iter(mixtures)), "split": ",".join(str(int(share * whole)) for share in each)}
+    remainder = 1 - bounds[-1][1]
+    split_shares = [shares.get(split, Fraction(0)) for split in SPLITS]
+    if remainder and "test" not in shares:
+        split_shares[2] = remainder
+    denominator = math.lcm(*(share.denominator for share in split_shares))
+    return {
+        "data_path": next(iter(mixtures)),
+        "split": ",".join(str(int(share * denominator)) for share in split_shares),
+    }
 
 
 def _mixture(parts: list[Part]) -> str:

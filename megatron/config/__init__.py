@@ -1,4 +1,4 @@
-"""Frozen dataclasses, and the flags that grow from their fields; standard library only."""
+"""Frozen configuration dataclasses, whose fields define the flags. Uses the standard library only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MOVED = {
     "MptConfig": "megatron.models.mpt.config",
     "T5Config": "megatron.models.t5.config",
 }
-"""Name that scripts of before import from here -> its home."""
+"""Name that older scripts import from this package -> the module that defines it."""
 
 
 def __getattr__(name: str) -> Any:

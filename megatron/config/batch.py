@@ -1,4 +1,4 @@
-"""BatchConfig: batch sizes, lengths of the run; Share: the micro-batches of one replica."""
+"""BatchConfig: batch sizes and the length of the run; Share: the micro-batches of one replica."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Share(NamedTuple):
     """The micro-batches of a step that one replica runs.
 
     Args:
-        first: index of its first micro-batch; earlier replicas run those before.
-        num_micro_batches: number of its micro-batches.
-        mean_num_micro_batches: mean of that number over the replicas, by which losses are weighted on all of them.
+        first: index of the replica's first micro-batch; earlier replicas run the micro-batches before it.
+        num_micro_batches: number of micro-batches of the replica.
+        mean_num_micro_batches: mean number over the replicas; all replicas weight their losses by it.
     """
 
     first: int
@@ -26,58 +26,64 @@ class Share(NamedTuple):
 
 
 def share_of(num_micro_batches: int, replicas: int, replica: int) -> Share:
-    """Return a replica's part of the micro-batches of a step; of those left over, the first replicas take one each."""
-    number, more = divmod(num_micro_batches, replicas)
-    return Share(replica * number + min(replica, more), number + int(replica < more), num_micro_batches / replicas)
+    """Return a replica's share of the micro-batches of a step; the first replicas run one more if any remain."""
+    count, remainder = divmod(num_micro_batches, replicas)
+    return Share(
+        replica * count + min(replica, remainder), count + int(replica < remainder), num_micro_batches / replicas
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
     """``global batch = batch_size x gas x data-parallel size``; an iteration is an optimizer step in every mode.
 
-    In an elastic job the last replicas may take a micro-batch less than ``gas`` (``megatron.config.elastic``): the
-    requested global batch is then below the product, by less than a micro-batch of each.
+    In an elastic job the last replicas may run one micro-batch less than ``gas`` (``megatron.config.elastic``). The
+    requested global batch is then less than the product, by less than one micro-batch per replica.
     """
 
     batch_size: int = option(
         4,
-        "samples of one forward pass on one replica (micro-batch)",
+        "micro-batch size: samples of one forward on one replica",
         minimum=1,
         aliases=("--micro-batch-size",),
-        short="samples of a micro-batch",
+        short="micro-batch size",
     )
     gas: int = option(
-        0, "micro-batches per step on one replica", minimum=1, shown_default="1", short="micro-batches per step"
+        0,
+        "gradient accumulation: micro-batches per step on one replica",
+        minimum=1,
+        shown_default="1",
+        short="micro-batches per step",
     )
     requested_global_batch_size: int = option(
         0,
-        "samples per step over all replicas; gives --gas when that is not set, else must agree",
+        "samples per step over all replicas; determines --gas if that is not set, otherwise must agree with it",
         flag="--global-batch-size",
         minimum=1,
         shown_default="batch-size x gas x replicas",
     )
     rampup_batch_size: str | None = option(
         None,
-        "START INCREMENT SAMPLES: steps of START samples, of INCREMENT more from time to time, and of the whole global "
-        "batch from so many samples on",
+        "START INCREMENT SAMPLES: start with START samples per step and add INCREMENT at regular intervals, up to "
+        "the global batch after SAMPLES samples",
         join=" ".join,
         shown_default="the whole global batch in every step",
     )
-    seq_length: int = option(256, "tokens of a sample", minimum=1, short="tokens of a sample")
+    seq_length: int = option(256, "number of tokens of a sample", minimum=1, short="tokens per sample")
     seq_length_schedule: str | None = option(
         None,
-        'lengths at which samples are read from so many tokens of training on: "0: 512; 1e9: 2048; 5e9: 4096"; each '
-        "divides --seq-length, and samples are cut into pieces of it",
+        'sequence lengths by training tokens: "0: 512; 1e9: 2048; 5e9: 4096"; each divides --seq-length, and '
+        "samples are split into sequences of that length",
         family_kind="decoder",
         elsewhere="what frames a sample of T5 or BERT, and what is masked in it, is made for its whole length and "
         "cannot be cut; leave it out",
         shown_default="--seq-length in every step",
     )
     train_iters: int = option(
-        200, "optimizer steps of the run; 0: no step, evaluate and save only", minimum=0, short="optimizer steps"
+        200, "number of optimizer steps of the run; 0: evaluate and save only", minimum=0, short="optimizer steps"
     )
     eval_iters: int = option(
-        10, "steps of each evaluation; 0: no evaluation", minimum=0, short="steps of an evaluation"
+        10, "number of steps of an evaluation; 0: no evaluation", minimum=0, short="steps of an evaluation"
     )
     eval_interval: int = option(
         100, "steps between evaluations; 0: never", minimum=0, short="steps between evaluations"
@@ -87,7 +93,7 @@ class BatchConfig:
     train_tokens: int | None = None
     """--train-tokens; ``train_iters`` as for ``train_samples``."""
     requested_train_iters: int | None = None
-    """--train-iters if it was given next to --train-tokens."""
+    """--train-iters if it was given together with --train-tokens."""
 
     def __post_init__(self) -> None:
         if not self.gas:
@@ -102,34 +108,34 @@ class BatchConfig:
         return self.gas
 
     def global_batch_size(self, data_parallel_size: int) -> int:
-        """Return the samples of one step over all replicas; with a ramp of the steps behind it."""
+        """Return the samples of one step over all replicas; with a batch ramp-up, of a step after the ramp."""
         full, requested = self.batch_size * self.gas * data_parallel_size, self.requested_global_batch_size
         return requested if 0 < full - requested < self.batch_size * data_parallel_size else full
 
     def share(self, data_parallel_size: int, replica: int) -> Share:
-        """Return what a replica takes of a step; with a ramp of the steps behind it."""
+        """Return a replica's share of a step; with a batch ramp-up, of a step after the ramp."""
         return share_of(self.global_batch_size(data_parallel_size) // self.batch_size, data_parallel_size, replica)
 
     def gas_text(self, data_parallel_size: int) -> str:
-        """Return "4", or "3 or 4" where some replicas take one less."""
+        """Return the micro-batches of a replica as text: "4", or "3 or 4" if some replicas run one less."""
         least = self.share(data_parallel_size, data_parallel_size - 1).num_micro_batches
         return str(self.gas) if least == self.gas else f"{least} or {self.gas}"
 
     @property
     def lengths(self) -> SeqLengths:
-        """The length of a step by tokens consumed.
+        """The sequence length of a step as a function of the tokens consumed.
 
         Raises:
-            ValueError: --seq-length-schedule cannot be read.
+            ValueError: --seq-length-schedule is invalid.
         """
         schedule = self.seq_length_schedule
         return SeqLengths(self.seq_length, () if schedule is None else parse_lengths(schedule))
 
     def sizes(self, data_parallel_size: int) -> BatchSizes:
-        """Return the samples of a step over all replicas, by samples consumed.
+        """Return the samples of a step over all replicas as a function of the samples consumed.
 
         Raises:
-            ValueError: --rampup-batch-size cannot be read, or does not lead to the global batch.
+            ValueError: --rampup-batch-size is invalid or does not reach the global batch.
         """
         full = self.global_batch_size(data_parallel_size)
         if self.rampup_batch_size is None:

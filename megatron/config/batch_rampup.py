@@ -1,4 +1,4 @@
-"""``--rampup-batch-size``: samples of a step by samples consumed."""
+"""``--rampup-batch-size``: number of samples in a step as a function of the samples consumed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RULE = "must be START INCREMENT SAMPLES, three whole numbers above 0 such as 32
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Samples of a step over all replicas, by samples consumed; ``samples`` 0: ``full`` in every step."""
+    """Samples of a step over all replicas, by samples consumed; ``full`` in every step if ``samples`` is 0."""
 
     full: int
     start: int = 0
@@ -21,51 +21,51 @@ class BatchSizes:
 
     @property
     def num_increments(self) -> int:
-        """Sizes below the full one."""
+        """Number of sizes below the full one."""
         return (self.full - self.start) // self.increment if self.samples else 0
 
     def at(self, samples_consumed: int) -> int:
-        """Return the samples of the step that begins after so many."""
+        """Return the number of samples in the step that starts after ``samples_consumed`` samples."""
         if samples_consumed >= self.samples:
             return self.full
         return self.start + self.increment * (samples_consumed * self.num_increments // self.samples)
 
     def all(self) -> list[int]:
-        """Return every size that a step can have, rising."""
-        return [self.start + self.increment * number for number in range(self.num_increments)] + [self.full]
+        """Return every size that a step can have, in increasing order."""
+        return [self.start + self.increment * i for i in range(self.num_increments)] + [self.full]
 
     def consumed_after(self, steps: int, samples_consumed: int = 0) -> int:
-        """Return the samples consumed when ``steps`` more steps have been taken."""
+        """Return the number of samples consumed after ``steps`` more steps."""
         while steps and samples_consumed < self.samples:
             size = self.at(samples_consumed)
-            number = samples_consumed * self.num_increments // self.samples
-            bound = -(-(number + 1) * self.samples // self.num_increments)  # the first sample of the next size
-            taken = min(-(-(bound - samples_consumed) // size), steps)
-            samples_consumed, steps = samples_consumed + taken * size, steps - taken
+            size_idx = samples_consumed * self.num_increments // self.samples
+            next_start = -(-(size_idx + 1) * self.samples // self.num_increments)  # first sample of the next size
+            num_steps = min(-(-(next_start - samples_consumed) // size), steps)
+            samples_consumed, steps = samples_consumed + num_steps * size, steps - num_steps
         return samples_consumed + steps * self.full
 
     def steps_until(self, samples: Fraction | float, samples_consumed: int = 0) -> int:
-        """Return the fewest steps after ``samples_consumed`` after which at least ``samples`` are consumed."""
+        """Return the minimum number of steps after ``samples_consumed`` that consume at least ``samples`` in total."""
         steps, consumed = 0, samples_consumed
         while consumed < min(samples, self.samples):
             size = self.at(consumed)
-            number = consumed * self.num_increments // self.samples
-            bound = -(-(number + 1) * self.samples // self.num_increments)
-            taken = -(-(min(bound, math.ceil(samples)) - consumed) // size)
-            steps, consumed = steps + taken, consumed + taken * size
+            size_idx = consumed * self.num_increments // self.samples
+            next_start = -(-(size_idx + 1) * self.samples // self.num_increments)
+            num_steps = -(-(min(next_start, math.ceil(samples)) - consumed) // size)
+            steps, consumed = steps + num_steps, consumed + num_steps * size
         return steps + max(math.ceil((samples - consumed) / self.full), 0)
 
     def steps_within(self, samples: int, samples_consumed: int = 0) -> int:
-        """Return the most steps after ``samples_consumed`` after which no more than ``samples`` are consumed."""
+        """Return the maximum number of steps after ``samples_consumed`` that consume at most ``samples`` in total."""
         steps = self.steps_until(samples, samples_consumed)
         return steps if self.consumed_after(steps, samples_consumed) <= samples else max(steps - 1, 0)
 
 
 def parse_rampup(text: str, full: int) -> BatchSizes:
-    """Return the sizes that ``START INCREMENT SAMPLES`` means where the global batch is ``full``.
+    """Parse ``START INCREMENT SAMPLES`` for a global batch of ``full`` samples.
 
     Raises:
-        ValueError: not such a text, or START does not reach ``full`` by steps of INCREMENT.
+        ValueError: the text has another form, or START does not reach ``full`` by steps of INCREMENT.
     """
     words = text.replace("_", "").split()
     if len(words) != 3 or not all(word.isdecimal() and int(word) > 0 for word in words):

@@ -1,7 +1,7 @@
-"""Settings whose default has changed, and the value that runs of earlier versions keep when they are resumed.
+"""Settings whose default has changed, and the values that resumed runs of earlier versions keep.
 
 A run stores the resolved value of every setting in ``config.json`` and in its checkpoints. A run that is resumed, or
-repeated from its ``config.json``, takes the settings of ``CHANGED_DEFAULTS`` from there unless the user gives them. If
+repeated from its ``config.json``, reads the settings of ``CHANGED_DEFAULTS`` from there unless the user sets them. If
 the entry is missing, the run was started before the setting existed, and the former default applies.
 """
 
@@ -18,8 +18,8 @@ class ChangedDefault(NamedTuple):
         section: section of the configuration, such as ``"optimizer"``.
         field: field of that section.
         former: value of runs whose saved configuration has no such field.
-        optimizer: the only optimizer that uses the field; "": every run does.
-        is_reported: False if the code that resolves the setting reports it, since the value alone says too little.
+        optimizer: the only optimizer that uses the field; "" if every run uses it.
+        is_reported: False if the code that resolves the setting reports it, because the value alone is not informative.
     """
 
     section: str
@@ -43,18 +43,18 @@ CHANGED_DEFAULTS: tuple[ChangedDefault, ...] = (
 
 
 def former_defaults(saved: Mapping[str, Any], sections: Container[str] | None = None) -> dict[str, Any]:
-    """Return field -> former default of every setting of the table that the saved configuration does not have.
+    """Return field -> former default of every setting of the table that the saved configuration does not contain.
 
     Args:
-        saved: ``Config.to_dict()`` as any version saved it.
-        sections: the sections to look at; None: all.
+        saved: ``Config.to_dict()`` as saved by any version.
+        sections: the sections to search; None for all.
     """
     rows = [row for row in CHANGED_DEFAULTS if sections is None or row.section in sections]
     return {row.field: row.former for row in rows if row.field not in _section(saved, row)}
 
 
 def kept_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return field -> value of every setting of the table in the run that saved ``saved``."""
+    """Return field -> value that the run that saved ``saved`` used, for every setting of the table."""
     return {row.field: _section(saved, row).get(row.field, row.former) for row in CHANGED_DEFAULTS}
 
 
@@ -62,7 +62,7 @@ def describe_kept(kept: Mapping[str, Any], defaults: Mapping[str, Any], optimize
     """Yield "--flag value (a new run: default)" for every kept setting that differs from the default of a new run.
 
     Args:
-        optimizer: name of the run's optimizer; settings of other optimizers are left out. None: all are described.
+        optimizer: name of the run's optimizer; settings of other optimizers are skipped. None to describe all.
     """
     left_out = {row.field for row in CHANGED_DEFAULTS if not row.is_reported}
     if optimizer is not None:

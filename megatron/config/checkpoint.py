@@ -1,4 +1,4 @@
-"""What is saved, where, and what a start goes on from."""
+"""CheckpointConfig: what is saved and where, and the checkpoint from which a run starts."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from megatron import object_store
 from megatron.config.option import option
 
 DEFAULT_MINUTES = 30.0
-"""Between the saves of a run that names no interval: so much is lost at most."""
+"""Minutes between checkpoints of a run that sets no interval; at most this much work is lost."""
 DEFAULT_KEPT = 2
-"""Of those saves, which nobody has asked for, so many stay."""
+"""Number of checkpoints to keep if they are saved at the default interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """The run folder and its checkpoints."""
+    """Run folder and checkpoints."""
 
     save: str | None = option(
-        None, "run folder: checkpoints, metrics, pictures", shown_default="runs/<script>-<time>", short="run folder"
+        None, "run folder: checkpoints, metrics, plots", shown_default="runs/<script>-<time>", short="run folder"
     )
     load: str | None = option(
         None,
-        "run folder or checkpoint to go on from, also of an object store (s3://...); with --finetune also a Hugging "
-        "Face folder, whose weights are read",
-        short="run folder or checkpoint to go on from",
+        "run folder or checkpoint to resume from, also in an object store (s3://...); with --finetune also a "
+        "Hugging Face folder, whose weights are loaded",
+        short="run folder or checkpoint to resume from",
     )
     save_remote: str | None = option(
         None,
-        "place in an object store (s3://bucket/run) to which checkpoints and Hugging Face exports are uploaded in the "
-        "background; the end of the run waits for it",
+        "location in an object store (s3://bucket/run) to which checkpoints and Hugging Face exports are uploaded "
+        "in the background; the run waits for the uploads at its end",
     )
     save_interval: int = option(
         0,
-        "steps between checkpoints; 0: as the minutes say",
+        "steps between checkpoints; 0: by time only",
         minimum=0,
         aliases=("--persistent-save-interval",),
         short="steps between checkpoints",
@@ -47,80 +47,87 @@ class CheckpointConfig:
     )
     checkpoint_format: str | None = option(
         None,
-        "what is saved. native: any layout loads it; deepspeed: DeepSpeed's own files, which load in the layout that "
-        "saved them. --load knows them apart",
+        "format of saved checkpoints: native: any layout can load it; deepspeed: DeepSpeed's files, for the layout "
+        "that saved them. --load detects the format",
         choices=("native", "deepspeed"),
         shown_default="that of the run folder's checkpoints; native in a new one",
     )
     export_hf_interval: int = option(
         0,
-        "steps between exports: a Hugging Face folder hf/step-XXXXXXXX in the run folder, written in the background "
-        "from a checkpoint of that step, and one of the last step; 0: none",
+        "steps between Hugging Face exports, written in the background to hf/step-XXXXXXXX in the run folder, and "
+        "after the last step; 0: none",
         minimum=0,
     )
-    async_save: bool = option(False, "copy the state and write it while training goes on")
+    async_save: bool = option(False, "copy the state and write the checkpoint while training continues")
     on_save_error: str = option(
         "continue",
-        "after a save that failed in mid-run; one that fails at the end always ends the run with code 3",
+        "reaction to a failed save during training; a failed save at the end always ends the run with code 3",
         choices=("continue", "stop"),
     )
     resume: bool = option(
-        False, "go on from the newest checkpoint of the newest run", short="go on from the newest checkpoint"
+        False, "resume from the newest checkpoint of the newest run", short="resume from the newest checkpoint"
     )
-    load_if_exists: bool = option(False, "start from scratch where --load or --resume finds no checkpoint")
-    strict_load: bool = option(False, "end with code 3 where the newest checkpoint is damaged; go back to no older one")
-    no_load_optim: bool = option(False, "leave the optimizer's state and the loss scale of the checkpoint out")
-    no_load_rng: bool = option(False, "leave the random states of the checkpoint out")
+    load_if_exists: bool = option(False, "start from scratch if --load or --resume finds no checkpoint")
+    strict_load: bool = option(
+        False, "exit with code 3 if the newest checkpoint is damaged, instead of loading an older one"
+    )
+    no_load_optim: bool = option(False, "do not load optimizer state and loss scale")
+    no_load_rng: bool = option(False, "do not load random states")
     load_weights_only: bool = option(
-        False, "go on at the checkpoint's step and sample with its weights; optimizer, loss scale and random states new"
+        False,
+        "continue at the checkpoint's step and sample with its weights, and with new optimizer state, loss scale "
+        "and random states",
     )
     allow_data_change: bool = option(
         False,
-        "go on although the data are not those of the checkpoint: a corpus that agrees goes on where it was, one in "
-        "samples of another length behind as many tokens, others start at their first sample",
+        "resume although the data differ from the checkpoint's: an unchanged corpus continues at its position, one "
+        "with another sample length after as many tokens, others start at their first sample",
     )
     allow_vocab_change: bool = option(
-        False, "load although the tokenizer is not that of the checkpoint; the vocabulary must have its size"
+        False, "load although the tokenizer differs from the checkpoint's; the vocabulary sizes must be equal"
     )
-    finetune: bool = option(False, "load the weights only and count steps and samples from 0")
+    finetune: bool = option(False, "load weights only, and count steps and samples from 0")
     resize_vocab: bool = option(
         False,
-        "with --finetune: take a vocabulary of another size; rows that both have are loaded, each further one is the "
-        "mean of those that were saved",
+        "with --finetune: load weights with another vocabulary size; shared rows are loaded, new rows are the mean "
+        "of the saved ones",
     )
-    no_save_optim: bool = option(False, "save no optimizer state; such a checkpoint cannot be resumed exactly")
-    eval_only: bool = option(False, "evaluate the loaded model on the test split and stop")
-    keep_last: int | None = option(None, "checkpoints to keep", minimum=1, shown_default="all")
+    no_save_optim: bool = option(False, "do not save optimizer state; such a checkpoint cannot be resumed exactly")
+    eval_only: bool = option(False, "evaluate the loaded model on the test split and exit")
+    keep_last: int | None = option(None, "number of checkpoints to keep", minimum=1, shown_default="all")
     keep_every: int | None = option(
-        None, "with --keep-last: also keep those whose step is a multiple of this", minimum=1, shown_default="none"
+        None,
+        "with --keep-last: also keep checkpoints whose step is a multiple of this",
+        minimum=1,
+        shown_default="none",
     )
 
     @property
     def is_default_interval(self) -> bool:
-        """Whether nobody has said when to save in mid-run."""
+        """True if no flag sets an interval between checkpoints."""
         return not self.save_interval and self.save_interval_minutes is None
 
     @property
     def is_deepspeed(self) -> bool:
-        """Whether checkpoints are written in DeepSpeed's layout."""
+        """True if checkpoints are written in DeepSpeed's layout."""
         return self.checkpoint_format == "deepspeed"
 
     @property
     def minutes(self) -> float:
-        """Minutes between checkpoints by time; 0: never."""
+        """Minutes between checkpoints that are saved by time; 0 for never."""
         if self.save_interval_minutes is not None:
             return self.save_interval_minutes
         return DEFAULT_MINUTES if self.is_default_interval else 0.0
 
     def problems(self) -> Iterator[str]:
-        """Yield what cannot be: flags that need a checkpoint without one, and flags that undo each other."""
+        """Yield flags that need a checkpoint without one, and flags that contradict each other."""
         if self.load is not None and self.resume:
             yield f"give --load or --resume, not both: got --load {self.load} and --resume. Leave one out"
-        needy = (
+        need_checkpoint = (
             "load_if_exists", "strict_load", "no_load_optim", "no_load_rng", "load_weights_only", "finetune",
             "eval_only", "allow_data_change", "allow_vocab_change", "resize_vocab",
         )  # fmt: skip
-        for name in needy if self.load is None and not self.resume else ():
+        for name in need_checkpoint if self.load is None and not self.resume else ():
             if getattr(self, name):
                 yield f"{_flag(name)} needs a checkpoint, got none. Add --load FOLDER"
         for name in ("finetune", "eval_only", "no_load_optim", "no_load_rng") if self.load_weights_only else ():

@@ -42,11 +42,11 @@ SECTIONS: Mapping[str, type] = MappingProxyType(
 )
 """Name in ``Config`` -> dataclass of the sections that every run has, in the order of --help and --help-all.
 
-Behind "model" stands the section of the family, under the family's name; the two say what the model is.
+The section of the family follows "model", under the family's name; the two sections describe the model.
 """
 
 FIRST_FAMILY = "gpt2"
-"""That of the first checkpoints, which name none."""
+"""Family of the first checkpoints, which do not name one."""
 
 IDENTITY = (
     "num_layers",
@@ -60,22 +60,22 @@ IDENTITY = (
     "untie_embeddings",
     "activation",
 )
-"""Fields of the model that two runs must share for one's weights to fit the other, beside those of a decoder
-(``decoder.IDENTITY``); a family may add and leave out.
+"""Fields of the model that two runs must share so that one can load the other's weights, in addition to the fields of a
+decoder (``decoder.IDENTITY``). A family may add or remove fields.
 """
 
 UNNAMED = ("excluded", "requested_train_iters")
-"""Fields without a flag that scripts do not read."""
+"""Fields that have no flag and that scripts do not read."""
 
 RANK_BOUND = ("local_rank",)
-"""Fields that differ between the ranks of one job; they are in no dictionary that ranks compare."""
+"""Fields that differ between the ranks of one job and are excluded from dictionaries that ranks compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One of each section, and what was said while reading them; ``config_from_values`` makes it for a family.
+    """All sections of a configuration and the notes of the parser; ``config_from_values`` builds it for a family.
 
-    ``own`` is the family's section, a ``FamilyConfig``: its type is left open, so that its own fields can be read.
+    ``own`` is the family's section, a ``FamilyConfig``. Its type is Any so that each family's fields can be accessed.
     """
 
     family: str = FIRST_FAMILY
@@ -91,19 +91,19 @@ class Config:
     debug: DebugConfig = field(default_factory=DebugConfig)
     seeing: LoggingConfig = field(default_factory=LoggingConfig)
     run: RunConfig = field(default_factory=RunConfig)
-    deepspeed: Mapping[str, Any] = field(default_factory=dict)  # the JSON as read
-    extra: Mapping[str, Any] = field(default_factory=dict)  # what extra_args_provider added
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)  # DeepSpeed's JSON as read
+    extra: Mapping[str, Any] = field(default_factory=dict)  # values of the flags that extra_args_provider added
     given: tuple[str, ...] = ()  # fields set by a flag
-    repeated: tuple[str, ...] = ()  # flags given more than once; the last value holds
-    notes: tuple[str, ...] = ()  # to be logged once at the start
-    ignored: Mapping[str, str] = field(default_factory=dict)  # ignored flag or key -> why it has no effect
+    repeated: tuple[str, ...] = ()  # flags given more than once; the last value is used
+    notes: tuple[str, ...] = ()  # notes to log once at the start
+    ignored: Mapping[str, str] = field(default_factory=dict)  # ignored flag or key -> reason why it has no effect
     dropped: Mapping[str, str] = field(default_factory=dict)  # unknown flag dropped on request -> the warning
     shadowed: Mapping[str, str] = field(default_factory=dict)  # flag without effect because of another -> the reason
 
     def __post_init__(self) -> None:
-        own = self.own.resolved(self.model, self.data)
-        object.__setattr__(self, "own", own)
-        if own.has_max_positions(self.model) and not self.model.max_position_embeddings:
+        family_config = self.own.resolved(self.model, self.data)
+        object.__setattr__(self, "own", family_config)
+        if family_config.has_max_positions(self.model) and not self.model.max_position_embeddings:
             model = replace(self.model, max_position_embeddings=max(self.sequence_lengths))
             object.__setattr__(self, "model", model)
         if not self.optimizer.lr_decay_iters:
@@ -113,55 +113,62 @@ class Config:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Return the family's section under the family's name, as scripts of before read it."""
+            """Return the family's section under the family's name, which older scripts use."""
             if name == self.__dict__.get("family"):
                 return self.own
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def total_layers(self) -> int:
-        """Transformer layers, of both sides."""
+        """Number of transformer layers, the sum of both sides for an encoder-decoder."""
         return int(self.own.total_layers(self.model))
 
     @property
     def sequence_lengths(self) -> tuple[int, ...]:
-        """Tokens that the model reads of a sample: one length, or those of encoder and decoder."""
+        """Tokens of a sample that the model reads: one length, or the lengths of encoder and decoder."""
         lengths: tuple[int, ...] = self.own.sequence_lengths(self.batch)
         return lengths
 
     @property
     def tokens_per_sample(self) -> int:
-        """Tokens that the model reads of a sample; they count for tokens/s."""
+        """Total tokens of a sample that the model reads, the basis of tokens/s."""
         return sum(self.sequence_lengths)
 
     def run_length(self, data_parallel_size: int) -> RunLength:
-        """Return the limits of the run; --train-tokens counts what the encoder reads, as in Megatron-DeepSpeed."""
+        """Return the limits of the run; --train-tokens counts the encoder's tokens, as in Megatron-DeepSpeed."""
         return self.batch.run_length(data_parallel_size, self.sequence_lengths[0])
 
     @property
     def loss_tokens_per_sample(self) -> int:
-        """Tokens of a sample that the loss may be a sum over: those of the head."""
+        """Maximum number of tokens of a sample that contribute to the loss: the length at the output head."""
         return self.sequence_lengths[-1]
 
     def sections(self) -> dict[str, Any]:
-        """Return name -> section, that of the family under its name if it has fields."""
-        own = {self.family: self.own} if dataclasses.fields(self.own) else {}
-        return {"model": self.model, **own, **{name: getattr(self, name) for name in SECTIONS if name != "model"}}
+        """Return name -> section. The family's section is included under its name if it has fields."""
+        family_section = {self.family: self.own} if dataclasses.fields(self.own) else {}
+        return {
+            "model": self.model,
+            **family_section,
+            **{name: getattr(self, name) for name in SECTIONS if name != "model"},
+        }
 
     def identity(self) -> dict[str, Any]:
-        """Return what two models must share for one's weights to fit the other."""
-        own, model = self.own, self.model
-        names = [*IDENTITY, *(decoder.IDENTITY if own.KIND == "decoder" else ()), *own.IDENTITY]
-        if own.KIND == "decoder" and not model.has_learned_positions:
-            names.remove("max_position_embeddings")  # there is no table of them
-        family = {"family": self.family} if self.family != FIRST_FAMILY else {}
-        values = {name: getattr(own if hasattr(own, name) else model, name) for name in names}
+        """Return the settings that two models must share so that one can load the other's weights."""
+        family_config, model = self.own, self.model
+        names = [*IDENTITY, *(decoder.IDENTITY if family_config.KIND == "decoder" else ()), *family_config.IDENTITY]
+        if family_config.KIND == "decoder" and not model.has_learned_positions:
+            names.remove("max_position_embeddings")  # there is no position table
+        family_entry = {"family": self.family} if self.family != FIRST_FAMILY else {}
+        values = {name: getattr(family_config if hasattr(family_config, name) else model, name) for name in names}
         values |= {name: 0 for name in decoder.BASE_WIDTHS if values.get(name) == model.hidden_size}
-        return {**family, **{name: value for name, value in values.items() if name not in own.NO_IDENTITY}}
+        return {
+            **family_entry,
+            **{name: value for name, value in values.items() if name not in family_config.NO_IDENTITY},
+        }
 
     @property
     def refitted(self) -> tuple[str, ...]:
-        """Names in ``identity`` with which the same weights fit and compute something else."""
+        """Names in ``identity`` that may differ: the weights still load, but the model computes something else."""
         return (*(decoder.REFITTED if self.own.KIND == "decoder" else ()), *self.own.REFITTED)
 
     def to_dict(self) -> dict[str, Any]:
@@ -175,11 +182,11 @@ class Config:
         return settings
 
     def namespace(self) -> Namespace:
-        """Return the flat names that Megatron's and CPM's scripts expect of ``get_args()``."""
+        """Return the flat names that scripts of Megatron and CPM expect from ``get_args()``."""
         flat: dict[str, Any] = {}
         for section in self.sections().values():
             flat.update(dataclasses.asdict(section))
-        flat["seq_length"] = self.sequence_lengths[0]  # with T5 the encoder's, as in Megatron
+        flat["seq_length"] = self.sequence_lengths[0]  # for T5 the encoder's length, as in Megatron
         for section in self.sections().values():
             for option in options_of(section.__class__):
                 flat.update({_attribute(alias): flat[option.name] for alias in option.aliases})
@@ -199,28 +206,33 @@ class Config:
         """Return this Config with the vocabulary of the tokenizer or data; ``--vocab-size`` may be larger.
 
         Raises:
-            ConfigError: ``--vocab-size`` is smaller than ``vocab_size``, there are no tokens, or Adafactor would take
-                means over padded rows.
+            ConfigError: ``--vocab-size`` is smaller than ``vocab_size``, there are no tokens, or Adafactor would
+                average over padding rows.
         """
-        wanted = self.model.vocab_size
+        wanted_size = self.model.vocab_size
         if vocab_size < 1:
             raise ConfigError(
                 f"the vocabulary must hold at least 1 token, got {vocab_size}. Check the tokenizer's files"
             )
-        if wanted is not None and wanted < vocab_size and "vocab_size" not in self.given and self.checkpoint.load:
+        if (
+            wanted_size is not None
+            and wanted_size < vocab_size
+            and "vocab_size" not in self.given
+            and self.checkpoint.load
+        ):
             raise ConfigError(
                 f"the tokenizer must not have more tokens than the model of --load {self.checkpoint.load}, got "
-                f"{vocab_size} and {wanted}. Name the tokenizer of that model, or start anew with --finetune "
+                f"{vocab_size} and {wanted_size}. Name the tokenizer of that model, or start anew with --finetune "
                 "--resize-vocab"
             )
-        if wanted is not None and wanted < vocab_size:
+        if wanted_size is not None and wanted_size < vocab_size:
             raise ConfigError(
-                f"--vocab-size must be at least the tokenizer's vocabulary, got --vocab-size {wanted} and "
+                f"--vocab-size must be at least the tokenizer's vocabulary, got --vocab-size {wanted_size} and "
                 f"{vocab_size} tokens. Leave --vocab-size out, or raise it to {vocab_size}"
             )
-        found = replace(self, model=replace(self.model, vocab_size=wanted or vocab_size))
-        found._check_whole_rows()
-        return found
+        config = replace(self, model=replace(self.model, vocab_size=wanted_size or vocab_size))
+        config._check_whole_rows()
+        return config
 
     def _check_whole_rows(self) -> None:
         rows = self.model.padded_vocab_size(self.parallel.model_parallel_size)

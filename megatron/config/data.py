@@ -14,11 +14,11 @@ from megatron.config.data_paths import join_words, parse_paths, parse_schedule
 from megatron.config.option import option
 
 OWN_DATA = "none"
-"""As --data-path: the script brings its own data, and no file is looked for."""
+"""Value of --data-path if the script provides its own data; no file is opened."""
 MOCK_DATA = "mock"
-"""As --data-path: random tokens."""
+"""Value of --data-path for random tokens."""
 SET_SUFFIXES = ("_context", "_target", "_target_offset")
-"""What follows the path in the names of CPM's sets in three files, whose spans were cut out when they were made."""
+"""Suffixes of the three files of CPM's data sets, whose spans are masked when the files are created."""
 PATHS = {
     "data_path": "--data-path",
     "train_data_path": "--train-data-path",
@@ -31,7 +31,7 @@ TOKENIZERS = (
     "TokenizersJSON", "GPT2BPETokenizer", "SentencePiece", "T5SentencePiece", "BertWordPiece", "BertWordPieceLowerCase",
     "BertWordPieceCase", "CPM1", "CPM2", "NullTokenizer",
 )  # fmt: skip
-"""``megatron.tokenizer.TYPES``, which is on the same floor; a test holds them equal."""
+"""Copy of ``megatron.tokenizer.TYPES``, which this package may not import; a test checks that they are equal."""
 
 TOKENIZER_SYNONYMS = {
     **dict.fromkeys(("HuggingFaceTokenizer", "PretrainedFromHF", "HFTokenizer"), "TokenizersJSON"),
@@ -45,7 +45,7 @@ FIM_TOKENS = (
     ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
     ("<PRE>", "<MID>", "<SUF>"),
 )
-"""Names of the control tokens of --fim-rate: prefix, middle and suffix in the vocabularies that have them."""
+"""Names of the control tokens of --fim-rate (prefix, middle, suffix) in the vocabularies that have them."""
 
 _paths = partial(option, None, join=join_words)
 _decoder = partial(option, family_kind="decoder", elsewhere="it is for decoders; leave it out")
@@ -53,126 +53,127 @@ _decoder = partial(option, family_kind="decoder", elsewhere="it is for decoders;
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Token files, their split and the tokenizer that wrote them."""
+    """Token files, their split, and the tokenizer that encoded them."""
 
     data_path: str | None = _paths(
-        "token files: the path without .bin and .idx; several with weights in turn: 0.7 a 0.3 b; none: the script "
-        "brings its own data; mock: random tokens",
+        "token files: path without .bin and .idx; a blend with weights: 0.7 a 0.3 b; none: the script provides the "
+        "data; mock: random tokens",
         short="token files, without .bin and .idx",
     )
-    train_data_path: str | None = _paths("token files of the training alone, in place of --data-path")
-    valid_data_path: str | None = _paths("token files of the validation alone, in place of --data-path")
-    test_data_path: str | None = _paths("token files of the test alone, in place of --data-path")
+    train_data_path: str | None = _paths("token files of the training split, instead of --data-path")
+    valid_data_path: str | None = _paths("token files of the validation split, instead of --data-path")
+    test_data_path: str | None = _paths("token files of the test split, instead of --data-path")
     sft: str | None = _paths(
-        "supervised fine-tuning on files of conversations in place of --data-path: JSON lines or one JSON array in "
-        "the format of OpenAI, ShareGPT or Alpaca, also .gz, .zst, parquet and .arrow; only what the assistant says "
-        "has a loss; several with weights in turn: 0.7 a.jsonl 0.3 b.jsonl",
+        "supervised fine-tuning on conversations instead of --data-path: JSON lines or a JSON array in the format "
+        "of OpenAI, ShareGPT or Alpaca, also .gz, .zst, parquet and .arrow; the loss covers the assistant's tokens "
+        "only; a blend with weights: 0.7 a.jsonl 0.3 b.jsonl",
         family_kind="decoder",
         elsewhere="it is for decoders; leave it out",
-        short="JSON lines of conversations to fine-tune on",
+        short="conversations (JSON lines) for fine-tuning",
     )
     valid_sft: str | None = _paths(
-        "conversations of the validation alone, beside --sft; without it --split cuts those of --sft",
+        "conversations of the validation split; without it --split divides those of --sft",
         family_kind="decoder",
         elsewhere="it is for decoders; leave it out",
     )
     chat_template: str | None = _decoder(
         None,
-        "file with the chat template (jinja) of --sft",
+        "file with the chat template (jinja) for --sft",
         shown_default="chat_template.jinja or tokenizer_config.json beside the tokenizer",
     )
     sft_overlong: str = _decoder(
         "cut",
-        "of conversations longer than --seq-length + 1 tokens. cut: from the end, with a note that counts them; "
-        "refuse: an error that names the first",
+        "conversations longer than --seq-length + 1 tokens: cut: truncated at the end, with a note of their "
+        "number; refuse: an error that names the first",
         choices=("cut", "refuse"),
     )
-    split: str = option("949,50,1", "shares of documents for training, validation and test", short="train, valid, test")
+    split: str = option(
+        "949,50,1", "fractions of documents for training, validation and test", short="train, valid, test"
+    )
     split_by: str = option(
         "range",
-        "range: the splits are neighbouring documents; hash: a document's tokens say where it falls, so equal ones "
-        "fall in the same split, and more documents move none",
+        "range: each split is a range of documents; hash: the hash of a document's tokens selects its split, so "
+        "duplicates share a split and additional documents move none",
         choices=("range", "hash"),
     )
-    mixture_schedule: str | None = option(
-        None, 'weights that hold from so many tokens of training on: "1e9: 0.5 0.5; 2e9: 0.2 0.8"'
-    )
+    mixture_schedule: str | None = option(None, 'blend weights by training tokens: "1e9: 0.5 0.5; 2e9: 0.2 0.8"')
     data_impl: str = option(
         "mmap",
-        "how token files are read: mapped, or by calls (for network file systems)",
+        "access to token files: memory-mapped, or read calls (for network file systems)",
         choices=("mmap", "pread"),
         synonyms={"infer": "mmap"},
         constants={"--no-mmap-bin-files": "pread"},
     )
     data_cache_path: str | None = option(
         None,
-        "folder of this host for orders of documents, which are made once",
+        "folder on this host for the document order, which is computed once",
         shown_default="in the system's temporary folder",
     )
     object_storage_cache_path: str | None = option(
         None,
-        "folder of this host for what is read from object stores (--data-path s3://...)",
+        "folder on this host for data from object stores (--data-path s3://...)",
         shown_default="below --data-cache-path",
     )
     object_storage_cache_gb: float = option(
-        16.0, "GB that are kept there at most; blocks that were used longest ago go first", minimum=0
+        16.0, "maximum size of this folder in GB; the least recently used blocks are removed", minimum=0
     )
     tokenizer_type: str | None = option(
         None,
-        "kind of tokenizer; NullTokenizer: --vocab-size ids without a text",
+        "type of the tokenizer; NullTokenizer: --vocab-size ids without text",
         choices=TOKENIZERS,
         synonyms=TOKENIZER_SYNONYMS,
         shown_default="by the files that are given",
     )
-    vocab_file: str | None = option(None, "vocabulary of the tokenizer")
-    merge_file: str | None = option(None, "merges of a GPT-2 BPE tokenizer")
+    vocab_file: str | None = option(None, "vocabulary file of the tokenizer")
+    merge_file: str | None = option(None, "merges file of a GPT-2 BPE tokenizer")
     tokenizer_path: str | None = option(
         None,
-        "file or folder of the vocabulary: JSON of `tokenizers`, SentencePiece .model, vocab.txt",
+        "file or folder of the tokenizer: JSON of `tokenizers`, SentencePiece .model, vocab.txt",
         aliases=("--tokenizer-model", "--tokenizer-name-or-path", "--tokenizer-file"),
         short="file or folder of the tokenizer",
     )
     eod_token: str | None = option(
         None,
-        "name of the end-of-document token; by-name: the first of a list of names, as up to version 8c23b9e6",
+        "name of the end-of-document token; by-name: the first match in a list of names, as up to version 8c23b9e6",
         shown_default="by the token files and the tokenizer's folder",
     )
     num_workers: int = option(
         0,
-        "processes that read ahead for each rank that reads (two ranks of a pipeline); 0: the rank reads itself, "
-        "or one does where it would wait for an object store",
+        "worker processes that prefetch data, for each rank that reads data (two ranks per pipeline); 0: the rank "
+        "reads the data itself, except that one process fetches from an object store",
         minimum=0,
     )
-    prefetch_factor: int = option(2, "micro-batches that each of these processes reads ahead", minimum=1)
+    prefetch_factor: int = option(2, "micro-batches that each worker process prefetches", minimum=1)
     packing: str = _decoder(
         "concat",
-        "concat: documents end to end, cut into samples; best-fit: whole documents into samples that they fill, kept "
-        "apart",
+        "concat: documents are concatenated and split into samples; best-fit: samples are filled with complete "
+        "documents, which are kept apart",
         choices=("concat", "best-fit"),
     )
     fim_rate: float = _decoder(
         0.0,
-        "share of documents whose middle is moved to the end (fill in the middle)",
+        "fraction of documents whose middle is moved to the end (fill in the middle)",
         minimum=0,
         maximum=1,
     )
     fim_spm_rate: float = _decoder(
         0.5,
-        "share of these in the order suffix, prefix, middle; the others are prefix, suffix, middle",
+        "fraction of these documents in the order suffix, prefix, middle; the others are in the order prefix, "
+        "suffix, middle",
         minimum=0,
         maximum=1,
     )
     reset_position_ids: bool = option(
         False,
-        "count positions from 0 after each end of document",
+        "restart positions at 0 after each end-of-document token",
     )
     reset_attention_mask: bool = option(
         False,
-        "no attention across the end of a document",
+        "no attention across end-of-document tokens",
     )
     eod_mask_loss: bool = _decoder(
         False,
-        "no loss on the end-of-document token",
+        "no loss on end-of-document tokens",
     )
 
     def __post_init__(self) -> None:
@@ -180,34 +181,34 @@ class DataConfig:
 
     @property
     def keeps_documents_apart(self) -> bool:
-        """Whether the documents of a sample do not attend to each other."""
+        """True if the documents of a sample do not attend to each other."""
         return self.reset_attention_mask or bool(self.packed_keys)
 
     @cached_property
     def packed_keys(self) -> tuple[str, ...]:
-        """What samples hold beside their text: int32, as long as it."""
+        """Names of the additional arrays of a sample: int32, as long as its text."""
         if self.sft is not None:
             return "segments", "loss_mask"
         return ("segments",) if self.packing == "best-fit" else ()
 
     @property
     def corpora(self) -> dict[str, str | None]:
-        """The corpora by the fields that name token files; with --sft its files stand there."""
+        """Field of a corpus flag -> corpora. With --sft, the files of conversations replace the token files."""
         if self.sft is None:
             return {name: getattr(self, name) for name in PATHS}
-        named = {"data_path": self.sft}
+        conversations = {"data_path": self.sft}
         if self.valid_sft is not None:
-            named = {"train_data_path": self.sft, "valid_data_path": self.valid_sft}
-        return {name: named.get(name) for name in PATHS}
+            conversations = {"train_data_path": self.sft, "valid_data_path": self.valid_sft}
+        return {name: conversations.get(name) for name in PATHS}
 
     @property
     def split_shares(self) -> tuple[Fraction, Fraction, Fraction]:
         """Shares of training, validation and test that --split gives; they add up to 1.
 
-        A run whose splits have files of their own, or come from the script, has 1 for each.
+        If the splits have separate files, or come from the script, each share is 1.
 
         Raises:
-            ValueError: --split cannot be read.
+            ValueError: --split is invalid.
         """
         if self.is_mock or self.is_own or self.corpora["data_path"] is None:
             return Fraction(1), Fraction(1), Fraction(1)
@@ -217,50 +218,50 @@ class DataConfig:
 
     @property
     def training_path(self) -> str | None:
-        """The corpora that training reads, as they were given."""
+        """The corpora that training reads, as given."""
         return self.sft or self.train_data_path or self.data_path
 
     @property
     def reading_processes(self) -> int:
-        """``num_workers``, but one where the training itself would have to fetch from an object store."""
+        """``num_workers``, or at least one if training would otherwise wait for an object store."""
         is_fetched = any(object_store.is_remote(word) for word in str(self.training_path).split())
         return self.num_workers or int(is_fetched)
 
     @property
     def is_mock(self) -> bool:
-        """Whether the data are random tokens."""
+        """True if the data are random tokens."""
         return self.data_path == MOCK_DATA
 
     @property
     def is_own(self) -> bool:
-        """Whether the script brings its own data."""
+        """True if the script provides its own data."""
         return self.data_path == OWN_DATA
 
     @property
     def flag_of_prefix(self) -> dict[str, str]:
-        """Return each corpus that is named, and the first flag that names it; none of a text that cannot be read."""
-        found: dict[str, str] = {}
+        """Corpus -> the first flag that names it; invalid texts are skipped."""
+        flags: dict[str, str] = {}
         for name, flag in PATHS.items():
             text = getattr(self, name)
             try:
-                named = parse_paths(text, flag) if text is not None else ()
-            except ValueError:  # told by problems()
+                entries = parse_paths(text, flag) if text is not None else ()
+            except ValueError:  # reported by problems()
                 continue
-            found |= {prefix: flag for _, prefix in named if prefix not in found}
-        return found
+            flags |= {prefix: flag for _, prefix in entries if prefix not in flags}
+        return flags
 
     @property
     def flag_of_set(self) -> dict[str, str]:
-        """Return each corpus that is a set of CPM's three files, whose spans are fixed, and the flag that names it."""
+        """Corpus -> the flag that names it, for corpora that are sets of CPM's three files with fixed spans."""
         return {prefix: flag for prefix, flag in self.flag_of_prefix.items() if is_set(prefix)}
 
     @property
     def cuts_spans(self) -> bool:
-        """Whether T5 masks texts itself: not all corpora are sets of three files."""
+        """True if T5 masks texts during training, because not all corpora are sets of three files."""
         return not self.flag_of_prefix or len(self.flag_of_set) < len(self.flag_of_prefix)
 
     def problems(self) -> Iterator[str]:
-        """Yield what cannot be: a bad split, weights that are none, a file that is not there."""
+        """Yield the problems of this section: an invalid split, invalid weights, or an unreadable file."""
         yield from self._split_problems()
         yield from self._path_problems()
         yield from self._schedule_problems()
@@ -290,10 +291,10 @@ class DataConfig:
             if text is not None:
                 yield from _problem_of(partial(parse_paths, text, flag))
                 yield from _space_problems(text, flag)
-        each = [PATHS[name] for name in EACH if getattr(self, name) is not None]
-        if each and self.data_path is not None:
+        given = [PATHS[name] for name in EACH if getattr(self, name) is not None]
+        if given and self.data_path is not None:
             yield (
-                f"--data-path, which --split cuts into three, excludes {', '.join(each)}, got both. Leave --data-path "
+                f"--data-path, which --split cuts into three, excludes {', '.join(given)}, got both. Leave --data-path "
                 "out, or the others"
             )
 
@@ -309,25 +310,25 @@ class DataConfig:
         if self.mixture_schedule is None or self.training_path is None:
             return
         try:
-            number = len(parse_paths(self.training_path))
-        except ValueError:  # told above
+            count = len(parse_paths(self.training_path))
+        except ValueError:  # reported by _path_problems
             return
-        if number == 1:
+        if count == 1:
             yield (
                 "--mixture-schedule changes the weights of several corpora, got one: "
                 f"{self.training_path}. Leave it out, or give several as 0.7 a 0.3 b"
             )
         else:
-            yield from _problem_of(partial(parse_schedule, self.mixture_schedule, number))
+            yield from _problem_of(partial(parse_schedule, self.mixture_schedule, count))
 
     def missing_files(self, *, reads_span_files: bool = False, on_any_node: bool = False) -> Iterator[str]:
-        """Yield the token files that are not there; a path that itself exists is the script's own.
+        """Yield the token files that do not exist; a path that itself exists belongs to the script.
 
         Args:
             reads_span_files: a corpus may be a set of CPM's three files.
-            on_any_node: look on this machine even if the job has several nodes.
+            on_any_node: check this machine even if the job has several nodes.
 
-        With several nodes nothing is looked for: a node whose ranks read no data need not have the files.
+        By default nothing is checked for a job with several nodes: a node whose ranks read no data need not have them.
         """
         is_on_one_node = on_any_node or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
         if not is_on_one_node or self.is_own or self.is_mock:
@@ -347,7 +348,7 @@ class DataConfig:
         for flag, text in (("--sft", self.sft), ("--valid-sft", self.valid_sft)):
             try:
                 paths = [path for _, path in parse_paths(text, flag)] if text is not None else []
-            except ValueError:  # told by problems()
+            except ValueError:  # reported by problems()
                 continue
             for path in paths:
                 if not os.access(path, os.R_OK) or os.path.isdir(path):
@@ -358,13 +359,13 @@ class DataConfig:
 
 
 def is_set(prefix: str) -> bool:
-    """Return whether ``prefix`` names a set in three files: parts of one are there, and no ordinary token file."""
+    """Return True if ``prefix`` names a set of CPM's files: at least one exists, and no ordinary token file does."""
     is_there = any(os.path.exists(f"{prefix}{suffix}.idx") for suffix in SET_SUFFIXES)
     return is_there and not os.path.exists(f"{prefix}.idx")
 
 
 def _space_problems(text: str, flag: str) -> Iterator[str]:
-    """Yield that a path with a space in it, whose first word is a number, is read as a weight and a path."""
+    """Yield a problem if a path that contains a space and starts with a number is parsed as a weight and a path."""
     if len(text.split()) == 2 and (os.path.exists(f"{text}.idx") or is_set(text)):
         weight, path = text.split()
         yield (

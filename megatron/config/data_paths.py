@@ -1,13 +1,13 @@
-"""``--data-path`` weights and ``--mixture-schedule`` as text.
+"""Parsing of the weights in ``--data-path`` and of ``--mixture-schedule``.
 
-| text | means |
+| text | meaning |
 |---|---|
 | "a" | one corpus |
-| "0.7 a 0.3 b" | two corpora and their shares of the samples; what counts is the ratio of the weights |
-| "1e9: 0.5 0.5; 2e9: 0.2 0.8" | a schedule: from so many tokens on these weights, in the order of the paths |
+| "0.7 a 0.3 b" | two corpora and their shares of the samples; only the ratio of the weights matters |
+| "1e9: 0.5 0.5; 2e9: 0.2 0.8" | a schedule: these weights from that number of tokens on, in the order of the paths |
 
-Words are split as a shell splits them, so a path with a space in it stands in quotes. A weight may be 0: nothing is
-drawn from that corpus until a schedule says otherwise.
+Words are split as in a shell, so a path that contains a space must be quoted. A weight may be 0: the corpus is not
+sampled until a schedule changes its weight.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 DATA_FLAG = "--data-path"
 SCHEDULE_FLAG = "--mixture-schedule"
 LARGEST_TOKENS = 2**62
-"""Tokens are counted in 64 bits."""
+"""Maximum number of tokens, which are counted in 64 bits."""
 _PATHS_RULE = "must be one path, or weights and paths in turn, such as 0.7 a 0.3 b"
 _SCHEDULE_RULE = 'must be steps "TOKENS: WEIGHTS" with semicolons between them, such as "1e9: 0.5 0.5; 2e9: 0.2 0.8"'
 
@@ -28,7 +28,7 @@ def parse_paths(text: str, flag: str = DATA_FLAG) -> tuple[tuple[float, str], ..
     """Return (weight, path) of each corpus; the weight of a single path without one is 1.
 
     Raises:
-        ValueError: not such a text, or a path that stands there twice; ``flag`` is named in the message.
+        ValueError: the text has another form, or repeats a path; the message names ``flag``.
     """
     wrong = f"{flag} {_PATHS_RULE}; got {text!r}"
     words = _words(text, wrong)
@@ -45,10 +45,10 @@ def parse_paths(text: str, flag: str = DATA_FLAG) -> tuple[tuple[float, str], ..
 
 
 def parse_schedule(text: str, num_corpora: int) -> tuple[tuple[int, tuple[float, ...]], ...]:
-    """Return (tokens, weights) of each step of a mixture schedule, by rising tokens.
+    """Return (tokens, weights) of each step of a mixture schedule, in increasing order of tokens.
 
     Raises:
-        ValueError: not such a text, tokens that do not rise, or another number of weights than ``num_corpora``.
+        ValueError: the text has another form, tokens do not increase, or the number of weights is not ``num_corpora``.
     """
     wrong = f"{SCHEDULE_FLAG} {_SCHEDULE_RULE}; got {text!r}"
     steps = [_step(part, num_corpora, wrong) for part in text.split(";") if part.strip()]
@@ -61,12 +61,12 @@ def parse_schedule(text: str, num_corpora: int) -> tuple[tuple[int, tuple[float,
 
 
 def join_words(words: Sequence[str]) -> str:
-    """Return the text of what stands behind the flag: several words, or one that holds them all."""
+    """Join the words after a flag into one text; a single word may already contain all of them."""
     return one_word(words[0]) if len(words) == 1 else shlex.join(words)
 
 
 def one_word(path: str) -> str:
-    """Return ``path`` in quotes where it would not be read as one path, unless it is a mixture written as one word."""
+    """Quote ``path`` if it would not be parsed as one path, unless it is a mixture written as one word."""
     try:
         words = shlex.split(path)
     except ValueError:
@@ -82,10 +82,10 @@ def _step(part: str, num_corpora: int, wrong: str) -> tuple[int, tuple[float, ..
     number = float(tokens) if _is_number(tokens) else math.nan
     if not 0 < number <= LARGEST_TOKENS or number != int(number):
         raise ValueError(f"{wrong}, where {tokens!r} is no whole number of tokens above 0")
-    found = weights.split()
-    if len(found) != num_corpora:
-        raise ValueError(f"{wrong}, where {part.strip()!r} has {len(found)} weights for {num_corpora} corpora")
-    return int(tokens) if tokens.isdigit() else int(number), _weights(found, wrong)
+    words = weights.split()
+    if len(words) != num_corpora:
+        raise ValueError(f"{wrong}, where {part.strip()!r} has {len(words)} weights for {num_corpora} corpora")
+    return int(tokens) if tokens.isdigit() else int(number), _weights(words, wrong)
 
 
 def _words(text: str, wrong: str) -> list[str]:

@@ -15,41 +15,41 @@ if TYPE_CHECKING:
 
 STEPS = "1-3"
 DUMP_ONLY = ("debug_dump_steps", "debug_dump_modules", "debug_dump_tensors")
-"""Fields that act with --debug-dump only."""
+"""Fields that take effect with --debug-dump only."""
 DEBUG_IN_TRAINING = ("debug_dump", "debug_nan")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DebugConfig:
-    """The dump of tensors' statistics, and the check for numbers that are not finite."""
+    """Dump of tensor statistics, and the check for values that are not finite."""
 
     debug_dump: str | None = option(
         None,
-        "folder for the statistics of each module's inputs, outputs and their gradients, of weights and of their "
+        "folder for statistics of the inputs, outputs and gradients of each module, and of weights and their "
         "gradients, by rank, step and micro-batch; tools/compare_dumps.py compares two such folders",
     )
-    debug_dump_steps: str = option(STEPS, "steps that --debug-dump writes, counted from 1, as 1-3,10")
+    debug_dump_steps: str = option(STEPS, "steps of --debug-dump, counted from 1, such as 1-3,10")
     debug_dump_modules: str = option(
-        "", "modules and parameters that --debug-dump writes: a regular expression, searched in their names",
+        "", "modules and parameters of --debug-dump: a regular expression that is searched in their names",
         shown_default="all",
     )  # fmt: skip
-    debug_dump_tensors: bool = option(False, "--debug-dump also writes the tensors themselves")
+    debug_dump_tensors: bool = option(False, "let --debug-dump also write the tensors")
     debug_nan: bool = option(
         False,
-        "look for NaN and infinity in each module's inputs, outputs and their gradients, at every step; the first one "
-        "ends the run ahead of the update and names the module that made it",
+        "check the inputs, outputs and gradients of each module for NaN and infinity in every step; the first one "
+        "ends the run before the update and names the module that produced it",
     )
 
     @property
     def is_on(self) -> bool:
-        """True where anything is to be looked at."""
+        """True if a dump or a check is enabled."""
         return self.debug_dump is not None or self.debug_nan
 
     def steps(self) -> list[range]:
         """Return the steps to dump, as ranges.
 
         Raises:
-            ValueError: the text names none, or not whole numbers from 1 on.
+            ValueError: a range is empty, or a number is not an integer of at least 1.
         """
         return [steps_of(word) for word in self.debug_dump_steps.split(",")]
 
@@ -57,12 +57,12 @@ class DebugConfig:
         """Return the pattern of the names to dump.
 
         Raises:
-            re.error: it cannot be read.
+            re.error: it is not a valid regular expression.
         """
         return re.compile(self.debug_dump_modules)
 
     def problems(self) -> Iterator[str]:
-        """Yield what cannot be read."""
+        """Yield the problems of the steps and of the pattern."""
         try:
             self.steps()
         except ValueError:

@@ -1,7 +1,7 @@
-"""DecoderFeatures: what a decoder is made of beside its sizes, as flags; what cannot go together; windows by layer.
+"""DecoderFeatures: flags for the parts of a decoder other than its sizes, their checks, and windows by layer.
 
-GPT-2, LLaMA, MPT and every other decoder are values of these fields; a family's ``DEFAULTS`` holds those that it has
-where nothing is said.
+GPT-2, LLaMA, MPT and every other decoder are values of these fields; a family's ``DEFAULTS`` contains its default
+values.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _option = partial(option, family_kind="decoder", elsewhere="it is for decoders; 
 
 LEARNED, ROPE, ALIBI, NO_POSITIONS, RELATIVE = "learned_absolute", "rope", "alibi", "none", "relative"
 OF_DECODERS = (LEARNED, ROPE, ALIBI, NO_POSITIONS)
-"""Values of ``position_embedding_type`` that a decoder has."""
+"""Values of ``position_embedding_type`` that are valid for a decoder."""
 
 
 def read_window(text: str) -> int:
-    """Return N of ``N``, ``N,0`` or ``(N,0)``, as Megatron writes a window of a decoder; 0 for -1, which is no window.
+    """Parse ``N``, ``N,0`` or ``(N,0)``, Megatron's notation for a decoder's window; -1 means no window and returns 0.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the text has another form.
     """
     words = re.fullmatch(r"\(?\s*(-?\d+)\s*(?:,\s*(-?\d+)\s*)?\)?", text)
     if words is None or int(words[2] or 0) > 0:
@@ -39,21 +39,20 @@ def read_window(text: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderFeatures(ExpertFeatures):
-    """The parts of a decoder; the base of ``ModelConfig``."""
+    """Parts of a decoder; base of ``ModelConfig``."""
 
     num_query_groups: int = _option(
         0,
-        "heads of keys and values, each shared by as many query heads (grouped-query attention)",
+        "number of key and value heads, each shared by a group of query heads (grouped-query attention)",
         minimum=1,
         shown_default="num-attention-heads",
         aliases=("--num-key-value-heads",),
-        short="k, v heads",
+        short="key and value heads",
     )
     position_embedding_type: str = option(
         LEARNED,
-        "learned_absolute: a table of positions; rope: queries and keys are turned by their positions; alibi: a bias "
-        "on scores that falls with the distance; none; relative: T5's table of biases by distance. learned is another "
-        "word for the first",
+        "positions: learned_absolute (or learned): a table; rope: rotary; alibi: a bias on scores that falls with "
+        "the distance; relative: T5's table of biases by distance; none",
         choices=(*OF_DECODERS, RELATIVE, "learned"),
         synonyms={"absolute": LEARNED, "rotary": ROPE},
         constants={"--use-rotary-position-embeddings": ROPE},
@@ -61,134 +60,131 @@ class DecoderFeatures(ExpertFeatures):
     )
     rotary_base: float = _option(
         10000.0,
-        "base of the rotary positions' frequencies",
+        "base of the rotary frequencies",
         above=1,
         aliases=("--rope-theta", "--rotary-position-embeddings-theta"),
     )
     rotary_scaling: str = _option(
         "none",
-        "how rotary positions reach beyond the length of an earlier training: linear divides each position by the "
-        "factor; llama3 divides the low frequencies only; yarn, too, and makes scores larger",
+        "extension of rotary positions beyond the original length: linear divides every position by the factor; "
+        "llama3 and yarn divide the low frequencies only, and yarn also scales the scores",
         choices=("none", "linear", "llama3", "yarn"),
     )
     rotary_scaling_factor: float = _option(
-        8.0, "by what --rotary-scaling divides", minimum=1, aliases=("--rope-scaling-factor",)
+        8.0, "factor of --rotary-scaling", minimum=1, aliases=("--rope-scaling-factor",)
     )
     rotary_low_frequency_factor: float = _option(
-        1.0, "of llama3: waves longer than the earlier length over this are divided", above=0
+        1.0, "llama3: wavelengths above the original length / this are divided by the factor", above=0
     )
     rotary_high_frequency_factor: float = _option(
-        4.0, "of llama3: waves shorter than the earlier length over this stay; those between lie between", above=0
+        4.0,
+        "llama3: wavelengths below the original length / this are unchanged; those in between are interpolated",
+        above=0,
     )
-    rotary_original_positions: int = _option(8192, "of llama3 and yarn: the earlier length, in tokens", minimum=1)
+    rotary_original_positions: int = _option(8192, "llama3 and yarn: original length in tokens", minimum=1)
     rotary_beta_fast: float = _option(
-        32.0, "of yarn: waves that turn more often than this over the earlier length stay", above=0
+        32.0, "yarn: frequencies with more rotations than this over the original length are unchanged", above=0
     )
     rotary_beta_slow: float = _option(
-        1.0, "of yarn: waves that turn less often than this over the earlier length are divided", above=0
+        1.0,
+        "yarn: frequencies with fewer rotations than this over the original length are divided by the factor",
+        above=0,
     )
     rotary_attention_factor: float = _option(
         0.0,
-        "of yarn: what the turned queries and keys are multiplied with",
+        "yarn: factor for the rotated queries and keys",
         above=0,
         shown_default="0.1 ln(rotary-scaling-factor) + 1",
     )
-    rotary_percent: float = _option(
-        1.0, "share of each head, from its start, that rotary positions turn", above=0, maximum=1
-    )
+    rotary_percent: float = _option(1.0, "fraction of each head, from its start, that is rotated", above=0, maximum=1)
     rotary_local_base: float = _option(
         0.0,
-        "base of the frequencies in layers with a window, which then have no --rotary-scaling",
+        "base of the rotary frequencies in layers with a window, which then ignore --rotary-scaling",
         above=1,
         shown_default="rotary-base, with its scaling",
     )
-    alibi_bias_max: int = _option(8, "the slopes of the heads go from 2^(-max/heads) to 2^-max", minimum=1)
+    alibi_bias_max: int = _option(8, "exponent of ALiBi's slopes, which range from 2^(-max/heads) to 2^-max", minimum=1)
     normalization: str = _option(
         "LayerNorm",
-        "kind of the norms",
+        "type of the norms",
         choices=("LayerNorm", "RMSNorm"),
         synonyms={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
     )
-    norm_bias: bool = _option(True, "layer norms scale and do not shift", flag="", constants={"--no-norm-bias": False})
+    norm_bias: bool = _option(True, "layer norms without a bias", flag="", constants={"--no-norm-bias": False})
     layernorm_1p: bool = _option(
         False,
-        "norms keep their weights as the difference from 1, which starts at 0",
+        "store the weights of norms minus 1, so that they start at 0",
         flag="--apply-layernorm-1p",
     )
     norm_placement: str = _option(
         "before",
-        "where a layer's parts have their norms: before: on what the part reads; after: on what it adds to the "
-        "residual stream; both",
+        "norms of attention and feed-forward layer: before: of the input; after: of the output that is added to "
+        "the residual stream; both",
         choices=("before", "after", "both"),
     )
-    embed_layernorm: bool = _option(False, "a norm behind the word embedding, as BLOOM has it")
+    embed_layernorm: bool = _option(False, "a norm after the word embedding, as in BLOOM")
     qk_norm: str = _option(
         "none",
-        "norms of queries and keys, ahead of their positions: head: of each head; all: over all heads together",
+        "norms of queries and keys before the rotation: head: per head; all: over all heads together",
         choices=("none", "head", "all"),
         constants={"--qk-layernorm": "head"},
     )
-    add_qkv_bias: bool = _option(False, "give the products that make queries, keys and values biases, and no others")
+    add_qkv_bias: bool = _option(False, "biases in the query, key and value projections only")
     window_size: int = _option(
         0,
-        "each token attends to itself and to so many tokens before it, written N or N,0; Hugging Face's sliding_window "
-        "is one more; 0: to all",
+        "number of previous tokens that a token attends to, in addition to itself, written N or N,0; Hugging "
+        "Face's sliding_window is one larger; 0: all",
         minimum=0,
         read=read_window,
     )
     window_attn_skip_freq: str = _option(
         "",
-        "which layers have the window: N: all but each N-th; or a list with a 1 for each layer that has it and a 0 for "
-        "each that has not, as [1,1,0] or ([1]*5+[0])*2",
+        "layers with a window: N: all except every N-th; or a list with 1 for a layer with a window and 0 for a "
+        "layer without, such as [1,1,0] or ([1]*5+[0])*2",
         shown_default="all",
     )
     softmax_scale: float = _option(
-        0.0, "what scores are multiplied with ahead of the softmax", above=0, shown_default="1 / sqrt(kv-hidden-size)"
+        0.0, "factor for the attention scores before the softmax", above=0, shown_default="1 / sqrt(kv-hidden-size)"
     )
     attn_logit_softcapping: float = _option(
-        0.0, "bring scores x smoothly into -cap ... cap, by cap tanh(x / cap); 0: do not", minimum=0
+        0.0, "soft cap of the attention scores: cap tanh(x / cap); 0: none", minimum=0
     )
-    final_logit_softcapping: float = _option(
-        0.0, "bring logits x smoothly into -cap ... cap, by cap tanh(x / cap); 0: do not", minimum=0
-    )
-    scale_embeddings: bool = _option(False, "multiply the word embedding with the root of the hidden size, as Gemma")
+    final_logit_softcapping: float = _option(0.0, "soft cap of the logits: cap tanh(x / cap); 0: none", minimum=0)
+    scale_embeddings: bool = _option(False, "multiply word embeddings by the square root of the hidden size, as Gemma")
     embedding_multiplier: float = _option(
         1.0,
-        "multiply what the embedding hands to the first layer, learned positions among it; MiniCPM's scale_emb",
+        "factor for the output of the embedding, including learned positions; MiniCPM's scale_emb",
         above=0,
         aliases=("--mup-embedding-mult",),
     )
     residual_scale: float = _option(
         0.0,
-        "multiply what each part of a layer adds to the residual stream with this, divided by the root of "
-        "--num-layers; MiniCPM's scale_depth; 0: do not",
+        "multiply each addition to the residual stream by this / sqrt(num-layers), as MiniCPM's scale_depth; 0: off",
         minimum=0,
     )
     dim_model_base: int = _option(
         0,
-        "multiply logits with this, divided by --hidden-size, as MiniCPM",
+        "multiply logits by this / hidden-size, as MiniCPM",
         minimum=1,
         shown_default="mup-base-hidden-size; without it logits stay as they are",
     )
     mup_base_hidden_size: int = _option(
         0,
-        "muP: with m = hidden-size / this, matrices of layers start with --init-method-std / sqrt(m) and learn by "
-        "AdamW with --lr / m and --adam-eps / m, and logits are multiplied with 1/m; the best --lr of the narrow model "
-        "then is about that of the wide one",
+        "muP: with m = hidden-size / this, matrices of layers are initialised with --init-method-std / sqrt(m) and "
+        "trained with --lr / m and --adam-eps / m, and logits are divided by m, so that the best --lr of a narrow "
+        "model transfers to a wide one",
         minimum=1,
         shown_default="no muP",
         aliases=("--scaling-base-hidden-size",),
     )
     mup_base_head_dim: int = _option(
         0,
-        "muP where heads grow: scores are multiplied with the root of this, divided by --kv-hidden-size",
+        "muP for growing heads: attention scores are multiplied by sqrt(this) / kv-hidden-size",
         minimum=1,
         shown_default="by --softmax-scale",
         aliases=("--scaling-base-head-dim",),
     )
-    clip_qkv: float = _option(
-        0.0, "bring the numbers of queries, keys and values into -clip ... clip; 0: do not", minimum=0
-    )
+    clip_qkv: float = _option(0.0, "clamp queries, keys and values to [-clip, clip]; 0: off", minimum=0)
 
     def __post_init__(self) -> None:
         if not self.num_query_groups:
@@ -201,13 +197,13 @@ class DecoderFeatures(ExpertFeatures):
 
     @property
     def mup_head_scale(self) -> float:
-        """What ``mup_base_head_dim`` multiplies scores with; 0 where that is one over the root of the head's size."""
+        """Factor of the scores by ``mup_base_head_dim``; 0 if it equals one over the root of the head size."""
         size = getattr(self, "kv_hidden_size", 0)
         return math.sqrt(self.mup_base_head_dim) / size if size and size != self.mup_base_head_dim else 0.0
 
     @property
     def width_multiplier(self) -> float:
-        """muP's m: how many times wider the model is than the one whose learning rates it has."""
+        """muP's m: width of the model divided by the width of the base model whose learning rates it uses."""
         return getattr(self, "hidden_size", 0) / self.mup_base_hidden_size if self.mup_base_hidden_size else 1.0
 
     @functools.cached_property
@@ -225,23 +221,26 @@ class DecoderFeatures(ExpertFeatures):
 
     @property
     def has_relative_positions(self) -> bool:
-        """Whether scores have T5's biases by distance."""
+        """True if scores have T5's biases by distance."""
         return self.position_embedding_type == RELATIVE
 
     @property
     def has_position_ids(self) -> bool:
-        """Whether the model looks at the positions of tokens, so that these may begin anew in each document."""
+        """True if the model uses the positions of tokens, so that they may restart in each document."""
         return self.position_embedding_type in (LEARNED, ROPE)
 
     @property
     def entering(self) -> tuple[str, str]:
-        """What the first stage of a pipeline takes behind the tokens, of each as far as it is there."""
-        names = ("position_ids", "segment_ids")  # a table is there alone, rotary positions go to every stage
+        """Names of the batch fields that enter the first pipeline stage after the tokens, if they are present."""
+        names = (
+            "position_ids",
+            "segment_ids",
+        )  # only stage 0 has a position table, while rotary positions go to every stage
         return names if self.has_learned_positions else (names[1], names[0])
 
     @property
     def has_plain_attention(self) -> bool:
-        """Whether attention is the softmax of scaled products, causal, with a key for each query, and nothing else."""
+        """True if attention is only the causal softmax of scaled products with one key per query."""
         changed = self.qk_norm != "none" or self.window_size or self.clip_qkv
         scores = self.softmax_scale or self.attn_logit_softcapping
         is_plain = self.position_embedding_type not in (ROPE, ALIBI) and not changed and not scores
@@ -249,7 +248,7 @@ class DecoderFeatures(ExpertFeatures):
 
 
 IDENTITY = tuple(field.name for field in fields(DecoderFeatures) if field.name not in experts.TRAINING)
-"""Fields that the decoders of two runs must share for one's weights to fit the other and to compute the same."""
+"""Fields that two decoders must share so that the weights of one fit the other and compute the same."""
 REFITTED = (
     "rotary_base", "rotary_scaling", "rotary_scaling_factor", "rotary_low_frequency_factor",
     "rotary_high_frequency_factor", "rotary_original_positions", "rotary_beta_fast", "rotary_beta_slow",
@@ -258,7 +257,7 @@ REFITTED = (
     "clip_qkv", "embedding_multiplier", "residual_scale", "dim_model_base", "mup_base_hidden_size", "mup_base_head_dim",
     *experts.REFITTED,
 )  # fmt: skip
-"""Those of ``IDENTITY`` with which the same weights fit and compute something else: --finetune may change them."""
+"""Fields of ``IDENTITY`` that --finetune may change: the weights fit, but the model computes something else."""
 ARCHITECTURE = (
     "hidden_bias", "untie_embeddings", "activation", "layernorm_epsilon", "apply_residual_connection_post_layernorm",
     "position_embedding_type", "rotary_base", "rotary_scaling", "rotary_scaling_factor",
@@ -268,9 +267,9 @@ ARCHITECTURE = (
     "window_size", "window_attn_skip_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
     "scale_embeddings", "embedding_multiplier", "residual_scale", "clip_qkv", *experts.ARCHITECTURE,
 )  # fmt: skip
-"""Fields that ``--model`` sets: the parts of a decoder, without its sizes and without dropout."""
+"""Fields that ``--model`` sets: the parts of a decoder, without sizes and dropout."""
 BASE_WIDTHS = ("dim_model_base", "mup_base_hidden_size")
-"""Those that change nothing where they are the hidden size: a model that has them so is the one without."""
+"""Fields that have no effect if they equal the hidden size; such a model is identical to one without them."""
 
 _SCALINGS = {
     "rotary_scaling_factor": ("linear", "llama3", "yarn"),
@@ -281,42 +280,42 @@ _SCALINGS = {
     "rotary_beta_slow": ("yarn",),
     "rotary_attention_factor": ("yarn",),
 }
-"""Field -> the values of ``rotary_scaling`` with which it acts."""
+"""Field -> values of ``rotary_scaling`` with which it takes effect."""
 _ROTARY = ("rotary_base", "rotary_scaling", "rotary_percent", "rotary_local_base", *_SCALINGS)
 
 
-# Which layers have the window.
+# Layers that have the window.
 
 
 def has_window(model: Any, layer: int) -> bool:
-    """Return whether layer number ``layer``, from 0, of a model with these features sees a window alone.
+    """Return True if layer ``layer``, counted from 0, of a model with these features attends to a window only.
 
     Raises:
-        ValueError: ``window_attn_skip_freq`` cannot be read, or is a list of another length than there are layers.
+        ValueError: ``window_attn_skip_freq`` is invalid, or its list does not have one entry per layer.
     """
     return bool(model.window_size) and window_pattern(model.window_attn_skip_freq, model.num_layers)[layer]
 
 
 def window_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether ``text``, a value of ``window_attn_skip_freq``, gives it the window.
+    """Return a bool per layer: True if ``text``, a value of ``window_attn_skip_freq``, gives it the window.
 
     Raises:
-        ValueError: it cannot be read, or is a list of another length than there are layers.
+        ValueError: ``text`` is invalid, or its list does not have one entry per layer.
 
     Source: Megatron-LM's ``--window-attn-skip-freq``: a number, or an expression of lists.
     """
     if not text:
         return (True,) * num_layers
     if re.fullmatch(r"\s*[1-9]\d*\s*", text):
-        return tuple(number % int(text) != 0 for number in range(1, num_layers + 1))
+        return tuple(layer % int(text) != 0 for layer in range(1, num_layers + 1))
     return layer_pattern(text, num_layers)
 
 
-# What cannot be.
+# Problems of the features.
 
 
 def feature_problems(config: Any) -> Iterator[str]:
-    """Yield what cannot be of the model of ``config``, a ``Config`` of a decoder, wherever its settings come from."""
+    """Yield the problems of the model in ``config``, a ``Config`` of a decoder, whatever the source of its settings."""
     model = config.model
     if model.position_embedding_type not in OF_DECODERS:
         yield (
@@ -335,21 +334,21 @@ def feature_problems(config: Any) -> Iterator[str]:
 
 
 def unused_features(config: Any) -> Iterator[str]:
-    """Yield what was given and cannot act."""
+    """Yield the given features that have no effect."""
     model, given = config.model, config.given
-    for acting, names in (
+    for position_types, names in (
         ((ROPE,), _ROTARY),
         ((ALIBI,), ("alibi_bias_max",)),
     ):
         named = [_flag(name) for name in names if name in given]
-        if named and model.position_embedding_type not in acting:
+        if named and model.position_embedding_type not in position_types:
             yield (
-                f"{', '.join(named)} acts with --position-embedding-type {acting[0]} only, got "
+                f"{', '.join(named)} acts with --position-embedding-type {position_types[0]} only, got "
                 f"{model.position_embedding_type}. Leave it out, or add that"
             )
     if model.position_embedding_type == ROPE:
         for allowed in sorted(set(_SCALINGS.values()), key=len, reverse=True):
-            named = [_flag(name) for name, kinds in _SCALINGS.items() if kinds == allowed and name in given]
+            named = [_flag(name) for name, scalings in _SCALINGS.items() if scalings == allowed and name in given]
             if named and model.rotary_scaling not in allowed:
                 yield (
                     f"{', '.join(named)} acts with --rotary-scaling {' or '.join(allowed)} only, got "
@@ -376,7 +375,7 @@ def unused_features(config: Any) -> Iterator[str]:
 
 
 def window_notes(config: Any) -> Iterator[str]:
-    """Yield what is said of a window that leaves no key of a sample out, as that of a longer model may."""
+    """Yield a note if the window covers all tokens of a sample, as the window of a longer model may."""
     model, length = config.model, config.batch.seq_length
     if config.own.KIND == "decoder" and "window_size" in config.given and model.window_size >= length - 1 > 0:
         yield f"--window-size {model.window_size} leaves no token out of samples of {length} tokens"
@@ -400,16 +399,16 @@ def _group_problems(model: Any, t: int) -> Iterator[str]:
 
 
 def _rotary_problems(model: Any) -> Iterator[str]:
-    turned = model.kv_hidden_size * model.rotary_percent
+    size = model.kv_hidden_size * model.rotary_percent
     if model.kv_hidden_size % 2 and model.rotary_percent == 1:
         yield (
             "--kv-hidden-size, the size of one head, must be even for rotary positions, which turn pairs of "
             f"numbers, got {model.kv_hidden_size}. Change --num-attention-heads or --kv-hidden-size"
         )
-    elif int(turned) % 2 or int(turned) < 2:
+    elif int(size) % 2 or int(size) < 2:
         yield (
             "--kv-hidden-size times --rotary-percent must be an even number of at least 2, for rotary positions turn "
-            f"pairs of numbers, got {model.kv_hidden_size} x {model.rotary_percent:g} = {turned:g}. Change one of them"
+            f"pairs of numbers, got {model.kv_hidden_size} x {model.rotary_percent:g} = {size:g}. Change one of them"
         )
     pairs = {
         "llama3": ("rotary_high_frequency_factor", "rotary_low_frequency_factor"),
@@ -442,10 +441,10 @@ def _scale_problems(config: Any) -> Iterator[str]:
             "--dim-model-base and --mup-base-hidden-size both say what logits are multiplied with, got "
             f"{model.dim_model_base} and {model.mup_base_hidden_size}. Leave the first out"
         )
-    wanted = model.mup_head_scale or max(model.kv_hidden_size, 1) ** -0.5
-    if model.mup_base_head_dim and model.softmax_scale not in (0.0, wanted):
+    head_scale = model.mup_head_scale or max(model.kv_hidden_size, 1) ** -0.5
+    if model.mup_base_head_dim and model.softmax_scale not in (0.0, head_scale):
         yield (
-            f"--mup-base-head-dim {model.mup_base_head_dim} multiplies scores with {wanted:g}, got --softmax-scale "
+            f"--mup-base-head-dim {model.mup_base_head_dim} multiplies scores with {head_scale:g}, got --softmax-scale "
             f"{model.softmax_scale:g}. Leave one of them out"
         )
 

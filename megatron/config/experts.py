@@ -1,4 +1,4 @@
-"""ExpertFeatures: feed-forward layers of experts (MoE) as flags, by Megatron-LM's names; what cannot go together."""
+"""ExpertFeatures: flags of feed-forward layers of experts (MoE), named as in Megatron-LM, and their checks."""
 
 from __future__ import annotations
 
@@ -20,78 +20,80 @@ SOFTMAX, SIGMOID = "softmax", "sigmoid"
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFeatures:
-    """The experts of a decoder; a base of ``ModelConfig``. All act with ``num_experts`` alone."""
+    """The experts of a decoder; a base of ``ModelConfig``. All fields take effect with ``num_experts`` only."""
 
     num_experts: int = _option(
         0,
-        "experts E of a feed-forward layer, of which each token goes through --moe-router-topk; 0 and 1: dense layers",
+        "number of experts E per feed-forward layer, of which --moe-router-topk process each token; 0 and 1: dense "
+        "layers",
         minimum=0,
     )
-    moe_ffn_hidden_size: int = _option(0, "size f of one expert", minimum=1, shown_default="ff-hidden-size")
+    moe_ffn_hidden_size: int = _option(0, "size f of an expert", minimum=1, shown_default="ff-hidden-size")
     moe_layer_freq: str = _option(
         "1",
-        "which layers have experts: N: each N-th, beginning with the first; or a list with a 1 for each that has them "
-        "and a 0 for each dense one, as [0,1,1] or ([0]*1+[1]*26)",
+        "layers with experts: N: every N-th layer, starting with the first; or a list with 1 for a layer with "
+        "experts and 0 for a dense layer, such as [0,1,1] or ([0]*1+[1]*26)",
     )
-    moe_router_topk: int = _option(2, "experts k that a token goes through", minimum=1)
+    moe_router_topk: int = _option(2, "number of experts k per token", minimum=1)
     moe_router_score_function: str = _option(
-        SOFTMAX, "what makes scores of the router's logits", choices=(SOFTMAX, SIGMOID)
+        SOFTMAX, "function that maps router logits to scores", choices=(SOFTMAX, SIGMOID)
     )
     moe_router_pre_softmax: bool = _option(
         False,
-        "weight experts by their softmax among all, which adds up to less than 1, and not among the k chosen",
+        "weight experts by the softmax over all experts, so that weights sum to less than 1, instead of the "
+        "softmax over the k selected experts",
     )
-    moe_router_topk_scaling_factor: float = _option(
-        1.0, "what the weights of a token's experts are multiplied with", above=0
-    )
+    moe_router_topk_scaling_factor: float = _option(1.0, "factor for the weights of a token's experts", above=0)
     moe_router_num_groups: int = _option(
-        0, "groups of neighbouring experts, of which a token goes to --moe-router-group-topk", minimum=0
+        0, "number of groups of consecutive experts; a token is routed to --moe-router-group-topk of them", minimum=0
     )
     moe_router_group_topk: int = _option(
         0,
-        "groups whose experts a token may go to: those with the largest sums of their k / this best scores",
+        "number of groups per token: the groups whose best k / this scores have the largest sums",
         minimum=0,
     )
     moe_router_enable_expert_bias: bool = _option(
         False,
-        "choose experts by score plus a bias, which rises after a step for experts with fewer tokens than the mean of "
-        "the global batch and falls for others; weights leave it out",
+        "select experts by score plus a bias, without changing their weights; after a step the bias rises for "
+        "experts with fewer tokens than the mean of the global batch, and falls for the others",
     )
-    moe_router_bias_update_rate: float = _option(1e-3, "by how much that bias moves in a step", minimum=0)
+    moe_router_bias_update_rate: float = _option(1e-3, "change of the expert bias per step", minimum=0)
     moe_router_load_balancing_type: str = _option(
         AUX_LOSS,
-        "what keeps experts evenly loaded: aux_loss: a loss over the global batch, with --moe-aux-loss-coeff; none",
+        "load balancing of experts: aux_loss: a loss over the global batch, weighted by --moe-aux-loss-coeff; none",
         choices=(AUX_LOSS, NO_LOSS),
         synonyms={"global_aux_loss": AUX_LOSS},
     )
     moe_aux_loss_coeff: float = _option(
         0.0,
-        "of the load balancing loss: this x E x sum of f P over experts; f is the share of tokens in the global batch "
-        "before, P the mean probability in this one, so that it is the same in every layout",
+        "weight of the load-balancing loss E x sum of f P over experts; f is the fraction of tokens in the "
+        "previous global batch, P the mean probability in this one, so the loss is the same in every layout",
         minimum=0,
     )
     moe_z_loss_coeff: float = _option(
-        0.0, "of the router's z-loss: this x the mean square of its logits' log-sum-exp", minimum=0
+        0.0, "weight of the router's z-loss, the mean square of the log-sum-exp of its logits", minimum=0
     )
     moe_expert_capacity_factor: float = _option(
         0.0,
-        "an expert takes ceil(this x s k / E) tokens of a sample of s at most and drops the rest; 0: it drops none",
+        "capacity of an expert: ceil(this x s k / E) tokens of a sample with s tokens; further tokens are dropped; "
+        "0: no limit",
         minimum=0,
     )
     moe_token_drop_policy: str = _option(
         "probs",
-        "which tokens an expert takes first: those with the largest weights, or the first of the sample",
+        "tokens that an expert with limited capacity keeps: those with the largest weights, or the first ones of "
+        "the sample",
         choices=("probs", "position"),
     )
     moe_shared_expert_intermediate_size: int = _option(
-        0, "size of the shared expert, which all tokens go through; 0: there is none", minimum=0
+        0, "size of the shared expert, which processes all tokens; 0: none", minimum=0
     )
     moe_shared_expert_gate: bool = _option(
-        False, "multiply what the shared expert gives with the sigmoid of a product of its own, as Qwen2-MoE"
+        False, "multiply the output of the shared expert by a sigmoid gate, as Qwen2-MoE"
     )
 
     def __post_init__(self) -> None:
-        if self.num_experts <= 1:  # a dense model, whatever is said of experts
+        if self.num_experts <= 1:  # a dense model ignores all expert settings
             for name in NAMES:
                 object.__setattr__(self, name, ExpertFeatures.__dataclass_fields__[name].default)
         elif not self.moe_ffn_hidden_size:
@@ -99,7 +101,7 @@ class ExpertFeatures:
 
     @property
     def has_aux_loss(self) -> bool:
-        """Whether a loss balances the experts."""
+        """True if a loss balances the experts."""
         return self.moe_router_load_balancing_type == AUX_LOSS and self.moe_aux_loss_coeff > 0
 
 
@@ -107,33 +109,33 @@ NAMES = tuple(field.name for field in fields(ExpertFeatures))
 TRAINING = (
     "moe_router_bias_update_rate", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff",
 )  # fmt: skip
-"""Those that change how a model is trained and not what it computes."""
+"""Fields that affect how a model is trained but not what it computes."""
 ARCHITECTURE = (
     "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
     "moe_router_enable_expert_bias", "moe_shared_expert_gate",
 )  # fmt: skip
-"""Those that ``--model`` sets: the parts of the router and of the shared expert, without sizes."""
+"""Fields that ``--model`` sets: the parts of the router and of the shared expert, without sizes."""
 REFITTED = (
     "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
     "moe_router_num_groups", "moe_router_group_topk", "moe_expert_capacity_factor", "moe_token_drop_policy",
 )  # fmt: skip
-"""Those with which the same weights fit and compute something else."""
+"""Fields that may differ when weights are loaded: the weights fit, but the model computes something else."""
 
 
 def has_experts(model: Any, layer: int) -> bool:
-    """Return whether layer number ``layer``, from 0, of a model with these features has experts.
+    """Return True if layer ``layer``, counted from 0, of a model with these features has experts.
 
     Raises:
-        ValueError: ``moe_layer_freq`` cannot be read, or is a list of another length than there are layers.
+        ValueError: ``moe_layer_freq`` is invalid, or its list does not have one entry per layer.
     """
     return bool(model.num_experts) and expert_layers(model.moe_layer_freq, model.num_layers)[layer]
 
 
 def expert_layers(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Return for each layer whether ``text``, a value of ``moe_layer_freq``, gives it experts.
+    """Return a bool per layer: True if ``text``, a value of ``moe_layer_freq``, assigns experts to it.
 
     Raises:
-        ValueError: it cannot be read, or is a list of another length than there are layers.
+        ValueError: ``text`` is invalid, or its list does not have one entry per layer.
 
     Source: Megatron-LM's ``--moe-layer-freq``: a number, or an expression of lists.
     """
@@ -143,25 +145,25 @@ def expert_layers(text: str, num_layers: int) -> tuple[bool, ...]:
 
 
 def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Return the list that an expression of whole numbers, lists of 0 and 1, + and * is, with a place for each layer.
+    """Evaluate an expression of integers, lists of 0 and 1, + and * to a list with one entry per layer.
 
     Raises:
-        ValueError: it cannot be read, or is a list of another length than there are layers.
+        ValueError: ``text`` is invalid, or its list does not have one entry per layer.
     """
     try:
-        found = _evaluated(ast.parse(text.strip(), mode="eval").body)
+        entries = _evaluated(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, RecursionError):
         raise ValueError(text) from None
-    if not isinstance(found, list) or len(found) != num_layers:
+    if not isinstance(entries, list) or len(entries) != num_layers:
         raise ValueError(text)
-    return tuple(bool(each) for each in found)
+    return tuple(bool(entry) for entry in entries)
 
 
 def _evaluated(node: ast.AST) -> list[int] | int:
     if isinstance(node, ast.List):
-        found = [_evaluated(each) for each in node.elts]
-        if all(each in (0, 1) for each in found):
-            return [each for each in found if isinstance(each, int)]
+        entries = [_evaluated(entry) for entry in node.elts]
+        if all(entry in (0, 1) for entry in entries):
+            return [entry for entry in entries if isinstance(entry, int)]
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
@@ -175,11 +177,11 @@ def _evaluated(node: ast.AST) -> list[int] | int:
     raise ValueError(ast.dump(node))
 
 
-# What cannot be.
+# Problems of experts.
 
 
 def expert_problems(config: Any) -> Iterator[str]:
-    """Yield what cannot be of the experts of ``config``, a ``Config`` of a decoder."""
+    """Yield the problems of the experts of ``config``, a ``Config`` of a decoder."""
     model = config.model
     if not model.num_experts:
         return
@@ -279,7 +281,7 @@ def _layout_problems(config: Any) -> Iterator[str]:
 
 
 def expert_rank_problems(config: Any, ranks: int) -> Iterator[str]:
-    """Yield why ``ranks`` on the data and context axes cannot share out the experts of ``config``."""
+    """Yield a problem if the experts of ``config`` cannot be divided over ``ranks`` on the data and context axes."""
     ep = config.parallel.expert_model_parallel_size
     if config.model.num_experts and ranks % ep:
         yield (

@@ -17,40 +17,42 @@ DECODER_PROGRAM, DECODER_FAMILY = "pretrain_gpt2.py", "gpt2"
 DECODER_MODEL = "megatron.models.common.decoder:MODEL"
 DECODER_PIPELINE = "megatron.models.common.pipeline:DecoderPipe"
 DECODER_COSTS = "megatron.costs.decoder_cost:costs"
-"""The parts of a decoder that is settings of the common one."""
+"""The parts of a decoder that is defined by settings of the common decoder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyConfig:
-    """The base of ``LlamaConfig`` and its like; as it is, the section of a decoder without flags of its own.
+    """Base of the family sections such as ``LlamaConfig``; by itself the section of a decoder without its own flags.
 
-    A family's own flags are the fields of its class. What it says of the flags of others is in the tables below.
+    The fields of a subclass are the family's own flags. The class variables below define how a family treats the flags
+    of other sections.
     """
 
     KIND: ClassVar[str] = "decoder"
-    """decoder: predicts the next token of a text; encoder; encoder-decoder."""
+    """"decoder" (predicts the next token of a text), "encoder" or "encoder-decoder"."""
     DEFAULTS: ClassVar[Mapping[str, Any]] = {}
     """Field of any section -> its default in this family."""
     ADVICE: ClassVar[Mapping[str, str]] = {}
-    """Field of another section that does not act in this family -> what a run that gives it is told to do.
+    """Field of another section that has no effect in this family -> advice in the error if a run sets it.
 
-    A field of the model's or the data's section that stands here is refused; one of another family's section is refused
-    anyway, and its own ``elsewhere`` is said where none stands here.
+    A field of the model or data section that is listed here is rejected. A field of another family's section is always
+    rejected; its own ``elsewhere`` is the advice if the field is not listed here.
     """
     HOLDS: ClassVar[Mapping[str, str]] = {}
-    """Flag of another section that does not act in this family -> why what it asks for holds here: it is accepted."""
+    """Flag of another section that is accepted without effect -> reason why its request is always met in this family.
+    """
     REFUSED: ClassVar[Mapping[str, str]] = {}
-    """Flag of another trainer -> the reason for rejecting it that replaces the note in ``foreign_flags.tsv``."""
+    """Flag of another trainer -> reason for rejecting it, which replaces the note in ``foreign_flags.tsv``."""
     IDENTITY: ClassVar[tuple[str, ...]] = ()
-    """Own fields that two runs must share for one's weights to fit the other."""
+    """Fields of this section that two runs must share so that one can load the other's weights."""
     REFITTED: ClassVar[tuple[str, ...]] = ()
-    """Those of ``IDENTITY`` with which the same weights fit and compute something else: --finetune may change them."""
+    """Fields of ``IDENTITY`` that --finetune may change: the weights load, but the model computes something else."""
     NO_IDENTITY: ClassVar[tuple[str, ...]] = ()
-    """Fields of the model's section that they need not share in this family."""
+    """Fields of the model section that two runs of this family need not share."""
     SIDES: ClassVar[tuple[str, ...]] = ()
-    """Own fields that hold the layers of the sides, where the layers are not in one row; 0 stands for --num-layers."""
+    """Fields with the number of layers of each side, if the layers are not one stack; 0 stands for --num-layers."""
     READS_SPAN_FILES: ClassVar[bool] = False
-    """Whether a corpus may be a set of CPM's three files."""
+    """True if a corpus may be a set of CPM's three files."""
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -58,47 +60,47 @@ class FamilyConfig:
 
     @property
     def pads_samples(self) -> bool:
-        """Whether samples may end in padding that is kept apart from their text."""
+        """True if samples may end in padding that is masked from their text."""
         return False
 
     def has_max_positions(self, model: ModelConfig) -> bool:
-        """Return whether ``max_position_embeddings`` counts; 0 is then the longest sequence."""
+        """Return True if ``max_position_embeddings`` is used; its default 0 then means the longest sequence."""
         return True
 
     def summary(self, model: ModelConfig) -> str:
-        """Return what is said of the model behind its sizes."""
+        """Return the description of the model that follows its sizes in the start table."""
         is_grouped = model.num_query_groups != model.num_attention_heads
         return f"{model.num_query_groups} heads of keys" if is_grouped else ""
 
     def total_layers(self, model: ModelConfig) -> int:
-        """Return the transformer layers, of both sides."""
+        """Return the number of transformer layers, the sum of both sides for an encoder-decoder."""
         return sum(getattr(self, side) for side in self.SIDES) if self.SIDES else model.num_layers
 
     def sequence_lengths(self, batch: BatchConfig) -> tuple[int, ...]:
-        """Return the tokens that the model reads of a sample: one length, or those of encoder and decoder."""
+        """Return the tokens of a sample that the model reads: one length, or the lengths of encoder and decoder."""
         return (batch.seq_length,)
 
     def text_length(self, batch: BatchConfig) -> int:
-        """Return the tokens of a corpus that one sample takes."""
+        """Return the number of corpus tokens that one sample consumes."""
         return batch.seq_length
 
     def resolved(self, model: ModelConfig, data: DataConfig) -> FamilyConfig:
-        """Return this section with the numbers that follow from others."""
+        """Return this section with derived values filled in."""
         return self
 
     def problems(self) -> Iterator[str]:
-        """Yield what cannot be, looking at this section alone."""
+        """Yield the problems of this section alone."""
         yield from ()
 
     def model_problems(self, config: Any) -> Iterator[str]:
-        """Yield what cannot be of the model alone, wherever the settings of ``config``, a ``Config``, come from."""
+        """Yield the problems of the model in ``config``, a ``Config``, whatever the source of its settings."""
         if self.KIND == "decoder":
             yield from feature_problems(config)
 
     def check(self, config: Any) -> Iterator[str]:
-        """Yield what cannot be in ``config``, a ``Config``, and what was given and cannot act.
+        """Yield the problems of ``config``, a ``Config``, and given settings that have no effect.
 
-        As it is: a sequence that is longer than the model's positions, and of a decoder what cannot go together.
+        The base class checks that the sequence does not exceed the model's positions and, for a decoder, its features.
         """
         yield from self.model_problems(config)
         if self.KIND == "decoder":
@@ -111,7 +113,7 @@ class FamilyConfig:
             )
 
     def notes(self, config: Any) -> Iterator[str]:
-        """Yield what comes from defaults, cannot act, and does no harm."""
+        """Yield notes about defaults that have no effect and do no harm."""
         yield from ()
 
 
@@ -123,27 +125,27 @@ class ModelFamily:
     types of the objects are in ``megatron.models.parts``.
 
     Args:
-        name: of its folder, of its section in a configuration, and in checkpoints.
+        name: name of its folder, of its section in a configuration, and in checkpoints.
         title: its name in messages.
         config: its section.
-        program: the program that trains it, from the root of the repository; of a decoder the one for all decoders.
-        script: the run script that starts ``program``; without one a decoder is started by ``run_gpt2.sh --model``.
-        length: of a sample, where a plan is not told one; of an encoder-decoder, what the encoder reads.
-        vocabulary: the same of its tokens.
-        recipe: what its run script says of the model where the user does not: plans begin with the same.
-        follows: own field or field of the model that follows from others -> its flag: told with a plan.
-        heads: width -> heads of published sizes that the rule of widths does not give.
-        variables: variable of its run script -> the field that it sets, beside those that all have.
-        benchmark_flags: what the small models that the planner times have beside the recipe; none drops anything.
-        layer_lists: kind of unit -> the attribute of the model that holds its layers.
+        program: the program that trains it, relative to the root of the repository; decoders share one program.
+        script: the run script that starts ``program``; "" for a decoder that ``run_gpt2.sh --model`` starts.
+        length: default sample length of a plan, in tokens; for an encoder-decoder the encoder's length.
+        vocabulary: default vocabulary size of a plan.
+        recipe: model flags that its run script sets by default, with which plans start, too.
+        follows: field of this section or of the model that is derived from others -> its flag, shown with a plan.
+        heads: width -> number of heads of published sizes that differ from the general rule.
+        variables: variable of its run script -> the field that it sets, in addition to the common variables.
+        benchmark_flags: flags of the small models that the planner times, in addition to the recipe; without dropout.
+        layer_lists: type of unit -> the attribute of the model that contains its layers.
         model: the model without a pipeline, its sizes and initial weights (``ModelParts``).
         pipeline: the class of the model over pipeline stages (``PipelineClass``).
         costs: parameters, FLOPs and memory (``CostsOf``).
-        data: samples that are no runs of tokens (``DataParts``); "": they are.
-        huggingface: the Hugging Face formats, one for each model type; "": none.
+        data: samples that are not plain runs of tokens (``DataParts``); "" for runs of tokens.
+        huggingface: the Hugging Face formats, one for each model type; "" for none.
 
     Raises:
-        ValueError: a family that is no decoder lacks a model, a pipeline or costs of its own.
+        ValueError: a family that is not a decoder does not define its own model, pipeline or costs.
     """
 
     name: str
@@ -188,7 +190,7 @@ class ModelFamily:
 
     @property
     def run_command(self) -> str:
-        """The run script with the flag that selects this family, where the script has another."""
+        """The run script with the flag that selects this family; without the flag if the family has its own script."""
         return self.run_script if self.script else f"{self.run_script}{self._selection}"
 
     @property
@@ -197,19 +199,19 @@ class ModelFamily:
 
     @property
     def has_section(self) -> bool:
-        """Whether it has flags of its own."""
+        """True if the family has its own flags."""
         return bool(fields(self.config))
 
     def takes(self, option: Option, section: str, *, is_own: bool) -> bool:
-        """Return whether a run takes a flag of ``section``.
+        """Return True if a run of this family accepts ``option`` of ``section``.
 
         Args:
-            is_own: the section is that of a family, this one or another.
+            is_own: the section belongs to a family, this one or another.
         """
         if is_own:
             return section == self.name
         return option.name not in self.config.ADVICE and option.family_kind in ("", self.kind)
 
     def advice(self, option: Option) -> str:
-        """Return what a run, which does not take this flag, is told to do."""
+        """Return the advice for a run of this family, which does not accept the flag."""
         return self.config.ADVICE.get(option.name, option.elsewhere)

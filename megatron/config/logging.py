@@ -14,54 +14,50 @@ if TYPE_CHECKING:
 
 
 PROFILE_ALONE = "11-12"
-"""Of --profile alone, as Megatron-LM has it."""
+"""Steps of --profile without a value, as in Megatron-LM."""
 WANDB_ONLY = ("wandb_exp_name", "wandb_save_dir", "wandb_entity")
-"""Fields that act with --wandb-project only."""
+"""Fields that take effect with --wandb-project only."""
 LOGGING_IN_TRAINING = ("log_layer_norms", "profile", "eval_tasks")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """Metrics on request, and the profiler."""
+    """Optional metrics, and the profiler."""
 
-    log_layer_norms: bool = option(
-        False, "record the norm of the gradients of each layer, too, at the steps of --log-interval"
-    )
+    log_layer_norms: bool = option(False, "also log the gradient norm of each layer at the steps of --log-interval")
     sample_prompts: str | None = option(
         None,
-        "texts from which the model goes on when the training is done, each in quotes, to be read on the screen; T5 "
+        "prompts, each in quotes, that the model continues at the end of training, printed to the console; T5 "
         "fills the gaps <extra_id_0>, <extra_id_1> ... of each",
         join=shlex.join,
-        short="texts to go on from at the end",
+        short="prompts to continue at the end",
     )
     prompt_bos: bool = option(
         True,
-        "start --sample-prompts and the contexts of --eval-tasks with the bos_token where the tokenizer adds one",
+        "do not start --sample-prompts and the contexts of --eval-tasks with bos_token, even if the tokenizer adds it",
         flag="",
         constants={"--no-prompt-bos": False},
     )
     eval_tasks: str | None = option(
         None,
-        "a file (YAML) that names tasks of lm_eval, evaluated on the model in training at the end and every "
-        "--eval-tasks-interval steps: tasks, include_path (own task files), num_fewshot, limit",
+        "YAML file with lm_eval tasks to evaluate during training every --eval-tasks-interval steps and at the "
+        "end: tasks, include_path (own task files), num_fewshot, limit",
     )
-    eval_tasks_interval: int = option(
-        0, "with --eval-tasks: steps between evaluations; 0: at the end of the training alone", minimum=0
-    )
+    eval_tasks_interval: int = option(0, "with --eval-tasks: steps between evaluations; 0: only at the end", minimum=0)
     wandb_project: str | None = option(
         None,
-        "send the metrics to this project of Weights & Biases; WANDB_MODE=offline writes them to a folder",
-        short="send metrics to Weights & Biases",
+        "project of Weights & Biases to log to; WANDB_MODE=offline writes to a folder",
+        short="log to Weights & Biases",
     )
     wandb_exp_name: str | None = option(
-        None, "name of the run there", aliases=("--wandb-name",), shown_default="the run folder's"
+        None, "name of the run at Weights & Biases", aliases=("--wandb-name",), shown_default="the run folder's"
     )
-    wandb_save_dir: str | None = option(None, "folder of wandb's own files", shown_default="in the run folder")
-    wandb_entity: str | None = option(None, "team or user that the project is of", shown_default="wandb's own")
+    wandb_save_dir: str | None = option(None, "folder for wandb's files", shown_default="in the run folder")
+    wandb_entity: str | None = option(None, "team or user of the project", shown_default="wandb's own")
     profile: str | None = option(
         None,
-        "record these steps, counted from 1, as 5-7 or 5, with torch's profiler: a trace of each rank for Perfetto and "
-        "a table of the operators that take longest, in RUN/profile",
+        "steps to profile with torch's profiler, counted from 1, such as 5-7 or 5: a Perfetto trace per rank and a "
+        "table of the slowest operators in RUN/profile",
         alone=PROFILE_ALONE,
     )
 
@@ -69,12 +65,12 @@ class LoggingConfig:
         """Return the steps to profile.
 
         Raises:
-            ValueError: the text names none, or not whole numbers from 1 on.
+            ValueError: the range is empty, or a number is not an integer of at least 1.
         """
         return steps_of(self.profile) if self.profile is not None else range(0)
 
     def problems(self) -> Iterator[str]:
-        """Yield what cannot be read."""
+        """Yield the problems of this section."""
         try:
             self.profiled()
         except ValueError:

@@ -1,37 +1,38 @@
 """Number of tokens whose logits the loss computes at once.
 
-It looks at the micro-batch and the whole vocabulary, never at the layout or the schedule, so that all layouts compute
-the same sums. A chunk is small on a CPU, where it shall stay in the caches, and larger on other devices, where the
-gradient of the table is read and written once for each chunk.
+The chunk size depends on the micro-batch and the full vocabulary, never on the layout or the schedule, so that all
+layouts compute the same sums. Chunks are small on a CPU, to stay in the caches, and larger on other devices, where the
+gradient of the embedding table is read and written once per chunk.
 
-Chunks hold the gradient of the table, [v, h], beside logits of c tokens, in place of logits and softmax of n:
+With chunks, memory holds the gradient of the table, [v, h], and the logits of c tokens, instead of the logits and the
+softmax of n tokens:
 
-| bytes / v of one rank | together | in chunks | less from |
+| bytes / v on one rank | all at once | in chunks | chunks need less from |
 |---|---|---|---|
-| fp32 | 8 n | 4 c + 4 h, of several ranks 8 c + 4 h | n = c + h / 2 |
-| 16 bits | 10 n | 6 c + 6 h, of several ranks 10 c + 6 h | n = c + 0.6 h |
-| ... for each micro-batch that waits for its backward | 4 n | 4 h | n = h |
+| fp32 | 8 n | 4 c + 4 h, on several ranks 8 c + 4 h | n = c + h / 2 |
+| 16 bits | 10 n | 6 c + 6 h, on several ranks 10 c + 6 h | n = c + 0.6 h |
+| ... for each micro-batch that waits for its backward pass | 4 n | 4 h | n = h |
 
-Where ``n > c + h`` chunks hold less in each of these, and it is the rule. It leaves out the gradient of the hidden
-states, n h numbers on every rank, which counts where v/t is no more than a few h; the
-estimate of memory (``megatron.costs.decoder_cost``) has all.
+The rule is ``n > c + h``: chunks then need less memory in each of these cases. The rule ignores the gradient of the
+hidden states, n h elements on every rank, which matters if v/t is no more than a few h. The memory estimate
+(``megatron.costs.decoder_cost``) includes it.
 """
 
 from __future__ import annotations
 
 WHOLE = 0
-"""What ``tokens_at_once`` returns where the logits of all tokens are made together and kept for backward."""
+"""Result of ``tokens_at_once`` if the logits of all tokens are computed together and kept for the backward pass."""
 SMALL = 2**22
-"""Logits of a micro-batch, over the whole vocabulary, up to which they are made together unless a flag says more."""
+"""Largest number of logits of a micro-batch, over the full vocabulary, that are computed together by default."""
 ON_CPU, ELSEWHERE = 256, 4096
-"""Tokens of a chunk unless a flag says more; see docs/experiments.md."""
+"""Default number of tokens in a chunk on a CPU and on other devices; see docs/experiments.md."""
 
 
 def tokens_at_once(asked: int | None, num_tokens: int, vocab_size: int, hidden_size: int, *, is_on_cpu: bool) -> int:
-    """Return the tokens of the largest chunk of a micro-batch of ``num_tokens``, or WHOLE.
+    """Return the number of tokens in the largest chunk of a micro-batch of ``num_tokens``, or WHOLE.
 
     Args:
-        asked: tokens of a chunk at most, 0 to make all logits together, None to decide here.
+        asked: maximum number of tokens in a chunk; 0 to compute all logits together, None for the default rule.
     """
     if asked is None:
         chunk = ON_CPU if is_on_cpu else ELSEWHERE
@@ -39,4 +40,4 @@ def tokens_at_once(asked: int | None, num_tokens: int, vocab_size: int, hidden_s
         asked = chunk if is_worth_it else WHOLE
     if asked == WHOLE or num_tokens == 0:
         return WHOLE
-    return -(-num_tokens // -(-num_tokens // asked))  # chunks of one size, as far as it divides
+    return -(-num_tokens // -(-num_tokens // asked))  # equal chunks, as far as the number of tokens allows

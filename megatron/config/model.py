@@ -10,11 +10,11 @@ from megatron.config.option import option
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(DecoderFeatures):
-    """The sizes and parts of a model; a size of 0 is derived from the others when the object is made."""
+    """Sizes and parts of a model; a size of 0 is derived from the others when the object is created."""
 
     architecture: str = option(
         "",
-        "the decoder to train: a family (gpt2, llama, mpt) or a Hugging Face model type (mistral, qwen2, qwen3, "
+        "decoder to train: a family (gpt2, llama, mpt) or a Hugging Face model type (mistral, qwen2, qwen3, "
         "gemma2, gemma3_text, olmo2, mixtral, qwen3_moe, qwen2_moe, glm4_moe); sets norms, positions, activation, "
         "biases and other parts, but no sizes",
         flag="--model",
@@ -23,12 +23,17 @@ class ModelConfig(DecoderFeatures):
         family_kind="decoder",
         elsewhere="it selects the decoder that pretrain_gpt2.py trains; leave it out",
     )
-    num_layers: int = option(4, "transformer layers; of T5, those of each side", minimum=0, short="transformer layers")
-    hidden_size: int = option(256, "size h of the residual stream", minimum=1, short="hidden size h")
-    num_attention_heads: int = option(4, "attention heads a", minimum=1, short="attention heads a")
+    num_layers: int = option(
+        4,
+        "number of transformer layers; for T5, of the encoder and of the decoder",
+        minimum=0,
+        short="transformer layers",
+    )
+    hidden_size: int = option(256, "hidden size h", minimum=1, short="hidden size h")
+    num_attention_heads: int = option(4, "number of attention heads a", minimum=1, short="attention heads a")
     kv_hidden_size: int = option(
         0,
-        "size d of one head",
+        "head size d",
         minimum=1,
         shown_default="hidden-size / num-attention-heads",
         aliases=("--kv-channels",),
@@ -40,44 +45,44 @@ class ModelConfig(DecoderFeatures):
         shown_default="4 x hidden-size",
         aliases=("--ffn-hidden-size",),
     )
-    hidden_bias: bool = option(False, "give the linear layers biases", constants={"--disable-bias-linear": False})
+    hidden_bias: bool = option(False, "biases in the linear layers", constants={"--disable-bias-linear": False})
     max_position_embeddings: int = option(
         0,
-        "learned positions; of a model without a table of them the longest sequence that it is made for",
+        "number of learned positions; for a model without learned positions the longest supported sequence",
         minimum=1,
         shown_default="the longest sequence",
     )
     layernorm_epsilon: float = option(
         1e-5,
-        "added to the variance in layer norms, to the mean square in RMS norms",
+        "epsilon added to the variance in layer norms and to the mean square in RMS norms",
         above=0,
         aliases=("--norm-epsilon",),
     )
-    attention_dropout: float = option(0.1, "dropout of attention probabilities", minimum=0, below=1)
+    attention_dropout: float = option(0.1, "dropout of the attention probabilities", minimum=0, below=1)
     hidden_dropout: float = option(
         0.1,
-        "dropout of the embedding and of what joins the residual stream; in T5 with relative positions also of the "
-        "activation and of the final norms",
+        "dropout of the embedding and of each addition to the residual stream; in T5 with relative positions also "
+        "of the activation and of the final norms",
         minimum=0,
         below=1,
     )
     layout_independent_dropout: bool = option(
         False,
-        "drop the same elements in every layout, micro-batch size and schedule, by a hash of which element of the "
-        "global batch it is; slower",
+        "drop the same elements in every layout, micro-batch size and schedule: the mask is a hash of the "
+        "element's index in the global batch; slower",
     )
     init_method_std: float = option(0.02, "standard deviation of the initial weights", above=0)
     untie_embeddings: bool = option(
         False,
-        "give the output head weights of its own instead of the word embedding's",
+        "separate weights for the output head, instead of the word embedding's",
         flag="--untie-embeddings-and-output-weights",
         shown_default="tied, in LLaMA untied",
         constants={"--tie-embeddings-and-output-weights": False},
     )
     activation: str = option(
         "gelu",
-        "activation of the feed-forward layer; gelu-tanh is the approximation that GPT-2 was trained with; a gated "
-        "one multiplies the activation (gated-gelu: that approximation) with a second product of the input",
+        "activation of the feed-forward layer; gelu-tanh is GPT-2's approximation; a gated activation (gated-gelu "
+        "uses gelu-tanh) is multiplied by a second projection of the input",
         choices=("gelu", "gelu-tanh", "relu", "squared-relu", "silu", "gated-gelu", "gated-silu"),
         constants={"--openai-gelu": "gelu-tanh", "--squared-relu": "squared-relu"},
     )
@@ -86,31 +91,33 @@ class ModelConfig(DecoderFeatures):
     )
     apply_residual_connection_post_layernorm: bool = option(
         False,
-        "add to the normalised input of a layer's parts instead of the input itself",
+        "take the residual connection from the normalised input of attention and feed-forward layer instead of the "
+        "input",
     )
     loss_chunk_tokens: int | None = option(
         None,
-        "tokens whose logits the loss makes at a time, so that they are never all in memory; 0: makes all together",
+        "number of tokens per chunk for which the loss computes logits, so that the logits of a micro-batch are "
+        "never in memory at once; 0: all tokens together",
         minimum=0,
         shown_default="by the micro-batch: chunks of 256 tokens on a CPU and of 4096 elsewhere if it has more than "
         "4 million logits and more tokens than a chunk and the hidden size together, else all",
     )
     z_loss: float = option(
         0.0,
-        "add this times (log Z)^2 to the loss of each token, Z being the sum of the exponentials of its logits, so "
-        "that logits do not drift (PaLM has 1e-4); logged apart, and left out in evaluations",
+        "weight of the auxiliary z-loss (log Z)^2 on the log-partition function (PaLM: 1e-4); logged separately, "
+        "and excluded from evaluations",
         minimum=0,
         aliases=("--output-z-loss-coeff",),
     )
     loss_average: str = option(
         "token",
-        "how the losses of a step are averaged; token: over all tokens of the step that count; micro-batch: over the "
-        "micro-batches of all replicas, each the mean over its own tokens, as Megatron-LM does without "
-        "--calculate-per-token-loss. Evaluations average over tokens",
+        "average of the losses of a step: token: over all tokens of the step; micro-batch: over the means of the "
+        "micro-batches of all replicas, as Megatron-LM without --calculate-per-token-loss. Evaluations average "
+        "over tokens",
         choices=("token", "micro-batch"),
     )
     vocab_size: int | None = option(
-        None, "vocabulary of the model", minimum=1, shown_default="the tokenizer's vocabulary"
+        None, "vocabulary size of the model", minimum=1, shown_default="the tokenizer's vocabulary"
     )
 
     def __post_init__(self) -> None:
@@ -126,7 +133,7 @@ class ModelConfig(DecoderFeatures):
         return self.num_attention_heads * self.kv_hidden_size
 
     def padded_vocab_size(self, tensor: int) -> int:
-        """Return the rows of the embedding over all tensor ranks, padding included.
+        """Return the number of embedding rows over all tensor ranks, including padding.
 
         Raises:
             ValueError: the vocabulary is not known yet.

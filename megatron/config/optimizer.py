@@ -1,4 +1,4 @@
-"""OptimizerConfig, PrecisionConfig."""
+"""OptimizerConfig and PrecisionConfig."""
 
 from __future__ import annotations
 
@@ -8,126 +8,130 @@ from dataclasses import dataclass
 
 from megatron.config.option import option
 
-# Tables by name: a number for each parameter whose name fits a pattern.
+# Tables by name: a number for each parameter whose name matches a pattern.
 
 
 def read_table(text: str) -> dict[str, float]:
-    """Return pattern -> number of ``text``, "PATTERN=NUMBER" with commas between several.
+    """Parse "PATTERN=NUMBER", with commas between several entries, into pattern -> number.
 
     Raises:
-        ValueError: it cannot be read, a number is below 0 or not finite, or a pattern stands there twice.
+        ValueError: an entry is malformed, a number is negative or not finite, or a pattern is repeated.
     """
-    found: dict[str, float] = {}
+    table: dict[str, float] = {}
     for word in text.split(","):
         pattern, sign, number = (part.strip() for part in word.rpartition("="))
-        if not (pattern and sign) or pattern in found or not 0 <= (value := float(number)) < math.inf:
+        if not (pattern and sign) or pattern in table or not 0 <= (value := float(number)) < math.inf:
             raise ValueError(word)
-        found[pattern] = value
-    return found
+        table[pattern] = value
+    return table
 
 
-# The optimizer and the course of the learning rate.
+# The optimizer and the learning-rate schedule.
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Learning rate over the steps, decay, betas and the clip of the global gradient norm."""
+    """Learning-rate schedule, weight decay, betas and clipping of the global gradient norm."""
 
     optimizer: str = option(
         "adamw",
-        "update rule; muon moves the matrices of layers by orthogonalised momentum and all else by AdamW; adafactor "
-        "keeps a mean for each row and column of a matrix and no moment",
+        "optimizer; muon updates the matrices of layers by orthogonalised momentum and all other parameters by "
+        "AdamW; adafactor stores second moments per row and column and no first moment",
         choices=("adamw", "muon", "adafactor", "sgd"),
         synonyms={"adam": "adamw", "AdamW": "adamw", "Adam": "adamw", "dist_muon": "muon", "Muon": "muon"},
     )
-    lr: float = option(5e-4, "highest learning rate", above=0, short="highest learning rate")
+    lr: float = option(5e-4, "peak learning rate", above=0, short="peak learning rate")
     min_lr: float = option(
         0.0, "learning rate at the end of the decay", minimum=0, short="learning rate at the end of the decay"
     )
     lr_decay_style: str = option(
         "cosine",
-        "course after W steps of warm-up; inverse-square-root: lr sqrt(W / step), not below --min-lr and without end: "
-        "--lr-decay-iters then only gives W",
+        "learning-rate schedule after W warm-up steps; inverse-square-root: lr sqrt(W / step), at least --min-lr "
+        "and without an end: --lr-decay-iters then only determines W",
         choices=("constant", "linear", "cosine", "exponential", "wsd", "inverse-square-root"),
         synonyms={"WSD": "wsd"},
         short="cosine, linear, wsd, ...",
     )
     lr_decay_iters: int = option(
         0,
-        "steps until --min-lr is reached, warm-up included; with inverse-square-root it only gives the warm-up",
+        "steps until --min-lr, including the warm-up; with inverse-square-root it only determines the warm-up",
         minimum=1,
         shown_default="train-iters",
     )
     warmup: float = option(
         0.01,
-        "fraction of --lr-decay-iters in which the learning rate rises from 0",
+        "warm-up as a fraction of --lr-decay-iters",
         minimum=0,
         maximum=1,
         aliases=("--lr-warmup-fraction",),
-        short="fraction of warm-up steps",
+        short="warm-up fraction",
     )
     lr_decay_samples: float | None = option(
         None,
-        "the same in samples; the learning rate then follows the samples that were read, which steps of a ramp-up have "
-        "fewer of",
+        "samples until --min-lr, instead of steps; the learning rate then follows the consumed samples, of which "
+        "steps of a batch ramp-up have fewer",
         above=0,
         shown_default="--lr-decay-iters counts; with --train-samples these",
     )
     lr_warmup_rounding: str = option(
         "none",
-        "rounding of --warmup times --lr-decay-iters; none: 3.2 steps are 3.2 steps, as in Megatron-LM; down: 3 steps",
+        "rounding of --warmup times --lr-decay-iters: none: 3.2 steps stay 3.2 steps, as in Megatron-LM; down: 3 steps",
         choices=("none", "down"),
     )
     train_tokens_lr_unit: str = option(
         "samples",
-        "what the learning rate follows if --train-tokens is the only length of the run: the samples, so that the "
-        "decay ends with the tokens for any global batch, or the steps",
+        "unit of the learning-rate schedule if --train-tokens is the only length: samples, so that the decay ends "
+        "with the tokens for any global batch, or steps",
         choices=("samples", "steps"),
     )
     lr_warmup_iters: int | None = option(
-        None, "steps of the warm-up, in place of a fraction", minimum=0, shown_default="--warmup counts"
+        None, "warm-up steps, instead of a fraction", minimum=0, shown_default="--warmup counts"
     )
     lr_warmup_samples: float | None = option(
-        None, "samples of the warm-up, in place of a fraction", minimum=0, shown_default="--warmup counts"
+        None, "warm-up samples, instead of a fraction", minimum=0, shown_default="--warmup counts"
     )
     lr_wsd_decay_iters: int | None = option(
         None,
-        "with --lr-decay-style wsd: steps that decay, at the end",
+        "with --lr-decay-style wsd: number of decay steps at the end",
         minimum=1,
         shown_default="--wsd-decay-fraction counts",
     )
     lr_wsd_decay_samples: float | None = option(
         None,
-        "with --lr-decay-style wsd: samples over which it decays, at the end",
+        "with --lr-decay-style wsd: number of decay samples at the end",
         above=0,
         shown_default="--wsd-decay-fraction counts",
     )
     lr_wsd_decay_style: str = option(
         "linear",
-        "with --lr-decay-style wsd: how it decays, u from 0 to 1: linear 1 - u, cosine (1 + cos(pi u)) / 2, "
-        "exponential 2 (1/2)^u - 1, minus_sqrt 1 - sqrt(u)",
+        "with --lr-decay-style wsd: shape of the decay for u from 0 to 1: linear 1 - u, cosine (1 + cos(pi u)) / "
+        "2, exponential 2 (1/2)^u - 1, minus_sqrt 1 - sqrt(u)",
         choices=("linear", "cosine", "exponential", "minus_sqrt"),
         synonyms={"1-sqrt": "minus_sqrt"},
     )
     wsd_decay_fraction: float = option(
         0.1,
-        "with --lr-decay-style wsd: fraction of the steps after the warm-up that decays, at their end",
+        "with --lr-decay-style wsd: decay as a fraction of the steps after the warm-up",
         above=0,
         maximum=1,
     )
     lr_embedding: float | None = option(
         None,
-        "highest learning rate of the word embedding; its course is that of --lr, and --min-lr counts in the ratio of "
-        "the two",
+        "peak learning rate of the word embedding; its schedule is that of --lr, with --min-lr scaled by the ratio "
+        "of the two",
         above=0,
         shown_default="lr",
     )
     lr_head: float | None = option(
-        None, "the same of the output head, where that has weights of its own", above=0, shown_default="lr"
+        None,
+        "peak learning rate of an untied output head; its schedule is that of --lr, with --min-lr scaled by the "
+        "ratio of the two",
+        above=0,
+        shown_default="lr",
     )
     decoupled_lr: float | None = option(
         None,
-        "highest learning rate of word embedding and output head, as Megatron-LM has it: it ends at --decoupled-min-lr",
+        "peak learning rate of word embedding and output head as in Megatron-LM, decaying to --decoupled-min-lr",
         above=0,
         shown_default="lr",
     )
@@ -139,92 +143,91 @@ class OptimizerConfig:
     )
     lr_by_name: str = option(
         "",
-        "highest learning rates by the names that parameters have in checkpoints: PATTERN=RATE, with commas between "
-        "several, as layers.*.mlp.*=1e-4; of two that fit the last counts, and it counts more than --lr-embedding",
+        "peak learning rates by parameter name in checkpoints: PATTERN=RATE, separated by commas, such as "
+        "layers.*.mlp.*=1e-4; the last match applies and overrides --lr-embedding",
     )
     weight_decay: float = option(
-        0.01, "decoupled weight decay; biases and norms have none", minimum=0, short="decoupled weight decay"
+        0.01, "decoupled weight decay; none for biases and norms", minimum=0, short="decoupled weight decay"
     )
     weight_decay_by_name: str = option(
-        "", "weight decay by the names of parameters, biases and norms among them: PATTERN=DECAY, as --lr-by-name"
+        "", "weight decay by parameter name, including biases and norms: PATTERN=DECAY, as for --lr-by-name"
     )
-    adam_beta1: float = option(0.9, "decay of the mean of gradients", minimum=0, below=1)
-    adam_beta2: float = option(0.999, "decay of the mean of squared gradients", minimum=0, below=1)
-    adam_eps: float = option(1e-8, "added to the root in Adam", above=0)
+    adam_beta1: float = option(0.9, "decay rate of Adam's first moment", minimum=0, below=1)
+    adam_beta2: float = option(0.999, "decay rate of Adam's second moment", minimum=0, below=1)
+    adam_eps: float = option(1e-8, "epsilon added to the denominator in Adam", above=0)
     exp_avg_dtype: str = option(
         "fp32",
-        "number format in which AdamW keeps its mean of gradients; fp32: that of masters. The update is computed in "
-        "fp32, and what is kept is rounded behind it",
+        "data type of AdamW's first moment; fp32: that of the main params. The update is computed in fp32 and the "
+        "state is rounded afterwards",
         choices=("fp32", "bf16"),
     )
     exp_avg_sq_dtype: str = option(
         "fp32",
-        "the same of its mean of squared gradients; a mean in bf16 cannot fall by --adam-beta2 above 0.996",
+        "data type of AdamW's second moment; in bf16 it cannot decay with --adam-beta2 above 0.996",
         choices=("fp32", "bf16"),
     )
-    sgd_momentum: float = option(
-        0.0, "with --optimizer sgd: factor of the sum of former gradients; 0: none", minimum=0, below=1
-    )
-    muon_momentum: float = option(0.95, "with --optimizer muon: decay of the mean of gradients", minimum=0, below=1)
+    sgd_momentum: float = option(0.0, "with --optimizer sgd: momentum; 0: none", minimum=0, below=1)
+    muon_momentum: float = option(0.95, "with --optimizer muon: momentum", minimum=0, below=1)
     muon_nesterov: bool = option(
         True,
-        "with --optimizer muon: what is orthogonalised is the momentum with the newest gradient counted once more",
+        "with --optimizer muon: Nesterov momentum, which counts the newest gradient once more",
         flag="",
         constants={
             "--muon-nesterov": True, "--muon-use-nesterov": True,
             "--muon-no-nesterov": False, "--muon-no-use-nesterov": False,
         },
     )  # fmt: skip
-    muon_num_ns_steps: int = option(5, "with --optimizer muon: Newton-Schulz steps", minimum=1, maximum=99)
+    muon_num_ns_steps: int = option(5, "with --optimizer muon: number of Newton-Schulz steps", minimum=1, maximum=99)
     muon_scale_mode: str = option(
         "match_rms_adamw",
-        "with --optimizer muon: what the learning rate of a matrix [m, n] is multiplied by; match_rms_adamw: 0.2 "
-        "sqrt(max(m, n)), by which AdamW's learning rates fit; spectral: sqrt(max(m, n)); original: sqrt(max(1, m/n)); "
-        "unit_rms_norm: sqrt(m/n)",
+        "with --optimizer muon: factor for the learning rate of a matrix [m, n]: match_rms_adamw: 0.2 sqrt(max(m, "
+        "n)), for learning rates of AdamW; spectral: sqrt(max(m, n)); original: sqrt(max(1, m/n)); unit_rms_norm: "
+        "sqrt(m/n)",
         choices=("match_rms_adamw", "spectral", "original", "unit_rms_norm"),
         synonyms={"shape_scaling": "original"},
     )
     muon_extra_scale_factor: float = option(
         1.0,
-        "with --optimizer muon: the same once more, for every matrix; spectral and 0.2 are match_rms_adamw",
+        "with --optimizer muon: additional factor for the learning rate of every matrix; spectral with 0.2 equals "
+        "match_rms_adamw",
         above=0,
     )
     muon_split_qkv: bool = option(
         True,
-        "with --optimizer muon: query, key and value of a layer are three matrices, and not one",
+        "with --optimizer muon: treat query, key and value of a layer as three matrices instead of one",
         flag="",
         constants={"--muon-split-qkv": True, "--muon-no-split-qkv": False},
     )
     muon_split_qkv_heads: bool = option(
-        False, "with --optimizer muon: query, key and value of each head are matrices of their own"
+        False, "with --optimizer muon: treat query, key and value of each head as separate matrices"
     )
     clip_grad: float = option(
-        1.0, "largest global gradient norm; 0: no clipping", minimum=0, short="largest gradient norm"
+        1.0, "maximum global gradient norm; 0: no clipping", minimum=0, short="maximum gradient norm"
     )
     zero_stage: int = option(
         0,
-        "each replica keeps its part alone, 1: of the fp32 masters and the optimizer's states, 2: of the gradients "
-        "too, 3: of the weights too, which are gathered layer by layer; 2 and 3 without a pipeline. The numbers are "
-        "those of 0",
+        "ZeRO stage: shard over the replicas 1: fp32 main params and optimizer states; 2: also gradients; 3: also "
+        "weights, which are gathered layer by layer. Stages 2 and 3 are not supported in a pipeline. The results "
+        "are those of stage 0",
         minimum=0,
         maximum=3,
         short="ZeRO stage, 0 to 3",
     )
     offload_optimizer: bool = option(
         False,
-        "keep masters and optimizer states on the CPU and update them there",
+        "keep main params and optimizer states in host memory and update them on the CPU",
         aliases=("--cpu-optimizer", "--optimizer-cpu-offload"),
     )
     offload_parameters: bool = option(
-        False, "with --zero-stage 3: keep the parts of the weights on the CPU", aliases=("--offload-param",)
+        False, "with --zero-stage 3: keep the weight shards in host memory", aliases=("--offload-param",)
     )
     cpu_adam: str = option(
         "torch",
-        "with --offload-optimizer: whose AdamW runs on the CPU; deepspeed's is compiled at the first start",
+        "with --offload-optimizer: AdamW implementation on the CPU; deepspeed's is compiled at the first start",
         choices=("torch", "deepspeed"),
         constants={"--cpu_torch_adam": "torch"},
     )
-    no_pin_memory: bool = option(False, "what is offloaded from a GPU lies in memory that the system may move")
+    no_pin_memory: bool = option(False, "do not pin the host memory of offloaded tensors")
 
     @property
     def lr_follows_samples(self) -> bool:
@@ -234,9 +237,9 @@ class OptimizerConfig:
     @property
     def warmup_length(self) -> float:
         """Length of the warm-up in steps, or in samples if ``lr_follows_samples``."""
-        given = self.lr_warmup_samples if self.lr_follows_samples else self.lr_warmup_iters
-        if given is not None:
-            return given
+        explicit = self.lr_warmup_samples if self.lr_follows_samples else self.lr_warmup_iters
+        if explicit is not None:
+            return explicit
         length = self.warmup * (self.lr_decay_samples or self.lr_decay_iters)
         if not self.lr_follows_samples and self.lr_warmup_rounding == "down":
             return int(length)
@@ -244,7 +247,7 @@ class OptimizerConfig:
 
     @property
     def bf16_states(self) -> tuple[str, ...]:
-        """AdamW's states that are kept in bf16, by their names in checkpoints."""
+        """AdamW's states that are stored in bf16, by their names in checkpoints."""
         return tuple(name for name in ("exp_avg", "exp_avg_sq") if getattr(self, f"{name}_dtype") == "bf16")
 
     @property
@@ -253,7 +256,7 @@ class OptimizerConfig:
         return "momentum" if self.optimizer == "sgd" and self.sgd_momentum else self.optimizer
 
     def problems(self) -> Iterator[str]:
-        """Yield what cannot be, looking at the optimizer alone."""
+        """Yield the problems of the optimizer alone."""
         yield from self._state_problems()
         if self.zero_stage and self.optimizer == "adafactor":
             yield (
@@ -271,7 +274,7 @@ class OptimizerConfig:
             yield "--lr-decay-style exponential needs --min-lr above 0, got 0: its curve never reaches 0. Set --min-lr"
 
     def _state_problems(self) -> Iterator[str]:
-        """Yield what keeps AdamW's states otherwise, or has none."""
+        """Yield a problem if bf16 states are given for an optimizer that does not support them."""
         flags = ", ".join(f"--{name.replace('_', '-')}-dtype" for name in self.bf16_states)
         if flags and self.optimizer not in ("adamw", "muon"):
             got = f"got --optimizer {self.optimizer}"
@@ -281,7 +284,7 @@ class OptimizerConfig:
             yield f"{flags} acts on our own AdamW, {got}. Leave one of them out"
 
     def _rate_problems(self) -> Iterator[str]:
-        """Yield tables by name that cannot be read, and rates of the tables that cannot be together."""
+        """Yield invalid tables by name, and learning rates that contradict each other."""
         for name in ("lr_by_name", "weight_decay_by_name"):
             text, flag = getattr(self, name), f"--{name.replace('_', '-')}"
             try:
@@ -314,15 +317,15 @@ class OptimizerConfig:
             )
 
     def _warmup_problems(self) -> Iterator[str]:
-        """Yield a warm-up that is as long as the decay, and two lengths of one thing."""
+        """Yield a warm-up that is as long as the decay, and a decay of wsd that is longer than the whole decay."""
         by_samples = self.lr_decay_samples is not None
         unit = "samples" if by_samples else "iters"
         decay = self.lr_decay_samples if self.lr_decay_samples is not None else self.lr_decay_iters
-        for name, counts in (("warmup", "warm-up"), ("wsd_decay", "decay of wsd")):
+        for name, noun in (("warmup", "warm-up"), ("wsd_decay", "decay of wsd")):
             length = getattr(self, f"lr_{name}_{unit}")
             if length is not None and decay and (length > decay or (length == decay and name == "warmup")):
                 yield (
-                    f"the {counts} must be shorter than the whole, got --lr-{name.replace('_', '-')}-{unit} {length:g} "
+                    f"the {noun} must be shorter than the whole, got --lr-{name.replace('_', '-')}-{unit} {length:g} "
                     f"and --lr-decay-{unit} {decay:g}. Lower the first"
                 )
 
@@ -334,27 +337,30 @@ DTYPES = ("fp32", "bf16", "fp16", "fp64")
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """``dtype`` None: not said; ``resolve_dtype`` then takes what suits the device."""
+    """Number format of weights and activations, and loss scale; if ``dtype`` is None, ``resolve_dtype`` sets it."""
 
     dtype: str | None = option(
         None,
-        "number format: --fp16, --bf16, --fp32, or --fp64 for comparisons",
+        "data type: --fp16, --bf16, --fp32, or --fp64 for comparisons",
         flag="",
         choices=DTYPES,
         constants={f"--{name}": name for name in ("fp16", "bf16", "fp32", "fp64")},
         shown_default="bf16 on GPUs that have it, fp16 on older ones, fp32 on CPU",
-        short="number format; default: by the device",
+        short="data type; default: by the device",
     )
     loss_scale: float = option(0.0, "fixed loss scale of fp16; 0: dynamic", minimum=0)
-    initial_scale_power: int = option(16, "the dynamic loss scale starts at 2 to this power", minimum=0, maximum=64)
-    loss_scale_window: int = option(1000, "steps without overflow before the scale doubles", minimum=1)
+    initial_scale_power: int = option(16, "initial dynamic loss scale, as a power of two", minimum=0, maximum=64)
+    loss_scale_window: int = option(1000, "steps without overflow until the loss scale doubles", minimum=1)
     hysteresis: int = option(
-        2, "the overflow that halves the scale first; each one after it does too, until a good window", minimum=1
+        2,
+        "number of overflows until the loss scale is halved; further overflows halve it until a window without "
+        "overflow",
+        minimum=1,
     )
-    min_scale: float = option(1.0, "lowest dynamic loss scale", above=0, aliases=("--min-loss-scale",))
-    excluded: tuple[str, ...] = ()  # formats that the JSON says are not enabled; never chosen for the device
+    min_scale: float = option(1.0, "minimum dynamic loss scale", above=0, aliases=("--min-loss-scale",))
+    excluded: tuple[str, ...] = ()  # formats that the JSON disables; never chosen for the device
 
     @property
     def is_dynamic(self) -> bool:
-        """True when the loss scale follows overflows."""
+        """True if the loss scale is dynamic."""
         return self.loss_scale == 0

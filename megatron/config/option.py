@@ -1,4 +1,4 @@
-"""Option: one dataclass field is one flag; ranges of steps."""
+"""``Option``, which describes the flag of a dataclass field; parsing of ranges of steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# One field of a configuration dataclass = one flag; a flag is written once, here, with its help and its range.
+# Each field of a configuration dataclass defines one flag, together with its help and its range.
 
 LARGEST_INT = 2**31 - 1
 
@@ -19,11 +19,11 @@ KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """What a flag is called, takes and allows; built from a dataclass field by ``options_of``."""
+    """Name, type and allowed values of a flag; built from a dataclass field by ``options_of``."""
 
-    name: str  # the field, and the attribute of get_args()
-    flag: str  # as the user types it
-    kind: str  # int, float, str or bool
+    name: str  # name of the field, and attribute of get_args()
+    flag: str  # spelling on the command line
+    kind: str  # type of the value: int, float, str or bool
     default: Any
     help: str
     shown_default: str
@@ -34,26 +34,28 @@ class Option:
     maximum: float | None = None
     above: float | None = None
     below: float | None = None
-    family_kind: str = ""  # of the families in which it acts; "" for all but those whose ADVICE names it
-    elsewhere: str = ""  # what a run in which it does not act is told to do, where its family's ADVICE is silent
-    alone: str | None = None  # the value where none follows the flag
-    read: Callable[[str], Any] | None = None  # a text to the value, where it is written in another way than its kind
-    join: Callable[[Sequence[str]], str] | None = None  # takes all words to the next flag; makes one text of them
+    family_kind: str = (
+        ""  # kind of the families in which it takes effect; "" for all families whose ADVICE does not name it
+    )
+    elsewhere: str = ""  # advice for runs in which it has no effect, unless their family's ADVICE has its own
+    alone: str | None = None  # value if no value follows the flag
+    read: Callable[[str], Any] | None = None  # converts a text to the value, if the text is not written as its type
+    join: Callable[[Sequence[str]], str] | None = None  # joins all words up to the next flag into one text
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other trainers' words -> the choice
-    short: str = ""  # its line in --help, of a flag that people set; without one it is in --help-all only
+    short: str = ""  # line in --help; flags without it are listed in --help-all only
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Every spelling that sets this field, the flag itself first (none when only constants set it)."""
+        """All spellings that set this field, the flag itself first (if the field has one)."""
         return ((self.flag,) if self.flag else ()) + self.aliases + tuple(self.constants)
 
     @property
     def shown_kind(self) -> str:
-        """What a value looks like in tables: its choices or its kind, with dots where it is several words."""
+        """Form of a value in tables: its choices or its type, with dots if it consists of several words."""
         return ", ".join(self.choices) or (f"{self.kind} ..." if self.join else self.kind)
 
     def rule(self) -> str:
-        """Say in words what a value must be."""
+        """Describe the valid values in words."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         bounds = [
@@ -69,12 +71,12 @@ class Option:
         return f"{noun} of {limits}" if limits else noun
 
     def problem(self, value: Any, label: str = "") -> str | None:
-        """Return why ``value`` cannot be used for this field, or None; ``label`` says where it comes from."""
+        """Return the reason why ``value`` is invalid for this field, or None; ``label`` names its source."""
         if value is None and self.default is None:
             return None
-        good = KINDS[self.kind]
-        wrong_kind = not isinstance(value, good) or (isinstance(value, bool) and self.kind != "bool")
-        if wrong_kind or not self._in_range(value):
+        types = KINDS[self.kind]
+        is_wrong_type = not isinstance(value, types) or (isinstance(value, bool) and self.kind != "bool")
+        if is_wrong_type or not self._in_range(value):
             return f"{label or self.flag} must be {self.rule()}, got {value!r}"
         return None
 
@@ -93,7 +95,7 @@ class Option:
         )
 
     def convert(self, text: str, flag: str) -> tuple[Any, str | None]:
-        """Return (value, problem) of what the user typed after ``flag``."""
+        """Return (value, problem) for the text that the user typed after ``flag``."""
         value: Any = self.synonyms.get(text, text)
         try:
             if self.read is not None:
@@ -106,9 +108,9 @@ class Option:
 
 
 def option(default: Any, help: str, *, flag: str | None = None, shown_default: str = "", **facts: Any) -> Any:
-    """Return a dataclass field that carries its flag; ``flag`` "" means that only constants or aliases set it.
+    """Return a dataclass field that defines a flag; ``flag`` "" means that only constants or aliases set the field.
 
-    A default of 0 for a field with ``minimum=1`` means "derived from other fields"; ``shown_default`` says how.
+    A default of 0 for a field with ``minimum=1`` means "derived from other fields"; ``shown_default`` describes how.
     """
     metadata = {"flag": flag, "help": help, "shown_default": shown_default, **facts}
     return dataclasses.field(default=default, metadata=metadata)
@@ -116,46 +118,46 @@ def option(default: Any, help: str, *, flag: str | None = None, shown_default: s
 
 @functools.cache
 def options_of(section: type) -> tuple[Option, ...]:
-    """Return the options of a configuration dataclass in the order of its fields, those of its base last."""
-    own = section.__dict__.get("__annotations__", {})
-    found = [field for field in dataclasses.fields(section) if field.metadata]
-    return tuple(_option_of(field) for field in sorted(found, key=lambda field: field.name not in own))
+    """Return the options of a configuration dataclass in the order of its fields, inherited fields last."""
+    own_fields = section.__dict__.get("__annotations__", {})
+    flag_fields = [field for field in dataclasses.fields(section) if field.metadata]
+    return tuple(_option_of(field) for field in sorted(flag_fields, key=lambda field: field.name not in own_fields))
 
 
 def _option_of(field: dataclasses.Field[Any]) -> Option:
     facts = dict(field.metadata)
     flag = facts.pop("flag")
     kind = field.type.__name__ if isinstance(field.type, type) else str(field.type)
-    shown = facts.pop("shown_default") or ("" if field.default in (None, False, "") else str(field.default))
+    shown_default = facts.pop("shown_default") or ("" if field.default in (None, False, "") else str(field.default))
     return Option(
         name=field.name,
         flag="--" + field.name.replace("_", "-") if flag is None else flag,
         kind=kind.split(" ")[0],
         default=field.default,
-        shown_default=shown,
+        shown_default=shown_default,
         **facts,
     )
 
 
 def is_derived(option: Option, value: Any) -> bool:
-    """True for the value 0 of a field that stands for "derived from other fields"."""
+    """Return True if ``value`` is 0 and stands for "derived from other fields"."""
     return value == option.default == 0 and bool(option.problem(value))
 
 
-# Steps on a command line: a number or a range of them, counted from 1.
+# Steps on a command line: a number or a range, counted from 1.
 
 
 def steps_of(word: str) -> range:
-    """Return the steps that ``word`` names, "5" or "5-7".
+    """Return the steps in ``word``, such as "5" or "5-7".
 
     Raises:
-        ValueError: it names none, or not whole numbers from 1 on.
+        ValueError: the range is empty, or a number is not an integer of at least 1.
     """
     first, dash, last = word.strip().partition("-")
-    found = range(_step(first), _step(last if dash else first) + 1)
-    if not found:
+    steps = range(_step(first), _step(last if dash else first) + 1)
+    if not steps:
         raise ValueError(word)
-    return found
+    return steps
 
 
 def _step(word: str) -> int:

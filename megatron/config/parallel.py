@@ -1,4 +1,4 @@
-"""How the model is laid over processes and devices."""
+"""ParallelConfig: distribution of the model over processes and devices."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from tds.schedule.simulate import (
 
 METHODS = ("balanced", "uniform", "parameters", "profile")
 STEP_TIMEOUT_S = 60
-"""A rank that gets no further for so long in a step ends the job; the first step has longer, for its first kernels."""
+"""Seconds without progress in a step after which a rank ends the job; the first step has a longer limit."""
 
 
 TRACE_IN_RUN = "<run folder>/trace"
-"""Of --pipeline-trace alone, until the run folder is known."""
+"""Value of --pipeline-trace without a folder, until the run folder is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Sizes of the tensor, pipe and context axes, how the pipeline runs, and the device that carries them."""
+    """Sizes of the tensor, pipe and context axes, the pipeline schedule, and the device."""
 
     model_parallel_size: int = option(
         1,
@@ -48,45 +48,46 @@ class ParallelConfig:
     )
     sequence_parallel: bool = option(
         False,
-        "between the tensor-parallel products each tensor rank keeps its part of the sequence of hidden states, 1/t; "
-        "what the products read stays whole with --pipeline-schedule zb-h1 or --compile",
-        short="cut hidden states along the sequence, too",
+        "shard the activations between tensor-parallel layers along the sequence over the tensor ranks; the inputs "
+        "of the layers stay unsharded with --pipeline-schedule zb-h1 or --compile",
+        short="also shard activations along the sequence",
     )
     pipe_parallel_size: int = option(
         0,
-        "pipeline stages p; 0 or 1: no pipeline engine",
+        "number of pipeline stages p; 0 or 1: no pipeline",
         minimum=0,
         aliases=("--pipeline-model-parallel-size",),
         short="pipeline stages p; 0 or 1: no pipeline",
     )
     context_parallel_size: int = option(
         1,
-        "context-parallel size c: sequences are cut over c ranks, two pieces each, so that causal work is even; the "
-        "losses are those of one rank",
+        "context-parallel size c: sequences are sharded over c ranks, two chunks each to balance causal attention; "
+        "losses equal those of one rank",
         minimum=1,
         short="context-parallel size c",
     )
     cp_comm_type: str = option(
         "all_gather",
-        "what attention sends over the context ranks: all_gather: keys and values; a2a: all of a head to one rank, "
-        "where c divides the heads of a tensor rank; p2p, Megatron's ring, gathers here",
+        "communication of attention over context ranks: all_gather: keys and values; a2a: all tokens of a head to "
+        "one rank, if c divides the heads of a tensor rank; p2p (Megatron's ring): the same as all_gather here",
         choices=("all_gather", "a2a", "p2p"),
     )
     expert_model_parallel_size: int = option(
         1,
-        "expert-parallel size: the experts of a layer are shared out over so many of the data x context ranks",
+        "expert-parallel size: the experts of a layer are distributed over this many data x context ranks",
         minimum=1,
     )
     expert_tensor_parallel_size: int = option(
         0,
-        "tensor ranks over which each expert is cut: all, or 1: each has whole experts for its part of the sequence",
+        "number of tensor ranks that shard each expert: all of them, or 1: unsharded experts, each rank for its "
+        "part of the sequence",
         minimum=1,
         shown_default="model-parallel-size",
     )
     pipeline_schedule: str | None = option(
         None,
-        "order of work in the pipeline; auto: the fastest one in the first steps, with the chunks and placement "
-        "that are fastest by simulation among those that fit the memory, where no flag says how layers lie",
+        "pipeline schedule; auto: measure the candidates in the first steps and keep the fastest, with the chunks "
+        "and placement that are fastest in simulation and fit in memory, unless flags set these",
         choices=SCHEDULES,
         constants={"--enable-zbh1-pipeline": "zb-h1"},
         shown_default="1f1b; interleaved with more than 1 chunk, zb-v in a V",
@@ -94,80 +95,80 @@ class ParallelConfig:
     )
     pipeline_auto_schedules: str | None = option(
         None,
-        "schedules among which --pipeline-schedule auto chooses, with commas: 1f1b,zb-h1",
+        "candidates of --pipeline-schedule auto, such as 1f1b,zb-h1",
         shown_default="all that fit the memory",
     )
     pipeline_chunks: int = option(
         1,
-        "runs of layers that each stage holds; with more than 1 the pipeline fills and drains faster and sends more",
+        "number of model chunks per stage; more than 1 reduces the pipeline bubble and increases communication",
         minimum=1,
         aliases=("--num-virtual-stages-per-pipeline-rank", "--virtual-pipeline-model-parallel-size"),
         shown_default="1; 2 in a V",
     )
     pipeline_placement: str | None = option(
         None,
-        "how the chunks lie on the stages: loop: down the stages, then down again; v: down, then up, so that the first "
-        "stage has the loss, too",
+        "placement of chunks on the stages: loop: from the first to the last stage, repeatedly; v: down and back "
+        "up, so that the first stage also computes the loss",
         choices=PLACEMENTS,
         shown_default="v for zb-v and dualpipev, else loop",
     )
     pipeline_schedule_file: str | None = option(
         None,
-        "a CSV file with the order of work, in torch's compute-only form (0F0,0B0,1I2,1W2), for this number of stages "
-        "and micro-batches; it is proven to run at the start",
+        "CSV file with a schedule in torch's compute-only format (0F0,0B0,1I2,1W2) for this number of stages and "
+        "micro-batches; it is proven to complete before the run starts",
         shown_default="none",
     )
     micro_batch_group_size: int = option(
         0,
-        "with more than 1 chunk in a loop: micro-batches that go through one chunk before the next one's turn",
+        "with more than 1 chunk in a loop: number of micro-batches that run through a chunk before the next chunk",
         minimum=1,
         flag="--microbatch-group-size-per-virtual-pipeline-stage",
         shown_default="the number of stages",
     )
     pipeline_layout: str | None = option(
         None,
-        "Megatron's notation for the layers of each piece of the model: E embedding, t a layer, L the head, | between "
-        "pieces, *n times: Et*3|(tt|)*2t|L; it takes the place of --partition-method and --pipeline-chunks",
+        "layers of each model chunk in Megatron's notation: E embedding, t layer, L head, | next chunk, *n "
+        "repetition: Et*3|(tt|)*2t|L; replaces --partition-method and --pipeline-chunks",
         flag="--pipeline-model-parallel-layout",
         shown_default="layers are cut by --partition-method",
     )
     layers_per_chunk: int = option(
         0,
-        "Megatron's way to say --pipeline-chunks: layers / (stages x this); --partition-method cuts all the same",
+        "Megatron's form of --pipeline-chunks, which is layers / (stages x this); layers are still assigned by "
+        "--partition-method",
         flag="--num-layers-per-virtual-pipeline-stage",
         minimum=1,
         shown_default="--pipeline-chunks counts",
     )
     pipeline_trace: str | None = option(
         None,
-        "folder for a trace of the pipeline's first steps, for Perfetto, without a value the folder trace in the run "
-        "folder; the run folder gets its picture, schedule.png",
+        "folder for a Perfetto trace of the first pipeline steps; without a value the folder trace in the run "
+        "folder, which also gets a plot, schedule.png",
         shown_default="none",
         alone=TRACE_IN_RUN,
     )
     check_data_agreement: bool = option(
         False,
-        "compare checksums of what the first and the last stage read in each step, ahead of the update; data that "
-        "differ end the run with code 2",
+        "compare checksums of the data of the first and the last stage before each update; a difference ends the "
+        "run with code 2",
     )
     overlap_grad_reduce: bool = option(
         True,
-        "replicas add up their gradients in buckets while the last backward of a step runs, and not after it; the "
-        "numbers are the same",
+        "all-reduce gradients in buckets during the last backward of a step instead of after it; the results are "
+        "the same",
         flag="",
         constants={"--overlap-grad-reduce": True, "--no-overlap-grad-reduce": False},
     )
     gradient_accumulation_fusion: bool = option(
         False,
-        "products of linear layers add the gradients of their weights to where these lie, and make none apart: less "
-        "memory and a little less time; sums round once less, so that losses differ in their last bits. Not with "
-        "--zero-stage 2 and 3, nor --compile",
+        "accumulate weight gradients inside the matrix products of linear layers: less memory, slightly faster; "
+        "the rounding changes the last bits of losses. Not supported with --zero-stage 2 and 3 and with --compile",
         constants={"--no-gradient-accumulation-fusion": False},
     )
     reduce_bucket_size: int = option(
         0,
-        "gradients that replicas add up together, in numbers; gloo rounds by places in a bucket, so that with three "
-        "replicas or more another size gives other bits there",
+        "number of elements per bucket of the gradient all-reduce; with gloo and three or more replicas the size "
+        "changes the rounding",
         minimum=1,
         maximum=10**12,
         aliases=("--ddp-bucket-size",),
@@ -175,76 +176,78 @@ class ParallelConfig:
     )
     allgather_bucket_size: int = option(
         0,
-        "updated weights that replicas send each other together with ZeRO 1 and 2, in numbers",
+        "number of elements per bucket of the all-gather of updated weights with ZeRO 1 and 2",
         minimum=1,
         maximum=10**12,
         shown_default="on a device the larger of 40,000,000 and 1,000,000 x replicas, on a CPU 32 MiB",
     )
     stage3_prefetch_bucket_size: int = option(
         50_000_000,
-        "with --zero-stage 3, 0 gathers the weights of each layer where they are needed, any other number those of the "
-        "next layer ahead; the numbers are the same",
+        "with --zero-stage 3: 0 gathers the weights of a layer when they are needed, any other value prefetches "
+        "those of the next layer; the results are the same",
         minimum=0,
     )
     checkpoint_activations: bool = option(
         False,
-        "keep only the inputs of layers in the forward pass and compute the rest again in the backward pass",
-        short="recompute layers in the backward pass",
+        "activation recomputation: save only the inputs of layers in the forward and recompute the rest in the "
+        "backward",
+        short="recompute layers in the backward",
     )
     checkpoint_num_layers: int = option(
         1,
-        "layers between two kept inputs",
+        "number of layers per recomputed block",
         minimum=1,
         aliases=("--recompute-num-layers", "--activations-checkpoint-num-layers"),
     )
     recompute_granularity: str | None = option(
         None,
-        "full: as --checkpoint-activations; selective: compute again what is between query, key, value and the output "
-        "of each attention, and nothing else",
+        "full: same as --checkpoint-activations; selective: recompute only the attention core, between query, key, "
+        "value and output",
         choices=("full", "selective"),
         constants={"--recompute-activations": "selective"},
         shown_default="none",
     )
     partition_activations: bool = option(
         False,
-        "keep of the inputs of recomputed layers a part on each tensor rank, 1/t of them",
+        "shard the saved inputs of recomputed layers over the tensor ranks",
         aliases=("--distribute-checkpointed-activations", "--distribute-saved-activations"),
     )
-    checkpoint_in_cpu: bool = option(False, "keep the inputs of recomputed layers in the memory of the host")
+    checkpoint_in_cpu: bool = option(False, "save the inputs of recomputed layers in host memory")
     contiguous_checkpointing: bool = option(
         False,
-        "keep the inputs of recomputed layers in one buffer, made at the first forward",
+        "save the inputs of recomputed layers in one buffer, which the first forward allocates",
         flag="--contigious-checkpointing",
         aliases=("--contiguous-checkpointing",),
     )
     compile: bool = option(False, "compile each transformer layer with torch.compile")
     partition_method: str = option(
         "balanced",
-        "layers per stage: balanced (by estimated cost), profile (by the time that each layer takes in a probe at the "
-        "start), uniform, parameters, or type:REGEX of layer names",
+        "assignment of layers to stages: balanced (by estimated cost), profile (by times measured at the start), "
+        "uniform, parameters, or type:REGEX of layer names",
     )
-    device: str = option("auto", "where to compute: auto, cpu, cuda, or the device of a plug-in (docs/accelerators.md)")
+    device: str = option("auto", "device: auto, cpu, cuda, or the device of a plug-in (docs/accelerators.md)")
     fused_kernels: str = option(
         "auto",
-        "fused norms, AdamW and dropout on a GPU: torch's, or apex's norms and AdamW; auto: torch's, dropout by Triton",
+        "fused norms, AdamW and dropout on a GPU: torch: torch's kernels; apex: apex's norms and AdamW; auto: "
+        "torch's kernels, and dropout in Triton",
         choices=("auto", "torch", "apex"),
     )
     distributed_backend: str | None = option(
         None,
-        "backend of torch.distributed; gloo on a GPU goes through the host, for numbers only",
+        "backend of torch.distributed; gloo on a GPU communicates through host memory: correct, but slow",
         choices=("nccl", "gloo"),
         shown_default="nccl on GPUs, gloo on CPU",
     )
     step_timeout: int = option(
         0,
-        "seconds without progress in a step after which a rank is stuck: all ranks end with code 4 and name it",
+        "seconds without progress in a step until all ranks exit with code 4 and name the stuck rank",
         minimum=1,
         shown_default="60",
         aliases=("--distributed-timeout-s", "--distributed-timeout-seconds-after-init"),
     )
     phase_timeout_minutes: float = option(
         30.0,
-        "the same limit, in minutes, while ranks meet, open data, load, save and evaluate, and in the first step",
+        "the same limit in minutes for rendezvous, opening data, loading, saving, evaluation and the first step",
         above=0,
     )
 
@@ -254,12 +257,12 @@ class ParallelConfig:
 
     @property
     def num_stages(self) -> int:
-        """p, where 0 and 1 both mean one stage."""
+        """p; sizes 0 and 1 both mean one stage."""
         return max(self.pipe_parallel_size, 1)
 
     @property
     def cuts_experts(self) -> bool:
-        """Whether each expert is cut over the tensor ranks."""
+        """True if each expert is sharded over the tensor ranks."""
         return self.expert_tensor_parallel_size != 1
 
     @property
@@ -268,7 +271,7 @@ class ParallelConfig:
 
     @property
     def schedule(self) -> str:
-        """The schedule's name, said or by default."""
+        """Name of the schedule, given or by default."""
         if self.pipeline_schedule_file is not None:
             return IN_FILE + self.pipeline_schedule_file
         if self.pipeline_schedule == AUTO and self.pipeline_auto_schedules:
@@ -277,40 +280,40 @@ class ParallelConfig:
 
     @property
     def auto_schedules(self) -> list[str]:
-        """The schedules among which "auto" chooses; none: all."""
+        """The schedules among which "auto" chooses; empty for all."""
         return [name.strip() for name in (self.pipeline_auto_schedules or "").split(",") if name.strip()]
 
     @property
     def placement(self) -> str:
-        """How the chunks lie on the stages, said or by the schedule."""
+        """Placement of the chunks on the stages, given or determined by the schedule."""
         if not self.has_pipeline:
             return LOOP
-        if (found := self._order_in_file) is not None:
-            return found.placement.kind
+        if (file_schedule := self._order_in_file) is not None:
+            return file_schedule.placement.kind
         if self.auto_schedules and set(self.auto_schedules) <= set(IN_A_V):
             return self.pipeline_placement or V
         return self.pipeline_placement or placement_for(self.pipeline_schedule)
 
     @property
     def chunks(self) -> int:
-        """c, which is 1 without a pipeline."""
+        """c, the number of chunks per stage; 1 without a pipeline."""
         if not self.has_pipeline:
             return 1
-        if (found := self._order_in_file) is not None:
-            return found.placement.num_chunks
+        if (file_schedule := self._order_in_file) is not None:
+            return file_schedule.placement.num_chunks
         if self.pipeline_layout is not None:
-            with suppress(ValueError):  # of which problems() tells
+            with suppress(ValueError):  # reported by problems()
                 return max(len(parse_layout(self.pipeline_layout)) // self.num_stages, 1)
         return max(self.pipeline_chunks, 2 if self.placement == V else 1)
 
     @property
     def group_size(self) -> int:
-        """Micro-batches that go through a chunk before the next one's turn; 0: the stages, or one chunk, or a V."""
+        """Micro-batches that one chunk runs before the next chunk; 0 means the number of stages, one chunk, or a V."""
         return self.micro_batch_group_size if self.chunks > 1 and self.placement == LOOP else 0
 
     @property
     def _order_in_file(self) -> FileSchedule | None:
-        """The order of --pipeline-schedule-file; None without one that can be read, of which problems() tells."""
+        """The order of --pipeline-schedule-file; None without a valid file, which problems() reports."""
         if self.pipeline_schedule_file is not None:
             with suppress(OSError, ValueError):
                 return read_schedule(self.pipeline_schedule_file)
@@ -318,30 +321,30 @@ class ParallelConfig:
 
     @property
     def loss_stage(self) -> int:
-        """The stage that has the loss."""
+        """The stage that computes the loss."""
         return Placement(self.num_stages, self.chunks, self.placement).last_stage
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Return d: what the tensor, pipe and context axes leave of ``world_size`` ranks."""
+        """Return d: ``world_size`` divided by the sizes of the tensor, pipe and context axes."""
         return world_size // self.replica_size
 
     @property
     def replica_size(self) -> int:
-        """Ranks that work on the same samples: t p c."""
+        """Number of ranks that work on the same samples: t p c."""
         return self.model_parallel_size * self.num_stages * self.context_parallel_size
 
     @property
     def step_timeout_s(self) -> int:
-        """How long a rank may get no further in a step."""
+        """Seconds without progress in a step before a timeout."""
         return self.step_timeout or STEP_TIMEOUT_S
 
     @property
     def phase_timeout_s(self) -> float:
-        """The same in what takes long: opening data, the first step, loading, saving, evaluation."""
+        """Limit in seconds for long phases: opening data, the first step, loading, saving and evaluation."""
         return 60.0 * self.phase_timeout_minutes
 
     def problems(self) -> Iterator[str]:
-        """Yield what cannot be, looking at the layout alone."""
+        """Yield the problems of the layout alone."""
         if unknown := accelerators.problem(self.device):
             yield unknown
         method = self.partition_method
@@ -354,7 +357,7 @@ class ParallelConfig:
             yield f"--partition-method must be one of {', '.join(METHODS)}, or type:REGEX, got {method!r}"
         if self.has_pipeline and (wrong := self._file_problem() or self._layout_problem()):
             yield wrong
-            return  # what follows asks for chunks
+            return  # the checks below need valid chunks
         if self.has_pipeline:
             yield from self._schedule_problems()
         if self.checkpoint_activations and self.recompute_granularity == "selective":
@@ -377,53 +380,53 @@ class ParallelConfig:
             )
 
     def _file_problem(self) -> str | None:
-        """Return what is wrong with a file of a schedule, looking at the layout alone."""
+        """Return the problem of the schedule file with the layout alone, or None."""
         if self.pipeline_schedule_file is None:
             return None
-        beside = {
+        exclusive = {
             "--pipeline-schedule": self.pipeline_schedule is not None,
             "--pipeline-auto-schedules": self.pipeline_auto_schedules is not None,
             "--pipeline-chunks": self.pipeline_chunks > 1,
             "--pipeline-placement": self.pipeline_placement is not None,
             "--microbatch-group-size-per-virtual-pipeline-stage": bool(self.micro_batch_group_size),
         }
-        if said := [flag for flag, is_said in beside.items() if is_said]:
-            return f"--pipeline-schedule-file says how chunks lie and run, got {', '.join(said)} too. Leave it out"
+        if given := [flag for flag, is_said in exclusive.items() if is_said]:
+            return f"--pipeline-schedule-file says how chunks lie and run, got {', '.join(given)} too. Leave it out"
         try:
-            found = read_schedule(self.pipeline_schedule_file).placement.num_stages
+            stages = read_schedule(self.pipeline_schedule_file).placement.num_stages
         except (OSError, ValueError) as error:
             return f"--pipeline-schedule-file must hold an order that runs: {error}"
-        if found != self.num_stages:
+        if stages != self.num_stages:
             return (
                 f"--pipeline-schedule-file must be for --pipe-parallel-size {self.num_stages}, got "
-                f"{self.pipeline_schedule_file} of {found} stages. Use --pipe-parallel-size {found}, or another file"
+                f"{self.pipeline_schedule_file} of {stages} stages. Use --pipe-parallel-size {stages}, or another file"
             )
         return None
 
     def _layout_problem(self) -> str | None:
-        """Return what is wrong with a layout in Megatron's notation but for the number of its layers."""
+        """Return the problem of a layout in Megatron's notation, or None; the number of layers is checked elsewhere."""
         if self.pipeline_layout is None:
             return None
-        beside = {
+        exclusive = {
             "--pipeline-chunks": self.pipeline_chunks > 1,
             "--num-layers-per-virtual-pipeline-stage": bool(self.layers_per_chunk),
             "--partition-method": self.partition_method != "balanced",
         }
-        if said := [flag for flag, is_said in beside.items() if is_said]:
-            return f"--pipeline-model-parallel-layout says the chunks, got {', '.join(said)} too. Leave it out"
+        if given := [flag for flag, is_said in exclusive.items() if is_said]:
+            return f"--pipeline-model-parallel-layout says the chunks, got {', '.join(given)} too. Leave it out"
         try:
-            number = len(parse_layout(self.pipeline_layout))
+            num_pieces = len(parse_layout(self.pipeline_layout))
         except ValueError as error:
             return str(error)
-        if number % self.num_stages:
+        if num_pieces % self.num_stages:
             return (
                 "--pipeline-model-parallel-layout must have a multiple of --pipe-parallel-size pieces, got "
-                f"{number} and {self.num_stages} in {self.pipeline_layout!r}"
+                f"{num_pieces} and {self.num_stages} in {self.pipeline_layout!r}"
             )
         return None
 
     def _auto_problem(self) -> str | None:
-        """Return why "auto" cannot choose among the schedules that are named."""
+        """Return the reason why "auto" cannot choose among the named schedules, or None."""
         flag, named = "--pipeline-auto-schedules", self.pipeline_auto_schedules
         if named is None:
             return None

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from itertools import accumulate
 
-# A text such as ``Et*3|(tt|)*29t|L``: E embedding, t a transformer layer, L the head with its norm and the loss; ``|``
-# stands between pieces, in the order of the model; ``*n`` repeats the letter or the bracket ahead of it; commas are for
-# the eye. m, a layer that predicts more than one token, is not there.
+# Example: ``Et*3|(tt|)*29t|L``. E is the embedding, t a transformer layer, L the head with its norm and the loss. ``|``
+# separates pieces, in the order of the model. ``*n`` repeats the letter or the bracket before it. Commas are ignored.
+# Megatron's m, a multi-token prediction layer, is not supported.
 #
 # Source: Megatron-LM, --pipeline-model-parallel-layout.
 
@@ -17,22 +17,22 @@ _REPEATED = re.compile(r"(?:\(([^()]*)\)|([A-Za-z]))\*(\d+)")
 
 
 def parse_layout(text: str) -> list[str]:
-    """Return the letters of each piece: ["Ettt", "tt", "L"].
+    """Return the letters of each piece, such as ["Ettt", "tt", "L"].
 
     Raises:
-        ValueError: no such notation; a piece without a layer; E or L not once, at the ends.
+        ValueError: the notation is invalid, a piece is empty, or E and L are not exactly at the two ends.
     """
     flat = re.sub(r"[\s,]", "", text)
     while (shorter := _REPEATED.sub(lambda found: (found[1] or found[2] or "") * int(found[3]), flat)) != flat:
         flat = shorter
     pieces = flat.split("|")
     if pieces[-1] == "" and len(pieces) > 1:
-        pieces.pop()  # a bar may end the last piece, too
-    whole = "".join(pieces)
-    if re.fullmatch(r"Et+L", whole) is None:
+        pieces.pop()  # a bar may also end the last piece
+    letters = "".join(pieces)
+    if re.fullmatch(r"Et+L", letters) is None:
         raise ValueError(
             f"{FLAG} must be E, layers t and L, with | between pieces and *n for repetition, such as Et*3|(tt|)*2t|L, "
-            f"got {text!r}" + (": m (multi-token prediction) is not there" if "m" in whole else "")
+            f"got {text!r}" + (": m (multi-token prediction) is not there" if "m" in letters else "")
         )
     if not all(pieces):
         raise ValueError(
@@ -43,10 +43,10 @@ def parse_layout(text: str) -> list[str]:
 
 
 def num_layers(pieces: Sequence[str]) -> int:
-    """Return the transformer layers of all pieces."""
+    """Return the number of transformer layers in all pieces."""
     return sum(piece.count("t") for piece in pieces)
 
 
 def layout_bounds(pieces: Sequence[str]) -> list[int]:
-    """Return the bounds of the pieces of a decoder in units: embedding, layers, norm and head, which L stands for."""
+    """Return the bounds of the pieces of a decoder in units: embedding, layers, and two units (norm, head) for L."""
     return [0, *accumulate(len(piece) + ("L" in piece) for piece in pieces)]

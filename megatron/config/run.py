@@ -15,31 +15,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Seed, log, early ends, and DeepSpeed's JSON."""
+    """Seed, logging, exit conditions, and DeepSpeed's JSON."""
 
     seed: int = option(1234, "seed of weights, data order and dropout", minimum=0, short="seed of the run")
     deterministic: bool = option(
         False,
-        "on CUDA: take kernels that add in the same order every time, slower, so that a run resumes bit for bit; on a "
-        "CPU it does so anyway",
+        "on CUDA: deterministic kernels, which are slower, so that a resumed run is equal bit for bit; on a CPU "
+        "this is always the case",
         aliases=("--deterministic-mode",),
     )
     log_interval: int = option(
         10,
-        "steps between progress lines; 0: the first and the last step only",
+        "steps between progress lines; 0: only the first and the last step",
         minimum=0,
         short="steps between log lines",
     )
     exit_interval: int = option(
-        0, "save and stop when the step is a multiple of this; 0: never", minimum=0, shown_default="never"
+        0, "save and exit at steps that are a multiple of this; 0: never", minimum=0, shown_default="never"
     )
     kill_switch_path: str | None = option(
         None,
-        "save and stop after the step at whose end this file is there",
+        "save and exit once this file exists (checked after every step)",
         aliases=("--kill-switch-file",),
         shown_default="none",
     )
-    exit_duration_in_mins: float = option(0.0, "save and stop after so many minutes", above=0, shown_default="never")
+    exit_duration_in_mins: float = option(
+        0.0, "save and exit after this number of minutes", above=0, shown_default="never"
+    )
     tensorboard_dir: str | None = option(None, "folder of TensorBoard events", shown_default="in the run folder")
     deepspeed_config: str | None = option(
         None,
@@ -50,7 +52,7 @@ class RunConfig:
     )
     config: str | None = option(
         None,
-        "YAML, TOML or JSON file with flags, whose keys are their names; the config.json of a run folder repeats it",
+        "YAML, TOML or JSON file whose keys are flags; the config.json of a run folder repeats that run",
         short="YAML, TOML or JSON file with flags",
     )
     strict_flags: bool = option(
@@ -58,26 +60,26 @@ class RunConfig:
     )
     ignore_unknown_flags: bool = option(
         False,
-        "drop unknown flags and keys of --config with a warning that names the nearest known flag, misspelt flags "
-        "included; without it they are errors",
+        "drop unknown flags and keys of --config, including misspelt ones, with a warning that names the nearest "
+        "known flag; without it they are errors",
     )
     verbose_deepspeed: bool = option(
-        False, "let DeepSpeed's own messages through; a run without a pipeline then uses its engine"
+        False, "print DeepSpeed's messages; a run without a pipeline then uses DeepSpeed's engine"
     )
     dry_run: bool = option(
         False,
-        "print the start table and stop, without starting processes or reading data",
-        short="print the start table and stop",
+        "print the start table and exit, without starting processes or reading data",
+        short="print the start table and exit",
     )
     check_paths: bool = option(
         False,
-        "with --dry-run: end with code 2 if this machine lacks data files, the folder of --load, memory or the device; "
-        "without it they are warnings",
+        "with --dry-run: exit with code 2 if this machine lacks data files, the folder of --load, memory or the "
+        "device; without it these are warnings",
     )
-    progress: str = option("auto", "how progress is shown", choices=("auto", "bar", "plain"))
+    progress: str = option("auto", "form of the progress display", choices=("auto", "bar", "plain"))
     local_rank: int | None = option(
         None,
-        "device index on this node, as launchers pass it; must agree with LOCAL_RANK",
+        "device index on this node, passed by launchers; must agree with LOCAL_RANK",
         flag="--local_rank",
         aliases=("--local-rank",),
         minimum=0,

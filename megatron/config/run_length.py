@@ -1,13 +1,13 @@
-"""RunLength: where a run ends, in steps, samples or tokens.
+"""RunLength: the end of a run in steps, samples or tokens.
 
-``--rampup-batch-size START INCREMENT SAMPLES`` begins with START samples a step and adds INCREMENT until the whole
+``--rampup-batch-size START INCREMENT SAMPLES`` starts with START samples per step and adds INCREMENT until the full
 global batch is reached, after SAMPLES samples. Each of the n = (global batch - START) / INCREMENT sizes before the
-last holds for SAMPLES / n samples:
+last is used for SAMPLES / n samples:
 
     size(c) = START + INCREMENT * floor(c n / SAMPLES)    for c < SAMPLES samples consumed, else the global batch
 
-which is what Megatron-LM does. A step that begins below a bound is taken whole with the size it began with. The size
-follows from the samples consumed alone, so a run goes on as it would have in any layout.
+as in Megatron-LM. A step that starts below a bound keeps its size until its end. The size depends only on the samples
+consumed, so a resumed run continues identically in any layout.
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ class RunLength:
 
 
 def indivisible(sizes: Iterable[int], divisor: int) -> list[int]:
-    """Return the sizes that are no multiple of ``divisor``."""
+    """Return the sizes that are not multiples of ``divisor``."""
     return [size for size in sizes if size % divisor]

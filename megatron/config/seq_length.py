@@ -1,16 +1,17 @@
 """``--seq-length-schedule``: a sequence length that grows during training.
 
-``--seq-length-schedule "0: 512; 1e9: 2048; 5e9: 4096"``: a step that begins at or after so many tokens consumed has
-that length. A sample stays a window of L = --seq-length tokens and the label of the last one, whatever the length l
-of a step, a divisor of L: its L / l pieces are read as samples of their own. Piece k is columns k l ... k l + l of
-the window, so neighbours share one token, and each token is a label exactly once, as in the whole window:
+With ``--seq-length-schedule "0: 512; 1e9: 2048; 5e9: 4096"``, a step uses the length of the last entry whose number of
+tokens has been consumed before the step. A sample is always a window of L = --seq-length tokens and the label of the
+last one. If the length l of a step, a divisor of L, is shorter, the L / l pieces of the window are read as separate
+samples. Piece k consists of columns k l ... k l + l of the window, so neighbours share one token, and each token is a
+label exactly once, as in the full window:
 
     window of L = 8     t0 t1 t2 t3 t4 t5 t6 t7 t8
     pieces of l = 4     t0 t1 t2 t3 t4
                                     t4 t5 t6 t7 t8
 
-So the tokens of a step, the samples and their order, and the position in them do not depend on the schedule. Tokens
-consumed are samples consumed x L.
+So the tokens of a step, the samples and their order, and the position in them do not depend on the schedule. The number
+of tokens consumed is the number of samples consumed times L.
 """
 
 from __future__ import annotations
@@ -25,51 +26,51 @@ if TYPE_CHECKING:
 
 FLAG = "--seq-length-schedule"
 LARGEST_TOKENS = 2**62
-"""Tokens are counted in 64 bits."""
+"""Maximum number of tokens, which are counted in 64 bits."""
 
 _RULE = 'must be steps "TOKENS: LENGTH" with semicolons between them, such as "0: 512; 1e9: 2048; 5e9: 4096"'
 
 
 @dataclass(frozen=True)
 class SeqLengths:
-    """Tokens of a piece by tokens consumed; no ``steps``: ``full`` in every step.
+    """Length of a piece, in tokens, by tokens consumed. Without ``steps``, every step uses ``full``.
 
     Args:
         full: tokens of a sample (--seq-length).
-        steps: (tokens, length), both rising, the first from 0 tokens on and the last of ``full``.
+        steps: (tokens, length), both increasing, from 0 tokens in the first entry to the length ``full`` in the last.
     """
 
     full: int
     steps: tuple[tuple[int, int], ...] = ()
 
     def at(self, tokens: int) -> int:
-        """Return the length of a step that begins after so many tokens consumed."""
-        number = bisect_right(self.steps, tokens, key=lambda step: step[0])
-        return self.steps[number - 1][1] if number else self.full
+        """Return the length of a step that starts after ``tokens`` consumed tokens."""
+        count = bisect_right(self.steps, tokens, key=lambda step: step[0])
+        return self.steps[count - 1][1] if count else self.full
 
     def of_step(self, samples_consumed: int) -> int:
-        """Return the length of the step that begins after so many samples."""
+        """Return the length of the step that starts after ``samples_consumed`` samples."""
         return self.at(samples_consumed * self.full)
 
     def all(self) -> list[int]:
-        """Return every length that a step can have, rising."""
+        """Return every length that a step can have, in increasing order."""
         return [length for _, length in self.steps] or [self.full]
 
     def starts(self) -> list[tuple[int, int, int]]:
-        """Return (tokens, first sample, length) of each entry: a sample begins at or after the tokens."""
+        """Return (tokens, first sample, length) of each entry; the first sample starts at or after the tokens."""
         return [(tokens, -(-tokens // self.full), length) for tokens, length in self.steps]
 
     @property
     def do_change(self) -> bool:
-        """Whether there is more than one length."""
+        """True if there is more than one length."""
         return len(self.steps) > 1
 
 
 def parse_lengths(text: str) -> tuple[tuple[int, int], ...]:
-    """Return (tokens, length) of each entry of a schedule, as they stand there.
+    """Return (tokens, length) of each entry of a schedule, in the order of the text.
 
     Raises:
-        ValueError: not such a text.
+        ValueError: the text has another form.
     """
     wrong = f"{FLAG} {_RULE}; got {text!r}"
     steps = tuple(_entry(part.strip(), wrong) for part in text.split(";") if part.strip())
@@ -91,7 +92,7 @@ def _entry(part: str, wrong: str) -> tuple[int, int]:
 
 
 def _whole(word: str) -> int | None:
-    """Return the whole number that ``word`` is, also one as 1e9; None for anything else."""
+    """Return the integer in ``word``, which may be written as 1e9; None for anything else."""
     if word.isdecimal():
         return int(word) if int(word) <= LARGEST_TOKENS else None
     try:

@@ -17,21 +17,23 @@ DRIFT_INTERVAL = 100
 
 @dataclass(frozen=True, kw_only=True)
 class StabilityConfig:
-    """The guard against bad steps, and the comparison of copies."""
+    """Guard against anomalous steps, and comparison of the copies of each weight."""
 
     stability_guard: str = option(
         "off",
-        "what is done about a step whose loss or gradient norm is not finite or far above the steps before it: off "
-        "ends the run (not finite) or only says so (far above); skip leaves the step out on all ranks; rollback does "
-        "so too, and after --stability-patience in a row goes back to a good checkpoint and leaves their data out",
+        "reaction to a step whose loss or gradient norm is not finite, or far above those of previous steps: off: "
+        "end the run (not finite) or only warn (far above); skip: skip the update on all ranks; rollback: skip, "
+        "and after --stability-patience skipped steps in a row return to a good checkpoint and skip the data since",
         choices=GUARDS,
     )
     stability_sigma: float = option(
-        6.0, "standard deviations above the mean of the last steps from which a loss or norm is far above", above=0
+        6.0, "standard deviations above the mean of the previous steps that count as far above", above=0
     )
-    stability_window: int = option(128, "good steps that count as the last ones; half of them must be there", minimum=4)
+    stability_window: int = option(
+        128, "number of good previous steps in the mean; at least half of them must exist", minimum=4
+    )
     stability_patience: int = option(
-        5, "bad steps in a row after which --stability-guard skip ends the run and rollback goes back", minimum=1
+        5, "skipped steps in a row until skip ends the run and rollback returns to a checkpoint", minimum=1
     )
     drift_interval: int = option(
         DRIFT_INTERVAL,
@@ -42,10 +44,10 @@ class StabilityConfig:
 
     @property
     def is_guarded(self) -> bool:
-        """True where bad steps are skipped."""
+        """True if anomalous steps are skipped."""
         return self.stability_guard != "off"
 
     @property
     def goes_back(self) -> bool:
-        """True where bad steps in a row lead back to a checkpoint."""
+        """True if consecutive anomalous steps cause a rollback to a checkpoint."""
         return self.stability_guard == "rollback"

@@ -1,4 +1,4 @@
-"""The heat map of experts: the share of a layer's tokens that each expert got in the last record that has them."""
+"""Heat map of experts: each expert's share of its layer's tokens in the last record that contains these numbers."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ TABLE = "moe_tokens_per_expert"
 WIDTH, LEFT, RIGHT, FOOT = 1200, 120, 60, 18
 WIDEST, ROW = 40, 20
 MOST_TITLES = 6000
-"""Cells that say their numbers under the pointer; of more, rows alone do."""
+"""Maximum number of cells with tooltips; above it, only rows have tooltips."""
 DARKEST = 3.0
-"""So many times the mean have the full colour, and all above."""
+"""Multiple of the mean that has the full colour, as does everything above it."""
 STEPS = (0.0, 0.5, 1.0, 2.0, 3.0)
 
 
 def expert_map(run: RunFolder) -> Html | None:
-    """Return layers x experts as a picture; None where no record has the tokens of experts."""
-    record = next((each for each in reversed(run.of_kind("train")) if _table(each)), None)
+    """Return the picture of layers x experts; None if no record has the tokens of experts."""
+    record = next(
+        (record_candidate for record_candidate in reversed(run.of_kind("train")) if _table(record_candidate)), None
+    )
     if record is None:
         return None
     table = _table(record)
     most = max(map(len, table.values()))
     width = min((WIDTH - LEFT - RIGHT) / most, WIDEST)
     has_titles = sum(map(len, table.values())) <= MOST_TITLES
-    rows = [_row(at, layer, counts, width, has_titles) for at, (layer, counts) in enumerate(table.items())]
+    rows = [_row(row_idx, layer, counts, width, has_titles) for row_idx, (layer, counts) in enumerate(table.items())]
     height = len(table) * ROW
-    feet = [
+    labels = [
         tag("text", expert, x=f"{LEFT + (expert + 0.5) * width:.1f}", y=height + FOOT - 5, class_="foot")
         for expert in dict.fromkeys((0, most // 2, most - 1))
     ]
     worst = max(table, key=lambda layer: _imbalance(table[layer]))
     text = f"Tokens by expert, {len(table)} layers x {most} experts, step {record['step']}: in {worst} the largest has "
     text += f"{_imbalance(table[worst]):.2f} times the mean"
-    drawing = tag("svg", tag("title", text), *rows, *feet, viewBox=f"0 0 {WIDTH} {height + FOOT}", class_="heat",
+    drawing = tag("svg", tag("title", text), *rows, *labels, viewBox=f"0 0 {WIDTH} {height + FOOT}", class_="heat",
                   role="img", aria_label=text)  # fmt: skip
     about = bilingual(
         "Step {}: a row for each layer, a cell for each expert. At the end of a row: its largest expert over the mean.",
@@ -46,11 +48,11 @@ def expert_map(run: RunFolder) -> Html | None:
 
 
 def _table(record: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Return layer -> tokens of each expert, of layers whose numbers are all there."""
-    found = record.get(TABLE)
-    if not isinstance(found, dict):
+    """Return layer -> tokens of each expert, for layers with complete counts."""
+    rows = record.get(TABLE)
+    if not isinstance(rows, dict):
         return {}
-    table = {layer: [number(each) for each in row] for layer, row in found.items() if isinstance(row, list)}
+    table = {layer: [number(each) for each in row] for layer, row in rows.items() if isinstance(row, list)}
     return {
         layer: [count for count in row if count is not None]
         for layer, row in table.items()
@@ -81,7 +83,7 @@ def _row(at: int, layer: str, counts: list[float], width: float, has_titles: boo
 
 
 def _colour(over_mean: float) -> dict[str, Any]:
-    """Return the attributes of a cell; an expert without a token has a colour of its own."""
+    """Return the attributes of a cell; an expert without a token has a separate colour."""
     if not over_mean:
         return {"class_": "tokens none"}
     return {"class_": "tokens", "fill_opacity": f"{0.08 + 0.92 * min(over_mean / DARKEST, 1):.2f}"}
@@ -89,10 +91,10 @@ def _colour(over_mean: float) -> dict[str, Any]:
 
 def _legend() -> Html:
     marks = []
-    for each in STEPS:
-        text = bilingual("no token") if not each else bilingual("{} x the mean", f"{each:g}")
-        if each == STEPS[-1]:
-            text = bilingual("{} x the mean or more", f"{each:g}")
-        box = tag("svg", tag("rect", width=18, height=12, **_colour(each)), width=18, height=12, aria_hidden="true")
+    for multiple in STEPS:
+        text = bilingual("no token") if not multiple else bilingual("{} x the mean", f"{multiple:g}")
+        if multiple == STEPS[-1]:
+            text = bilingual("{} x the mean or more", f"{multiple:g}")
+        box = tag("svg", tag("rect", width=18, height=12, **_colour(multiple)), width=18, height=12, aria_hidden="true")
         marks.append(tag("span", box, " ", text, " "))
     return tag("p", joined(marks), class_="legend")

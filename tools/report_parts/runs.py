@@ -1,7 +1,7 @@
-"""What the page draws of a run: its folder as far as it can be read, its curves, and the timeline of its pipeline.
+"""Data of a run for the report: the readable files of its folder, its curves, and the timeline of its pipeline.
 
-A run may be half written, cut off, or of an older version. Records become columns of numbers, few enough to draw: of
-many records those where the curves have their extremes.
+A run may be incomplete, interrupted, or of an older version. Records are converted to columns of numbers. If there are
+too many records to draw, those at the extremes of the curves are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIGNS = (METRICS, "config.json", EVALUATIONS)
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One run. What is not there is empty; ``notes`` say what is there and cannot be read."""
+    """The files of one run. Missing files are empty values; ``notes`` lists files that cannot be read."""
 
     path: Path
     name: str
@@ -40,39 +40,39 @@ class RunFolder:
     notes: list[str] = field(default_factory=list)
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """Return the records of one kind: train, valid, test, tasks or save."""
+        """Return the records of one type: train, valid, test, tasks or save."""
         return [record for record in self.records if record["kind"] == kind]
 
     def setting(self, section: str, name: str) -> Any:
-        """Return a setting of the run, None where it is not known."""
+        """Return a setting of the run; None if it is unknown."""
         values = self.config.get(section)
         return values.get(name) if isinstance(values, dict) else None
 
 
 def run_folders(paths: list[Path]) -> list[Path]:
-    """Return the run folders that are meant: each path itself, or all within it, in the order of their names.
+    """Return the run folders in ``paths``: each path itself, or all run folders in it, sorted by name.
 
     Raises:
-        ValueError: a path is none and has none; all such paths are told.
+        ValueError: paths that are not run folders and contain none; the message lists all of them.
     """
-    found: list[Path] = []
+    folders: list[Path] = []
     problems = []
     for path in paths:
-        within = [path] if _is_run(path) else sorted(child for child in path.glob("*") if _is_run(child))
-        if not within:
+        candidates = [path] if _is_run(path) else sorted(child for child in path.glob("*") if _is_run(child))
+        if not candidates:
             got = "a folder without one" if path.is_dir() else "no folder"
             problems.append(f"{path} must be a run folder, with {' or '.join(SIGNS)}, or hold some; got {got}")
-        found += [folder for folder in within if folder not in found]
+        folders += [folder for folder in candidates if folder not in folders]
     if problems:
         raise ValueError("\n".join(problems))
-    return found
+    return folders
 
 
 def read_run(path: Path, name: str) -> RunFolder:
-    """Return what can be read of the run in ``path``."""
+    """Read the run in ``path`` as far as possible."""
     notes: list[str] = []
-    records = [each for each in read_metrics(path / METRICS) if _is_record(each)]
-    evaluations = [each for each in read_metrics(path / EVALUATIONS) if _is_record(each)]
+    records = [record for record in read_metrics(path / METRICS) if _is_record(record)]
+    evaluations = [record for record in read_metrics(path / EVALUATIONS) if _is_record(record)]
     if not records and not evaluations:
         notes.append("there is no record yet: the run ended, or has not come, before its first --log-interval")
     return RunFolder(
@@ -92,7 +92,7 @@ def read_run(path: Path, name: str) -> RunFolder:
 
 
 def names_of(paths: list[Path]) -> list[str]:
-    """Return a name for each run: its folder's, with as much of the path as tells it from the others."""
+    """Return a unique name for each run: the folder's name, with as many parent folders as needed."""
     absolute = [path.resolve() for path in paths]
     for depth in range(1, max((len(path.parts) for path in absolute), default=1)):
         names = ["/".join(path.parts[-depth:]) for path in absolute]
@@ -128,17 +128,17 @@ def _object(path: Path, kind: type, notes: list[str]) -> Any:
 
 
 def _settings(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return those of the last evaluation, in a folder that has no run of its own."""
+    """Return the configuration of the last evaluation, for a folder without a training run."""
     config = evaluations[-1].get("config") if evaluations else None
     return config if isinstance(config, dict) else {}
 
 
 def _lines(path: Path) -> list[Any]:
-    found = []
+    values = []
     for line in _text(path).splitlines():
-        with suppress(ValueError):  # a kill has cut it off
-            found.append(json.loads(line))
-    return found
+        with suppress(ValueError):  # cut off by a kill
+            values.append(json.loads(line))
+    return values
 
 
 def _journal(path: Path, notes: list[str]) -> list[Any]:
@@ -158,14 +158,14 @@ Column = list[float | None]
 
 
 def thinned(records: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
-    """Return at most about ``limit`` records: of each run of them the first, and the extremes of loss and norm."""
+    """Return about ``limit`` records: for each block of records the first one and the extremes of loss and norm."""
     if len(records) <= limit:
         return list(records)
-    each = 1 + 2 * len(EXTREMES_OF)
-    buckets = max(limit // each, 1)
+    per_block = 1 + 2 * len(EXTREMES_OF)
+    num_blocks = max(limit // per_block, 1)
     kept = {0, len(records) - 1}
-    for bucket in range(buckets):
-        start, stop = bucket * len(records) // buckets, (bucket + 1) * len(records) // buckets
+    for block in range(num_blocks):
+        start, stop = block * len(records) // num_blocks, (block + 1) * len(records) // num_blocks
         kept.add(start)
         for name in EXTREMES_OF:
             values = [(value, i) for i in range(start, stop) if (value := number(records[i].get(name))) is not None]
@@ -174,57 +174,58 @@ def thinned(records: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any
 
 
 def columns(records: Sequence[dict[str, Any]]) -> dict[str, Column]:
-    """Return name -> numbers, None where a record has none; values by stage, layer or corpus as "name/inner"."""
+    """Return name -> column of numbers, None for missing ones; values by stage, layer or corpus are "name/inner"."""
     flat = [dict(_flat(record)) for record in records]
     names = dict.fromkeys(name for record in flat for name in record)
     return {name: [record.get(name) for record in flat] for name in names}
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number, to six digits, or None."""
+    """Return a finite number rounded to six significant digits; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
 def at_step(steps: Sequence[float | None], values: Column, step: float) -> float | None:
-    """Return what a column that grows with the steps was at ``step``: on the line between its neighbours."""
-    known = [(s, v) for s, v in zip(steps, values, strict=True) if s is not None and v is not None]
-    if not known:
+    """Return the value at ``step`` of a column that increases with the steps, by linear interpolation."""
+    points = [(s, v) for s, v in zip(steps, values, strict=True) if s is not None and v is not None]
+    if not points:
         return None
-    after = bisect_right(known, step, key=lambda point: point[0])
+    after = bisect_right(points, step, key=lambda point: point[0])
     if after == 0:
-        return known[0][1]
-    if after == len(known):
-        return known[-1][1]
-    (s0, v0), (s1, v1) = known[after - 1 : after + 1]
+        return points[0][1]
+    if after == len(points):
+        return points[-1][1]
+    (s0, v0), (s1, v1) = points[after - 1 : after + 1]
     return number(v0 + (v1 - v0) * (step - s0) / (s1 - s0))
 
 
 def _flat(record: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
     for name, value in record.items():
         if name == "time" and isinstance(value, int | float):
-            yield name, value  # six digits of it would be years
+            yield name, value  # not rounded: six digits of a timestamp would be years
         elif isinstance(value, dict):
-            numbers = {inner: each for inner, each in value.items() if not isinstance(each, list)}
-            yield from ((f"{name}/{inner}", number(each)) for inner, each in numbers.items())
+            scalars = {inner: item for inner, item in value.items() if not isinstance(item, list)}
+            yield from ((f"{name}/{inner}", number(item)) for inner, item in scalars.items())
         elif not isinstance(value, str):
             yield name, number(value)
 
 
-# Which charts there are, and what a run draws in them.
+# The charts, and the curves of a run in them.
 
 MOST_LINES = 24
-"""Lines by layer of one run; of more, some are left out evenly."""
+"""Maximum number of lines by layer for a run; above it, an evenly spaced subset is drawn."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: the columns ``keys``, or with ``is_family`` all "key/..." of them.
+    """A chart of the columns ``keys``, or of all columns "key/..." if ``is_family``.
 
-    ``x``: what it is drawn over; "" leaves it to the reader. ``unit``: how numbers are written.
-    ``is_by_ending``: of a family, keys that end alike have a chart of their own: their numbers are of one kind.
-    ``points``: kind of records that are drawn as points, by their ``loss``. ``source``: which records are the lines.
+    ``x`` is the column on the x axis; "" lets the reader choose. ``unit`` is the number format.
+    ``is_by_ending``: keys of a family with the same ending get a separate chart, because their values are comparable.
+    ``points`` is the type of records that are drawn as points at their ``loss``. ``source`` selects the records of the
+    lines.
     """
 
     id: str
@@ -285,30 +286,34 @@ ONLY_IF_SEVERAL = ("corpora",)
 
 
 def run_data(run: RunFolder, limit: int) -> dict[str, Any]:
-    """Return what the page draws of a run: columns, points of evaluations, and marks at steps."""
-    found = columns(thinned(run.of_kind("train"), limit))
-    if "tokens" not in found and "samples" in found and (each := _tokens_per_sample(run)):
-        found["tokens"] = [None if samples is None else each * samples for samples in found["samples"]]
-    began = next((start.get("time") for start in run.starts if number(start.get("time")) is not None), None)
-    times = found.pop("time", [])
+    """Return the data that the report draws for a run: columns, points of evaluations, and marks at steps."""
+    train_columns = columns(thinned(run.of_kind("train"), limit))
+    if "tokens" not in train_columns and "samples" in train_columns and (sample_tokens := _tokens_per_sample(run)):
+        train_columns["tokens"] = [
+            None if samples is None else sample_tokens * samples for samples in train_columns["samples"]
+        ]
+    start_time = next((start.get("time") for start in run.starts if number(start.get("time")) is not None), None)
+    times = train_columns.pop("time", [])
     if any(time is not None for time in times):
-        began = began or next(time for time in times if time is not None)
-        found["hours"] = [None if time is None else number((time - began) / 3600) for time in times]
+        start_time = start_time or next(time for time in times if time is not None)
+        train_columns["hours"] = [None if time is None else number((time - start_time) / 3600) for time in times]
     return {
         "name": run.name,
-        "columns": found,
-        "valid": _evaluated(run, found),
-        "tasks": _of_tasks(run, found),
-        "points": {kind: _points(run, kind, found) for kind in ("valid", "test")},
-        "marks": [{**mark, **_places(found, mark["step"])} for mark in marks(run)],
+        "columns": train_columns,
+        "valid": _evaluated(run, train_columns),
+        "tasks": _of_tasks(run, train_columns),
+        "points": {kind: _points(run, kind, train_columns) for kind in ("valid", "test")},
+        "marks": [{**mark, **_places(train_columns, mark["step"])} for mark in marks(run)],
     }
 
 
 def chart_data(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the charts that have something to draw, with the keys that any run has."""
+    """Return the charts that have data, with the keys that occur in any run."""
     shown = []
-    for chart, keys in ((one, keys) for one in CHARTS for keys in _keys_of_charts(one, runs)):
-        values = [v for run in runs for key in keys for v in run[chart.source].get(key, []) if v is not None]
+    for chart, keys in ((template, keys) for template in CHARTS for keys in _keys_of_charts(template, runs)):
+        values = [
+            value for run in runs for key in keys for value in run[chart.source].get(key, []) if value is not None
+        ]
         has_axis = not chart.x or any(chart.x in run[chart.source] for run in runs)
         if not values or not has_axis or (chart.id in ONLY_IF_IT_MOVES and len(set(values)) == 1):
             continue
@@ -319,30 +324,30 @@ def chart_data(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _keys_of_charts(chart: Chart, runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return the keys of each chart that is drawn of ``chart``."""
-    found: dict[str, list[str]] = {}
+    """Return the keys of each chart into which ``chart`` is divided."""
+    groups: dict[str, list[str]] = {}
     for key in _keys(chart, runs):
-        found.setdefault(key.rpartition("/")[2] if chart.is_by_ending else "", []).append(key)
-    return list(found.values())
+        groups.setdefault(key.rpartition("/")[2] if chart.is_by_ending else "", []).append(key)
+    return list(groups.values())
 
 
 def marks(run: RunFolder) -> list[dict[str, Any]]:
-    """Return the checkpoints, starts after the first, and returns to a checkpoint of a run, by step."""
+    """Return the marks of a run by step: checkpoints, restarts, and events of the stability guard."""
     saves = {record["step"]: "failed" in record for record in run.of_kind("save")}
-    found = [
+    result = [
         {"step": step, "kind": "failed" if has_failed else "save", "text": f"checkpoint of step {step}"}
         for step, has_failed in saves.items()
     ]
     for start in run.starts[1:]:
-        found.append({"step": start["step"], "kind": "start", "text": f"started again behind step {start['step']}"})
+        result.append({"step": start["step"], "kind": "start", "text": f"started again behind step {start['step']}"})
     for record in run.journal:
-        what = f"{record.get('event', 'left out')} {record.get('reason', '')}".strip()
-        found.append({"step": record["step"], "kind": "guard", "text": f"step {record['step']}: {what}"})
-    return found
+        event = f"{record.get('event', 'left out')} {record.get('reason', '')}".strip()
+        result.append({"step": record["step"], "kind": "guard", "text": f"step {record['step']}: {event}"})
+    return result
 
 
 def _tokens_per_sample(run: RunFolder) -> float:
-    """Return the tokens of a sample by the settings: of runs whose records do not tell of tokens yet."""
+    """Return the tokens of a sample according to the settings, for runs whose records do not contain tokens."""
     if run.config.get("family") == "t5":
         lengths = (run.setting("t5", "enc_seq_length"), run.setting("t5", "dec_seq_length"))
     else:
@@ -353,8 +358,8 @@ def _tokens_per_sample(run: RunFolder) -> float:
 def _keys(chart: Chart, runs: Sequence[Mapping[str, Any]]) -> list[str]:
     if not chart.is_family:
         return [key for key in chart.keys if any(key in run[chart.source] for run in runs)]
-    every = dict.fromkeys(key for run in runs for key in run[chart.source] if key.startswith(f"{chart.keys[0]}/"))
-    keys = list(every)
+    all_keys = dict.fromkeys(key for run in runs for key in run[chart.source] if key.startswith(f"{chart.keys[0]}/"))
+    keys = list(all_keys)
     return keys if len(keys) <= MOST_LINES else [keys[i * len(keys) // MOST_LINES] for i in range(MOST_LINES)]
 
 
@@ -368,12 +373,12 @@ def _points(run: RunFolder, kind: str, found: Mapping[str, Column]) -> list[dict
 def _evaluated(run: RunFolder, found: Mapping[str, Column]) -> dict[str, Column]:
     """Return the columns of the evaluations on the validation split."""
     records = [{**record, **_places(found, record["step"])} for record in run.of_kind("valid")]
-    named = columns(records)
-    return {name: named[name] for name in ("step", "tokens", "hours", "loss", "perplexity") if name in named}
+    values = columns(records)
+    return {name: values[name] for name in ("step", "tokens", "hours", "loss", "perplexity") if name in values}
 
 
 def _of_tasks(run: RunFolder, found: Mapping[str, Column]) -> dict[str, Column]:
-    """Return the columns of the evaluations of tasks, "tasks/NAME/METRIC", without what says how sure they are."""
+    """Return the columns of the evaluations of tasks, "tasks/NAME/METRIC", without standard errors."""
     records = []
     for record in run.of_kind("tasks"):
         values = {
@@ -388,31 +393,31 @@ def _of_tasks(run: RunFolder, found: Mapping[str, Column]) -> dict[str, Column]:
 
 
 def _places(found: Mapping[str, Column], step: int) -> dict[str, float | None]:
-    """Return where a step lies on the other axes."""
+    """Return the position of a step on the other axes."""
     steps = found.get("step", [])
     return {axis: at_step(steps, found[axis], step) for axis in ("tokens", "hours") if axis in found}
 
 
-# The last traced step of a pipeline as a drawing: a row for each stage, a box for each action, a gap where it idles.
+# Drawing of the last traced step of a pipeline: a row for each stage, a box for each action, a gap for idle time.
 #
-# A run with --pipeline-trace DIR leaves the files; below what was measured stands what the simulation says with the
-# same costs.
+# The files come from a run with --pipeline-trace DIR. A simulation with the measured costs is drawn below the
+# measurement.
 
 WIDTH, LEFT, ROW, GAP = 1200, 64, 22, 4
 MOST_BOXES = 6000
 
 
 def timeline(run: RunFolder) -> Html | None:
-    """Return the drawing; a note where the files cannot be read, None where the run was not traced."""
+    """Return the drawing; a note if the files cannot be read, and None if the run was not traced."""
     folder = _trace_folder(run)
     if folder is None:
         return None
     from tds.schedule import simulate
-    from tds.trace import read_traces  # torch comes with it: runs without a trace do not need it
+    from tds.trace import read_traces  # imports torch, which reports without a trace do not need
 
     try:
         step = read_traces(folder)[-1]
-    except Exception as error:  # a trace of anything: the page of all other runs counts more
+    except Exception as error:  # an invalid trace must not prevent the report of other runs
         return tag("p", bilingual("The trace cannot be drawn: {}", error), class_="note")
     order = [[span.action for span in spans] for spans in step.timeline.spans]
     predicted = simulate(order, step.costs, step.num_chunks, step.placement)
@@ -430,12 +435,12 @@ def timeline(run: RunFolder) -> Html | None:
 
 
 def _trace_folder(run: RunFolder) -> Path | None:
-    """Return where the trace lies: as the flag names it from here, or from where the run's own folder stands."""
-    named = run.setting("parallel", "pipeline_trace")
-    if not isinstance(named, str) or not named:
+    """Return the folder of the trace; its name may be relative to the working directory or to a parent of the run."""
+    name = run.setting("parallel", "pipeline_trace")
+    if not isinstance(name, str) or not name:
         return None
-    places = [Path(named), *[parent / named for parent in run.path.resolve().parents[:3]]]
-    return next((place for place in places if any(place.glob("trace-rank*.json"))), None)
+    candidates = [Path(name), *[parent / name for parent in run.path.resolve().parents[:3]]]
+    return next((folder for folder in candidates if any(folder.glob("trace-rank*.json"))), None)
 
 
 def _panel(title: Html, line: Any, longest: float) -> Html:
@@ -449,22 +454,22 @@ def _panel(title: Html, line: Any, longest: float) -> Html:
         )
         for stage in range(line.num_stages)
     ]
-    shown = sum(map(len, line.spans)) <= MOST_BOXES
-    boxes = [_box(stage, span, scale) for stage, spans in enumerate(line.spans) for span in spans] if shown else []
+    is_drawn = sum(map(len, line.spans)) <= MOST_BOXES
+    boxes = [_box(stage, span, scale) for stage, spans in enumerate(line.spans) for span in spans] if is_drawn else []
     caption = [bilingual("{}: {} ms, bubble {} %", title, f"{1e3 * line.step_s:.4g}", f"{100 * line.bubble:.1f}")]
-    caption += [] if shown else [bilingual(" (more than {} boxes, which are not drawn)", f"{MOST_BOXES:,}")]
+    caption += [] if is_drawn else [bilingual(" (more than {} boxes, which are not drawn)", f"{MOST_BOXES:,}")]
     drawing = tag("svg", *rows, *boxes, viewBox=f"0 0 {WIDTH} {height}", class_="timeline", role="img")
     return tag("figure", tag("figcaption", *caption), tag("div", drawing, class_="scroll"))
 
 
 def _box(stage: int, span: Any, scale: float) -> Html:
     action, width = span.action, (span.end_s - span.start_s) * scale
-    kind = type(action).__name__
+    action_type = type(action).__name__
     x, y = LEFT + span.start_s * scale, stage * ROW
-    title = f"{kind} of micro-batch {action.micro_batch}" + (f", chunk {action.chunk}" if action.chunk else "")
+    title = f"{action_type} of micro-batch {action.micro_batch}" + (f", chunk {action.chunk}" if action.chunk else "")
     title += f": {1e3 * (span.end_s - span.start_s):.4g} ms"
     box = tag("rect", tag("title", title), x=f"{x:.2f}", y=y, width=f"{max(width, 0.3):.2f}", height=ROW - GAP,
-              class_=f"box {kind}")  # fmt: skip
+              class_=f"box {action_type}")  # fmt: skip
     if width < 9 * len(str(action.micro_batch)):
         return box
     return joined([box, tag("text", action.micro_batch, x=f"{x + width / 2:.2f}", y=y + ROW - GAP - 4, class_="in")])

@@ -1,6 +1,6 @@
-"""HTML from text, where everything that comes from a run is escaped, and the labels of the page in both languages.
+"""HTML elements that escape all text of a run, and the labels of the report in English and Chinese.
 
-``bilingual`` writes both, and a style shows that of the browser.
+``bilingual`` writes both languages, and the style sheet shows the language of the browser.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 
 
 class Html(str):
-    """Text that is HTML already."""
+    """Text that is already HTML."""
 
 
 def html(value: Any) -> Html:
-    """Return ``value`` as HTML: escaped, unless it is HTML already."""
+    """Return ``value`` as HTML, escaped unless it is already HTML."""
     return value if isinstance(value, Html) else Html(escape("" if value is None else str(value)))
 
 
 def tag(name: str, *within: Any, **attributes: Any) -> Html:
-    """Return an element; ``class_`` is the attribute class, and True an attribute without a value."""
+    """Return an element. ``class_`` sets the attribute class; True adds an attribute without a value."""
     written = "".join(
         f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{html(str(value))}"')
         for key, value in attributes.items()
@@ -30,19 +30,19 @@ def tag(name: str, *within: Any, **attributes: Any) -> Html:
 
 
 def joined(parts: Iterable[Any], between: str = "") -> Html:
-    """Return all parts, one after another."""
+    """Concatenate the parts as HTML."""
     return Html(between.join(html(part) for part in parts))
 
 
 def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], **attributes: Any) -> Html:
-    """Return a table that scrolls by itself where it is too wide; a cell that is HTML of a cell stays one."""
+    """Return a table that scrolls if it is too wide; a cell that is already a <td> element is used as it is."""
     body = [tag("tr", *[_cell(cell) for cell in row]) for row in rows]
     inner = joined([tag("thead", tag("tr", *[tag("th", cell) for cell in head])), tag("tbody", *body)])
     return tag("div", tag("table", inner, **attributes), class_="scroll")
 
 
 def section(title: str | Html, *within: Any, id_: str, is_open: bool = True) -> Html:
-    """Return a part of the page that can be folded."""
+    """Return a collapsible section of the report."""
     return tag("details", tag("summary", tag("h2", title)), *within, class_="card", id=id_, open=is_open)
 
 
@@ -201,19 +201,19 @@ ZH = {
     "Commands and versions": "命令和版本",
     "{} samples read": "已读 {} 个样本",
 }
-"""English -> Chinese; {} stands for a value. What stands on the page and comes from no run is here."""
+"""English -> Chinese text, with {} for a value. It contains all text of the report that does not come from a run."""
 
 OF_SCRIPTS = (
     "log", "predicted", "nothing to draw", "show all", "show what differs", "steps", "step", "tokens", "hours",
 )  # fmt: skip
-"""Words that a script writes; those of the charts come with them."""
+"""Texts that a script inserts, in addition to those of the charts."""
 
 
 def bilingual(text: str, *values: Any) -> Html:
-    """Return ``text`` in both languages, a value for each {}.
+    """Return ``text`` in both languages, with a value for each {}.
 
     Raises:
-        KeyError: there is no Chinese for it.
+        KeyError: there is no Chinese translation.
     """
     return joined([tag("span", _filled(text, values), lang="en"), tag("span", _filled(ZH[text], values), lang="zh")])
 

@@ -51,22 +51,22 @@ class BertConfig(FamilyConfig):
 
     binary_head: bool = _option(
         True,
-        "train without the next-sentence task, on single texts",
+        "train without next-sentence prediction, on single texts",
         flag="",
         constants={"--bert-no-binary-head": False},
-        short="leave next sentences out",
+        short="no next-sentence prediction",
     )
     mask_prob: float = _option(
         0.15,
-        "share of the text that is to be guessed",
+        "fraction of the tokens to predict",
         above=0,
         below=1,
-        short="share that is masked",
+        short="fraction that is masked",
     )
     whole_word_masking: bool = _option(False, "mask all tokens of a word together")
     short_seq_prob: float = _option(
         0.1,
-        "share of the samples whose text may be of any length from 2 on; they are padded",
+        "fraction of samples with a random length of at least 2 tokens; they are padded",
         minimum=0,
         maximum=1,
     )

@@ -65,45 +65,48 @@ class T5Config(FamilyConfig):
 
     enc_seq_length: int = _length(
         256,
-        "tokens of the encoder's inputs, with sentinels and end",
+        "number of encoder tokens, including sentinels and the end token",
         minimum=1,
         aliases=("--encoder-seq-length",),
-        short="tokens of encoder inputs",
+        short="encoder tokens",
     )
     dec_seq_length: int = _length(
         0,
-        "tokens of the decoder's targets; more than the longest target pads, less is an error, but cuts the targets of "
-        "a set in three files",
+        "number of decoder tokens; larger than the longest target pads, smaller is an error, except for a data set "
+        "in three files, whose targets are truncated",
         minimum=1,
         shown_default="the longest target over --denoisers; with a set in three files --enc-seq-length",
         aliases=("--decoder-seq-length",),
     )
     enc_layers: int = _layers(
-        0, "encoder layers", minimum=1, shown_default="num-layers", aliases=("--encoder-num-layers",)
+        0, "number of encoder layers", minimum=1, shown_default="num-layers", aliases=("--encoder-num-layers",)
     )
     dec_layers: int = _layers(
-        0, "decoder layers", minimum=1, shown_default="num-layers", aliases=("--decoder-num-layers",)
+        0, "number of decoder layers", minimum=1, shown_default="num-layers", aliases=("--decoder-num-layers",)
     )
-    relative_attention_num_buckets: int = _option(32, "rows of a relative bias table; an even number", minimum=4)
+    relative_attention_num_buckets: int = _option(
+        32, "number of buckets of the relative position bias; even", minimum=4
+    )
     relative_attention_max_distance: int = _option(
-        128, "distance from which on all share a row of the relative bias table", minimum=1
+        128, "distance from which on all positions share a bucket of the relative position bias", minimum=1
     )
     noise_density: float = _option(
-        0.15, "share of the text that is masked", above=0, below=1, short="share that is masked"
+        0.15, "fraction of the text that is masked", above=0, below=1, short="fraction that is masked"
     )
     mean_span_length: float = _option(3.0, "mean length of a masked span in tokens", minimum=1)
     denoisers: str = _option(
         "R",
-        "kinds of samples and their weights, as R, R,X,S or R:2,X:1,S:1: R masks as the two flags say, X much more, S "
-        "has a prefix predict the rest (UL2); with several kinds inputs start with a token that names theirs",
-        short="kinds of samples, as R,X,S",
+        "denoising tasks of UL2 with weights, such as R or R,X,S or R:2,X:1,S:1: R masks by the two flags above, X "
+        "masks much more, S predicts the continuation of a prefix; with several tasks each input starts with the "
+        "token of its task",
+        short="denoising tasks, such as R,X,S",
     )
     vocab_extra_ids: int = _option(
-        100, "sentinels that are appended to the vocabulary of a tokenizer that has none", minimum=0
+        100, "number of sentinels added to the vocabulary of a tokenizer without sentinels", minimum=0
     )
     pipeline_split_rank: int = _option(
         0,
-        "first pipeline stage that holds decoder layers; those before it hold encoder layers only; 0: by cost",
+        "first pipeline stage with decoder layers; earlier stages have encoder layers only; 0: split by cost",
         minimum=0,
         aliases=("--pipeline-model-parallel-split-rank",),
     )
