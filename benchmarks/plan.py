@@ -143,7 +143,7 @@ EXPERT_CASES = (
 
 TIME_BAR, MEMORY_BAR = 0.15, 0.10
 LOOKS = 7
-"""Readings of the reference before and after a step; the median counts."""
+"""Readings of the reference before and after a step; the median is used."""
 COUNTED_AFTER = 2
 """Steps before memory is counted, so that the optimizer state exists."""
 
@@ -160,7 +160,7 @@ UNTIMED = Machine(
     inter=Link.of(1e9, 1e-4),
     is_cpu=True,
 )
-"""For memory estimates, which depend on ``is_cpu`` only."""
+"""Machine for memory estimates, which depend on ``is_cpu`` only."""
 
 
 @dataclass
@@ -370,7 +370,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def recorded(rows: Sequence[Row], machines: Mapping[int, Machine], *, is_smoke: bool) -> dict[str, Any]:
-    """Return what ``rows_now`` reads, for JSON; without the machines' notes, which contain a host name."""
+    """Return the input of ``rows_now`` for JSON; without the machines' notes, which contain a host name."""
     by_ranks = {str(ranks): json.loads(replace(machine, notes="").to_json()) for ranks, machine in machines.items()}
     return {"is_smoke": is_smoke, "machines": by_ranks, "rows": [row.as_data() for row in rows]}
 
@@ -380,7 +380,7 @@ def rows_now(recording: Mapping[str, Any]) -> Iterator[Row]:
 
     Raises:
         KeyError: a layout is not in ``CASES`` or ``EXPERT_CASES``.
-        ConfigError: a machine cannot be read.
+        ConfigError: a machine is invalid.
     """
     cases = {case.name: case for case in (*CASES, *EXPERT_CASES)}
     machines = {
@@ -403,7 +403,7 @@ def rows_now(recording: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the benchmark's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -434,7 +434,7 @@ def chosen(args: argparse.Namespace) -> list[Case]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train the layouts, print and write the table."""
+    """Train the layouts; print and write the table."""
     args = parse_args(argv)
     cases = chosen(args)
     if args.list:
