@@ -187,10 +187,10 @@ def measure_rank(rank: Rank, num_bytes: int, rounds: int, folder: Path, other: P
 
     seconds: dict[str, list[float]] = {}
     turns = {turn.__name__: turn for turn in (ours, ours_async, torch_save, reshard)}
-    for number in range(rounds + 1):  # the first round warms up
-        for name in rotated(turns, number):
+    for round_idx in range(rounds + 1):  # the first round warms up
+        for name in rotated(turns, round_idx):
             for measure, value in turns[name]().items():
-                if number:
+                if round_idx:
                     seconds.setdefault(measure, []).append(value)
     background.close()
     state_bytes = torch.tensor(sum(tensor.nbytes for tensor in tensors.values()))
@@ -239,8 +239,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="megatron-checkpoints-", dir=args.folder) as name:
         folder = Path(name)
         for ranks in args.ranks:
-            other = 1 if ranks > 1 else 2
-            saved = run_ranks(other, save_once, num_bytes, folder / f"{other}-saved-for-{ranks}", threads=1)[0]
+            other_ranks = 1 if ranks > 1 else 2
+            saved = run_ranks(
+                other_ranks, save_once, num_bytes, folder / f"{other_ranks}-saved-for-{ranks}", threads=1
+            )[0]
             team_folder, threads = folder / f"{ranks}-ranks", max(1, cores // ranks)
             limits: dict[str, Any] = {"threads": threads, "deadline_s": 600.0}
             result: Result = run_ranks(ranks, measure_rank, num_bytes, args.rounds, team_folder, saved, **limits)[0]

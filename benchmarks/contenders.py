@@ -243,8 +243,8 @@ class PlainLoop:
         self.device, self.dtype = device.bind(kind, 0), device.DTYPES[dtype]
         self.model, self.pair_of = model.to(self.device).train(), pair_of
         matrices = [p for p in model.parameters() if p.dim() >= 2]
-        others = [p for p in model.parameters() if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+        vectors = [p for p in model.parameters() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8, fused=True)
 
     def step(self, batch: Fields) -> torch.Tensor:

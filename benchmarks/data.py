@@ -91,11 +91,11 @@ def _sources() -> tuple[Source, Source, Source]:
 
     def varied(texts: list[list[str]], words: list[str], totals: list[int] | None) -> Source:
         def text(rng: random.Random) -> str:
-            chosen = rng.choices(texts, k=rng.randint(2, 30))
-            drawn = iter(rng.choices(words, cum_weights=totals, k=sum(map(len, chosen))))
+            parts = rng.choices(texts, k=rng.randint(2, 30))
+            words_drawn = iter(rng.choices(words, cum_weights=totals, k=sum(map(len, parts))))
             return "\n\n".join(
-                "".join(next(drawn) if word.isalpha() and rng.random() < 0.3 else word for word in part)
-                for part in chosen
+                "".join(next(words_drawn) if word.isalpha() and rng.random() < 0.3 else word for word in part)
+                for part in parts
             )
 
         return text

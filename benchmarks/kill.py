@@ -213,8 +213,8 @@ class Chain:
     def _seconds_to_next_step(self, starts: dict[Number, Start]) -> Iterator[float]:
         """Yield the seconds from each kill to the next step, if the launcher's next start reached one."""
         for kill in self.outcome.kills:
-            life, number = kill.number
-            following = starts.get((life, number + 1))
+            life, idx = kill.number
+            following = starts.get((life, idx + 1))
             if following is not None and following.times:
                 yield min(following.times) - kill.at
 
@@ -282,30 +282,30 @@ def problems(case: Case, starts: dict[Number, Start], whole: Start) -> Iterator[
 
 
 def _steps_that_differ(starts: dict[Number, Start], whole: Start) -> Iterator[str]:
-    for number, start in starts.items():
+    for key, start in starts.items():
         for rank, steps in start.steps.items():
             for step, (loss, tokens) in steps.items():
                 wanted_loss, wanted_tokens = whole.steps[rank].get(step, ("none", ()))
                 if loss != wanted_loss:
-                    yield f"start {number}, rank {rank}: the loss of step {step} is {loss}, undisturbed {wanted_loss}"
+                    yield f"start {key}, rank {rank}: the loss of step {step} is {loss}, undisturbed {wanted_loss}"
                 if tokens != wanted_tokens:
-                    yield f"start {number}, rank {rank}: step {step} has read other samples than undisturbed"
+                    yield f"start {key}, rank {rank}: step {step} has read other samples than undisturbed"
 
 
 def _detours(case: Case, starts: dict[Number, Start]) -> Iterator[str]:
     """Yield starts that resume from a wrong step: ranks that disagree, or more than a save interval lost."""
     last_done = durable = 0
-    for number, start in starts.items():
+    for key, start in starts.items():
         for begin in set(start.begins.values()):
             if len(set(start.begins.values())) > 1:
-                yield f"start {number}: ranks go on after different steps: {start.begins}"
+                yield f"start {key}: ranks go on after different steps: {start.begins}"
             if begin < durable:
-                yield f"start {number} goes on after step {begin}, though the checkpoint of step {durable} was durable"
+                yield f"start {key} goes on after step {begin}, though the checkpoint of step {durable} was durable"
             if last_done - begin > case.most_lost:
-                yield f"start {number} goes on after step {begin}: {last_done - begin} steps of {last_done} are lost"
+                yield f"start {key} goes on after step {begin}: {last_done - begin} steps of {last_done} are lost"
         for rank, name in start.loaded.items():
             if start.begins[rank] != (int(name.split("-")[1]) if name else 0):
-                yield f"start {number}, rank {rank}: goes on after step {start.begins[rank]} with {name}"
+                yield f"start {key}, rank {rank}: goes on after step {start.begins[rank]} with {name}"
         last_done = max(last_done, start.last_step)
         durable = max([durable, *start.durable])
 
@@ -314,17 +314,17 @@ def _samples_lost(case: Case, starts: dict[Number, Start], whole: Start) -> Iter
     """Yield ranks that lost or repeated samples, counting the steps of a start up to where the next one resumes."""
     for rank in whole.steps:
         path: list[tuple[int, ...]] = []
-        for number, start in starts.items():
+        for key, start in starts.items():
             if rank in start.begins:
                 if start.begins[rank] > len(path):
-                    yield f"start {number}, rank {rank}: goes on after step {start.begins[rank]}, {len(path)} are done"
+                    yield f"start {key}, rank {rank}: goes on after step {start.begins[rank]}, {len(path)} are done"
                     break
                 del path[start.begins[rank] :]
             path += [tokens for _, (_, tokens) in sorted(start.steps.get(rank, {}).items())]
         read = Counter(sum(path, ()))
-        wanted = Counter(sum((tokens for _, (_, tokens) in sorted(whole.steps[rank].items())), ()))
-        if read != wanted or any(times > 1 for times in read.values()):
-            lost, repeated = sum((wanted - read).values()), sum((read - wanted).values())
+        expected = Counter(sum((tokens for _, (_, tokens) in sorted(whole.steps[rank].items())), ()))
+        if read != expected or any(times > 1 for times in read.values()):
+            lost, repeated = sum((expected - read).values()), sum((read - expected).values())
             yield f"rank {rank}: {lost} samples lost, {repeated} repeated over {case.steps} steps"
 
 
@@ -427,18 +427,18 @@ def main(argv: Sequence[str] | None = None) -> Tally:
         except OSError as error:
             parser.error(f"--folder must be a folder that can be made, got {args.folder}: {error}")
     preload()
-    place = Path(tempfile.mkdtemp(prefix="kill-", dir=args.folder))
+    work_dir = Path(tempfile.mkdtemp(prefix="kill-", dir=args.folder))
     draw, tally = random.Random(args.seed), Tally()
-    corpus, wholes = write_corpus(place), dict[str, Whole]()
+    corpus, wholes = write_corpus(work_dir), dict[str, Whole]()
     while tally.kills < args.kills:
         run_idx = len(tally.outcomes)
         layout = args.layout[run_idx % len(args.layout)]
         case = Case(layout, args.steps, draw.choice((1, 1, 2)), draw.choice((0, 1, 2)), draw.random() < 0.5)
         if layout not in wholes:
-            wholes[layout] = run_whole(Case(layout, args.steps), corpus, place / f"whole-{layout}")
+            wholes[layout] = run_whole(Case(layout, args.steps), corpus, work_dir / f"whole-{layout}")
         run_draw = random.Random(draw.random())
         moments = draw_moments(run_draw, case.num_ranks, args.kills - tally.kills)
-        outcome = run_killed(case, wholes[layout], place / f"run-{run_idx}", run_draw, moments)
+        outcome = run_killed(case, wholes[layout], work_dir / f"run-{run_idx}", run_draw, moments)
         tally.outcomes.append(outcome)
         verdict = "BRICKED" if outcome.is_bricked else "WRONG" if outcome.problems else "as undisturbed"
         print(f"{tally.kills:4} kills | {case.name}: {len(outcome.kills)} kills in {outcome.starts} starts, {verdict}")
@@ -449,9 +449,9 @@ def main(argv: Sequence[str] | None = None) -> Tally:
         runs = [asdict(outcome) for outcome in tally.outcomes]
         args.json.write_text(json.dumps({"summary": tally.summary(), "runs": runs}, indent=1) + "\n")
     if tally.failed:
-        print(f"the files of the failed runs are in {place}")
+        print(f"the files of the failed runs are in {work_dir}")
     else:
-        shutil.rmtree(place)
+        shutil.rmtree(work_dir)
     return tally
 
 

@@ -93,8 +93,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        kept = f", keep {self.keep_last}" if self.keep_last else ""
-        return f"{self.layout}, {'async' if self.is_async else 'sync'} save every {self.interval}{kept}"
+        keep_text = f", keep {self.keep_last}" if self.keep_last else ""
+        return f"{self.layout}, {'async' if self.is_async else 'sync'} save every {self.interval}{keep_text}"
 
     def flags(self, prefix: Path, folder: Path) -> list[str]:
         """Return the command line of the run on the token files ``prefix`` in the run folder ``folder``.
@@ -234,9 +234,9 @@ class Job:
     def next_start(self, after: int) -> int | None:
         """Wait until a start after ``after`` has all its ranks; return its index, or None if the launcher has ended."""
         while not self.has_ended():
-            number = self._newest()
-            if number > after and len(self.ranks()) == self.num_ranks:
-                return number
+            newest = self._newest()
+            if newest > after and len(self.ranks()) == self.num_ranks:
+                return newest
             time.sleep(_POLL_S)
         return None
 
@@ -292,8 +292,8 @@ class Job:
             Stuck: the deadline has passed; the launcher was killed.
         """
         if self.code is None:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            if done:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
                 self.code = os.waitstatus_to_exitcode(status)
             elif time.monotonic() > self._deadline:
                 self.end()

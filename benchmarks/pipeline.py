@@ -73,7 +73,9 @@ SIDE_BY_SIDE = "side by side"
 
 def all_cuts(num_layers: int, num_chunks: int) -> list[Bounds]:
     """Return the bounds of all splits into non-empty chunks."""
-    return [(0, *each, num_layers) for each in itertools.combinations(range(1, num_layers), num_chunks - 1)]
+    return [
+        (0, *inner_bounds, num_layers) for inner_bounds in itertools.combinations(range(1, num_layers), num_chunks - 1)
+    ]
 
 
 def slowest_s(bounds: Bounds, layers_s: Sequence[float]) -> float:
@@ -103,10 +105,12 @@ def deepspeed_cuts(specs: Sequence[LayerSpec], num_stages: int) -> dict[Bounds, 
         tuple(map(int, partition_uniform(num_items=len(specs), num_parts=num_stages))): "uniform",
     }
     types = sorted(set(names))
-    for chosen in itertools.chain.from_iterable(itertools.combinations(types, n) for n in range(1, len(types) + 1)):
-        weights = [int(name in chosen) for name in names]
+    for chosen_types in itertools.chain.from_iterable(
+        itertools.combinations(types, n) for n in range(1, len(types) + 1)
+    ):
+        weights = [int(name in chosen_types) for name in names]
         bounds = tuple(map(int, partition_balanced(weights=weights, num_parts=num_stages)))
-        cuts.setdefault(bounds, "type:" + "|".join(f"^{name}$" for name in chosen))
+        cuts.setdefault(bounds, "type:" + "|".join(f"^{name}$" for name in chosen_types))
     return {bounds: method for bounds, method in cuts.items() if all(a < b for a, b in itertools.pairwise(bounds))}
 
 
@@ -238,8 +242,8 @@ def bars(case: Case, records: Mapping[str, Record]) -> Iterator[Bar]:
     ours = fastest(case, records, "ours")
     if case.bar is None or ours is None:
         return
-    for kind, bar in (("stock", 1.04), ("torch", 1.05), (SIDE_BY_SIDE, case.bar)):
-        other = fastest(case, records, kind)
+    for engine_kind, bar in (("stock", 1.04), ("torch", 1.05), (SIDE_BY_SIDE, case.bar)):
+        other = fastest(case, records, engine_kind)
         if other is not None:
             text = f"our best ({ours.contender.name}) to {other.contender.name}"
             yield Bar(text, ratio_quartiles(ours.speeds(case), other.speeds(case)), at_least=bar)

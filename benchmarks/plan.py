@@ -214,8 +214,8 @@ def train_rank(rank: Rank, case: Case, is_smoke: bool, steps: int) -> Measured:
     Args:
         steps: timed steps after one warm-up step; 0: count memory only.
     """
-    pace = TimingBudget().shared_by(rank.size, rank.threads)
-    reference = Reference(rank, pace.now, LOOKS) if steps else None
+    budget = TimingBudget().shared_by(rank.size, rank.threads)
+    reference = Reference(rank, budget.now, LOOKS) if steps else None
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # silence the engines
         return train(case, is_smoke, steps, rank.meet, reference)
 
@@ -361,10 +361,10 @@ def table(rows: Sequence[Row]) -> str:
     memory_ratios = [row.memory_ratio for row in rows]
     for title, ratios, bar in (("step time", time_ratios, TIME_BAR), ("memory", memory_ratios, MEMORY_BAR)):
         if ratios:
-            near = sum(abs(ratio - 1) <= bar for ratio in ratios)
-            verdict = "met" if near == len(ratios) else "NOT met"
+            num_met = sum(abs(ratio - 1) <= bar for ratio in ratios)
+            verdict = "met" if num_met == len(ratios) else "NOT met"
             worst = max(ratios, key=lambda ratio: abs(ratio - 1))
-            within = f"{near} of {len(ratios)} layouts within {bar:.0%} of measurement"
+            within = f"{num_met} of {len(ratios)} layouts within {bar:.0%} of measurement"
             lines.append(f"{title}: {within}: {verdict}; worst ratio {worst:.3f}")
     return "\n".join(lines)
 
@@ -462,10 +462,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 def machine_of(ranks: int, args: argparse.Namespace) -> Machine:
     """Calibrate this machine with ``ranks`` processes at once, and save the result."""
-    pace = TimingBudget()
+    budget = TimingBudget()
     if args.smoke:
-        pace = TimingBudget(window_s=0.01, windows=1, turns=1, largest_side=512, numbers=2**16, widest=128)
-    machine = calibrate(ranks, "cpu", report=_log, pace=pace, round_s=pace.window_s)
+        budget = TimingBudget(window_s=0.01, windows=1, turns=1, largest_side=512, numbers=2**16, widest=128)
+    machine = calibrate(ranks, "cpu", report=_log, pace=budget, round_s=budget.window_s)
     machine.save(args.out / f"machine-{ranks}.json")
     return machine
 

@@ -232,7 +232,9 @@ def losses(job: Job) -> None:
         for flags, within in job.few(CLIPS.items()):
             with job.comparison(f"losses: {family} {flags}") as results:
                 run = job.folder / f"{family}-{flags.replace(' ', '')}"
-                runs = [where.train(family, run / at, job.data(), f"{GRID} {flags}") for at, where in job.both()]
+                runs = [
+                    checkout.train(family, run / side, job.data(), f"{GRID} {flags}") for side, checkout in job.both()
+                ]
                 results.append(same_runs(*runs, within))
 
 
@@ -242,14 +244,14 @@ def same_runs(here: Path, other: Path, within: float) -> Found:
     for key, allowed in (("loss", within), ("grad_norm", NORM_WITHIN)):
         metrics = [read_metric(run, key) for run in (here, other)]
         first = max(min(values) for values in metrics)
-        one, two = ({step: value for step, value in values.items() if step >= first} for values in metrics)
-        differences += compare.differing_numbers(f"{key} of step", one, two, allowed)
+        here_values, two = ({step: value for step, value in values.items() if step >= first} for values in metrics)
+        differences += compare.differing_numbers(f"{key} of step", here_values, two, allowed)
     tensors = read_checkpoint(here), read_checkpoint(other)
     differences += compare.differing_numbers("tensor", *tensors, within)
     if max(two) != LAST:
         differences.append(f"the run of {other} must reach step {LAST}, got {max(two)}")
     tensor_text = f"tensors up to {compare.furthest(*tensors)[0]:.1e} apart"
-    return differences, f"{len(two)} steps, last loss {read_metric(here, 'loss')[max(one)]:.4f}, {tensor_text}"
+    return differences, f"{len(two)} steps, last loss {read_metric(here, 'loss')[max(here_values)]:.4f}, {tensor_text}"
 
 
 def read_metric(run: Path, key: str) -> dict[int, float]:
@@ -333,27 +335,27 @@ def files(job: Job) -> None:
     """Compare the files that the programs write."""
     tokenizer = job.other.root / TOKENIZER
     with job.comparison("files: token files, byte for byte") as results:
-        for at, where in job.both():
-            (job.folder / at).mkdir()
-            where.tokenize(sorted(job.other.root.glob(TEXTS)), tokenizer, job.folder / at / "corpus")
-        here, other = (checksums((job.folder / at).glob("corpus.*")) for at, _ in job.both())
+        for side, checkout in job.both():
+            (job.folder / side).mkdir()
+            checkout.tokenize(sorted(job.other.root.glob(TEXTS)), tokenizer, job.folder / side / "corpus")
+        here, other = (checksums((job.folder / side).glob("corpus.*")) for side, _ in job.both())
         results.append((compare.differing_names("token files", here, other), ", ".join(sorted(dict(other)))))
     with job.comparison("files: keys of metrics.jsonl, stages.json, dump.json") as results:
-        for at, where in job.both():
-            flags = f"{GRID} --save-interval 3 --eval-iters 1 --debug-dump {job.folder}/dump-{at}"
-            where.train("gpt2", job.folder / f"files-{at}", job.data(), flags)
+        for side, checkout in job.both():
+            flags = f"{GRID} --save-interval 3 --eval-iters 1 --debug-dump {job.folder}/dump-{side}"
+            checkout.train("gpt2", job.folder / f"files-{side}", job.data(), flags)
         for name in ("files-{}/metrics.jsonl", "files-{}/stages.json", "dump-{}/dump.json", "dump-{}/rank-00000.jsonl"):
             results.append(same_keys(job, name))
     with job.comparison("files: keys of plan.json of an unfinished job") as results:
         texts = [job.folder / "good.jsonl", job.folder / "bad.jsonl"]  # the first file is certainly finished and kept
         for text, line in zip(texts, ('{"text": "a"}\n', "no JSON\n"), strict=True):
             text.write_text(line, encoding="utf-8")
-        for at, where in job.both():
-            where.tokenize(texts, tokenizer, job.folder / f"plan-{at}", code=2)
+        for side, checkout in job.both():
+            checkout.tokenize(texts, tokenizer, job.folder / f"plan-{side}", code=2)
         results.append(same_keys(job, "plan-{}.parts/plan.json"))
     with job.comparison("files: keys of machine.json") as results:
-        for at, where in job.both():
-            where.run(f"tools/plan.py --calibrate {job.folder}/machine-{at}.json --ranks 1")
+        for side, checkout in job.both():
+            checkout.run(f"tools/plan.py --calibrate {job.folder}/machine-{side}.json --ranks 1")
         results.append(same_keys(job, "machine-{}.json"))
         sizes = "--model gpt2 --num-layers 4 --hidden-size 64 --gpus 4"
         plan = partial(Checkout.run, command=f"tools/plan.py {sizes} --machine {job.folder}/machine-other.json")
@@ -362,7 +364,7 @@ def files(job: Job) -> None:
 
 def same_keys(job: Job, name: str) -> Found:
     """Compare the keys of a file; braces in its name stand for the checkout."""
-    here, other = (keys_in(job.folder / name.format(at)) for at, _ in job.both())
+    here, other = (keys_in(job.folder / name.format(side)) for side, _ in job.both())
     shown = Path(name).name.replace("-{}", "")
     return compare.differing_names(shown, here, other), f"{shown} {len(other)} keys"
 
@@ -431,7 +433,7 @@ def tests(job: Job) -> None:
     for flags in job.few(("", " --all")):
         with job.comparison(f"tests: names of tests{flags}") as results:
             collect = f"-m pytest --collect-only -q -o addopts=--strict-markers -p no:cacheprovider{flags}"
-            here, other = (compare.collected_tests(where.run(collect)) for _, where in job.both())
+            here, other = (compare.collected_tests(checkout.run(collect)) for _, checkout in job.both())
             results.append(compare.lost_tests(here, other, job.reasons))
 
 
@@ -453,9 +455,9 @@ def same_speed(job: Job, take_pair: Callable[[Sequence[Checkout]], Mapping[Check
     ratios: Seconds = {}
     seconds: Seconds = {}
     for pair_idx in range(job.args.pairs):
-        took = take_pair([job.here, job.other][:: 1 if pair_idx % 2 else -1])
-        for name in sorted(took[job.here].keys() & took[job.other].keys()):
-            here, other = took[job.here][name], took[job.other][name]
+        seconds_of = take_pair([job.here, job.other][:: 1 if pair_idx % 2 else -1])
+        for name in sorted(seconds_of[job.here].keys() & seconds_of[job.other].keys()):
+            here, other = seconds_of[job.here][name], seconds_of[job.other][name]
             ratios.setdefault(name, []).append(statistics.median(a / b for a, b in zip(here, other, strict=True)))
             seconds.setdefault(name, []).append(statistics.median(here))
         latest = ", ".join(f"{name} {values[-1]:.3f}" for name, values in ratios.items())
@@ -472,8 +474,8 @@ def judge_speed(ratios: Mapping[str, list[float]], seconds: Mapping[str, list[fl
             f"{name}: {median:.3f} times the other's time, 95 % interval {low:.3f} ... {high:.3f}, {len(values)} pairs"
         )
         if name == "--help":
-            text += f", {(took := statistics.median(seconds[name])):.2f} s of {HELP_BAR_S}"
-            problems += [f"--help takes {took:.2f} s, allowed {HELP_BAR_S}"] if took > HELP_BAR_S else []
+            text += f", {(median_s := statistics.median(seconds[name])):.2f} s of {HELP_BAR_S}"
+            problems += [f"--help takes {median_s:.2f} s, allowed {HELP_BAR_S}"] if median_s > HELP_BAR_S else []
         problems += (
             [f"{name}: the interval must lie below {SPEED_BAR}, ends at {high:.3f}"] if high >= SPEED_BAR else []
         )
@@ -487,18 +489,18 @@ def judge_speed(ratios: Mapping[str, list[float]], seconds: Mapping[str, list[fl
 
 def in_turns(job: Job, benchmark: str, turns: Sequence[Checkout]) -> dict[Checkout, Seconds]:
     """Run processes of both checkouts that take turns of a step, so that a temporary slowdown affects both."""
-    took: dict[Checkout, Seconds] = {where: {} for where in turns}
+    seconds_of: dict[Checkout, Seconds] = {checkout: {} for checkout in turns}
     with ExitStack() as stack:
-        workers = {where: stack.enter_context(where.worker(benchmark.split())) for where in turns}
+        workers = {checkout: stack.enter_context(checkout.worker(benchmark.split())) for checkout in turns}
         for worker in workers.values():
             answer_of(worker)
         for turn_idx in range(TURNS):
-            for where in turns[:: 1 if turn_idx % 2 else -1]:
-                workers[where].stdin.write("\n")
-                workers[where].stdin.flush()
-                for name, seconds in json.loads(answer_of(workers[where])).items():
-                    took[where].setdefault(name, []).append(seconds)
-    return took
+            for checkout in turns[:: 1 if turn_idx % 2 else -1]:
+                workers[checkout].stdin.write("\n")
+                workers[checkout].stdin.flush()
+                for name, seconds in json.loads(answer_of(workers[checkout])).items():
+                    seconds_of[checkout].setdefault(name, []).append(seconds)
+    return seconds_of
 
 
 def answer_of(worker: Any) -> str:
@@ -511,16 +513,16 @@ def answer_of(worker: Any) -> str:
 
 def start_up(job: Job, _: str, turns: Sequence[Checkout]) -> dict[Checkout, Seconds]:
     """Time starts of new processes. From the second start on, byte code and sample data exist."""
-    took: dict[Checkout, Seconds] = {}
-    for where in turns:
-        if where not in job.warm:
-            where.run("benchmarks/start_up.py --runs 1")
-            job.warm.append(where)
-        results = json.loads(where.run("benchmarks/start_up.py --runs 1").splitlines()[0])
-        took[where] = {
+    seconds_of: dict[Checkout, Seconds] = {}
+    for checkout in turns:
+        if checkout not in job.warm:
+            checkout.run("benchmarks/start_up.py --runs 1")
+            job.warm.append(checkout)
+        results = json.loads(checkout.run("benchmarks/start_up.py --runs 1").splitlines()[0])
+        seconds_of[checkout] = {
             name: [row["wall_s"]] for name, row in results.items() if isinstance(row, dict) and "wall_s" in row
         }
-    return took
+    return seconds_of
 
 
 BENCHMARKS = {

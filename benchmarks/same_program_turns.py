@@ -83,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     def serve(take: Callable[[int], dict[str, float]]) -> None:
         take(0)
         print("ready", file=answers, flush=True)
-        for number, _ in enumerate(sys.stdin, 1):
-            print(json.dumps(take(number)), file=answers, flush=True)
+        for step, _ in enumerate(sys.stdin, 1):
+            print(json.dumps(take(step)), file=answers, flush=True)
 
     BENCHMARKS[args.benchmark](args.family, serve)
 

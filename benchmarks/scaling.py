@@ -210,8 +210,8 @@ def replaced(text: str, name: str, section: str) -> str:
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"the page must have {begin} and then {end} once each. Put them where the section belongs")
-    head, _, rest = text.partition(begin)
-    _, _, tail = rest.partition(end)
+    head, _, remainder = text.partition(begin)
+    _, _, tail = remainder.partition(end)
     return f"{head}{begin}\n\n{section.strip()}\n\n{end}{tail}"
 
 

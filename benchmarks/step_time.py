@@ -145,15 +145,15 @@ class StepWorker:
 
     def turn(self, first: int) -> dict[str, Any]:
         """Take a turn from step ``first``; return its seconds, processor time and losses, and the memory so far."""
-        kind = self._work.kind
-        device.synchronize(kind)
+        device_type = self._work.kind
+        device.synchronize(device_type)
         start, cpu_start = time.perf_counter(), time.process_time()
         losses = [float(loss) for loss in self._turn(first)]
-        device.synchronize(kind)
+        device.synchronize(device_type)
         seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
         return {
             "seconds": seconds, "cpu_s": cpu_s, "losses": losses, "compile_s": _compile_s(self._name),
-            "peak_bytes": device.peak_memory_bytes(kind), "reserved_bytes": _reserved_bytes(kind),
+            "peak_bytes": device.peak_memory_bytes(device_type), "reserved_bytes": _reserved_bytes(device_type),
         }  # fmt: skip
 
     def look(self) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def _contender(name: str, work: Work) -> Any:
     step = CONTENDERS[work.sizes.family][name](work.sizes, work.batch_size, work.kind, work.dtype)
 
     def turn(first: int, steps: int = work.steps) -> list[Any]:
-        return [step(work.sizes.batch(work.batch_size, number)) for number in range(first, first + steps)]
+        return [step(work.sizes.batch(work.batch_size, step_idx)) for step_idx in range(first, first + steps)]
 
     return turn
 
@@ -440,10 +440,10 @@ def _kernels(name: str, looked: dict[str, Any]) -> Iterator[str]:
         yield f"no profile of {name}: {looked['error']}"
         return
     yield f"kernels of a step of {name}, {looked['kernels_ms']:.1f} ms in all:"
-    for each in looked["kernels"]:
-        yield f"{each['ms']:9.2f} ms {100 * each['share']:5.1f} % {each['count']:6} x {each['name']}"
-    for each in looked["attention"]:
-        yield f"attention of {each['query']} on {each['key']}: {each['kernel']}, {each['calls']} times"
+    for entry in looked["kernels"]:
+        yield f"{entry['ms']:9.2f} ms {100 * entry['share']:5.1f} % {entry['count']:6} x {entry['name']}"
+    for entry in looked["attention"]:
+        yield f"attention of {entry['query']} on {entry['key']}: {entry['kernel']}, {entry['calls']} times"
 
 
 def _bars(work: Work, contenders: dict[str, Any]) -> Iterator[Bar]:

@@ -201,8 +201,8 @@ class Bar:
 def rates_in_turns(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
     """Return the rates of each contender, one for each round; the order rotates from round to round."""
     rates: dict[str, list[float]] = {name: [] for name in turns}
-    for number in range(rounds):
-        for name in rotated(turns, number):
+    for round_idx in range(rounds):
+        for name in rotated(turns, round_idx):
             rates[name].append(turns[name]())
     return rates
 

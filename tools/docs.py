@@ -189,9 +189,9 @@ def draw_zero(path: Path) -> None:
     figure, axes = canvas(7, 2.8)
     for stage in range(4):
         left = 0.0
-        for what, colour in zip(HELD, COLOURS, strict=False):
-            width = bytes_held(what, stage, REPLICAS)
-            axes.barh(3 - stage, width, left=left, color=colour, label=what if stage == 0 else None)
+        for component, colour in zip(HELD, COLOURS, strict=False):
+            width = bytes_held(component, stage, REPLICAS)
+            axes.barh(3 - stage, width, left=left, color=colour, label=component if stage == 0 else None)
             left += width
         axes.text(left + 0.2, 3 - stage, f"{left:g}", va="center", fontsize=9)
     axes.set_yticks(range(4), [f"ZeRO {stage}" for stage in (3, 2, 1, 0)])
@@ -250,13 +250,13 @@ def on_files(files: Any, config: Any) -> Any:
 
     root = Path(config.docs_dir).parent
     pending = [f"docs/{file.src_uri}" for file in files if file.src_uri.endswith(".md")]
-    seen = set(pending)
+    added = set(pending)
     while pending:
         page = pending.pop()
-        for target in sorted({target for target, _ in aims(page, (root / page).read_text(encoding="utf-8"))} - seen):
+        for target in sorted({target for target, _ in aims(page, (root / page).read_text(encoding="utf-8"))} - added):
             if target.startswith(("docs/", "..")) or not (root / target).is_file():
                 continue  # MkDocs itself warns of what is missing
-            seen.add(target)
+            added.add(target)
             files.append(File.generated(config, COPIES + target, abs_src_path=str(root / target)))
             if target.endswith(".md"):
                 pending.append(target)
@@ -271,8 +271,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     if uri.startswith(COPIES) or not files.get_file_from_path(translation):
         return markdown
     link = posixpath.relpath(translation, posixpath.dirname(uri) or ".")
-    title, _, rest = markdown.partition("\n")
-    return f"{title}\n\n[{'English' if uri.startswith('zh/') else '中文'}]({link})\n{rest}"
+    title, _, body = markdown.partition("\n")
+    return f"{title}\n\n[{'English' if uri.startswith('zh/') else '中文'}]({link})\n{body}"
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:

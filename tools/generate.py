@@ -104,7 +104,7 @@ def answer_texts(answers: list[Answer], args: argparse.Namespace, *, with_prompt
     texts = [(answer.prompt if with_prompt else "") + answer.text + "\n" for answer in answers]
     if len(texts) == 1:
         return texts[0]
-    return "".join(f"--- {number}\n{text}" for number, text in enumerate(texts, 1))
+    return "".join(f"--- {answer_number}\n{text}" for answer_number, text in enumerate(texts, 1))
 
 
 def write(text: str, output: Path | None) -> None:

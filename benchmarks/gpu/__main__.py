@@ -167,7 +167,7 @@ def summary(results: Results, names: list[str]) -> int:
     for name in names:
         verdicts = results.of(name)
         counts = {status: sum(v.status == status for v in verdicts.values()) for status in (*FINAL, "not run")}
-        print(f"== {name}: " + ", ".join(f"{number} {status}" for status, number in counts.items() if number))
+        print(f"== {name}: " + ", ".join(f"{count} {status}" for status, count in counts.items() if count))
         code |= int(counts[FAILED] > 0)
     return code
 

@@ -77,13 +77,13 @@ class Report:
     def text(self) -> str:
         """All results in one line, with the names of failed tests."""
         names = [f"{name}: {why}" for name, why in list(self.failed.items())[:NAMES_TOLD]]
-        more = len(self.failed) - len(names)
+        num_unlisted = len(self.failed) - len(names)
         return "; ".join(
             [
                 f"{self.passed} passed" + (f", {len(self.failed)} failed" if self.failed else ""),
                 *names,
-                *([f"and {more} more failed"] if more > 0 else []),
-                *(f"{number} skipped: {reason}" for reason, number in self.skipped.most_common()),
+                *([f"and {num_unlisted} more failed"] if num_unlisted > 0 else []),
+                *(f"{count} skipped: {reason}" for reason, count in self.skipped.most_common()),
                 *self.told,
             ]
         )
@@ -146,7 +146,7 @@ def judge(done: Done, path: Path) -> tuple[str, dict[str, Any]]:
 
 def _in_time(done: Done) -> str:
     """Describe how far a killed run came; pytest writes its report only at the end."""
-    lines = [(found["first"] or found["last"], found["name"].strip()) for found in RESULT.finditer(done.text)]
+    lines = [(match["first"] or match["last"], match["name"].strip()) for match in RESULT.finditer(done.text)]
     ended = [(result, name) for result, name in lines if result is not None]
     failed = [name for result, name in ended if result in ("FAILED", "ERROR")]
     running = lines[-1][1] if lines and lines[-1][0] is None else ""
@@ -257,8 +257,8 @@ def layout_cases(machine: Machine) -> Sequence[Case]:
 
 
 def _one_process(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
-    told = _reference(machine, "gpt2", "fp64")[1]
-    return f"a second start against the first: {_text(told)}", _figures(told)
+    result = _reference(machine, "gpt2", "fp64")[1]
+    return f"a second start against the first: {_text(result)}", _figures(result)
 
 
 def _layout(name: str, layout: str) -> Callable[[Machine, Path], tuple[str, dict[str, Any]]]:
@@ -266,8 +266,8 @@ def _layout(name: str, layout: str) -> Callable[[Machine, Path], tuple[str, dict
 
     def run(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
         reference, _ = _reference(machine, model, dtype)
-        told = _compare(machine, folder, model, dtype, f"{layout} --distributed-backend gloo", reference)
-        return f"{told['ranks']} ranks over gloo against one process: {_text(told)}", _figures(told)
+        result = _compare(machine, folder, model, dtype, f"{layout} --distributed-backend gloo", reference)
+        return f"{result['ranks']} ranks over gloo against one process: {_text(result)}", _figures(result)
 
     return run
 
@@ -275,23 +275,23 @@ def _layout(name: str, layout: str) -> Callable[[Machine, Path], tuple[str, dict
 def _nccl_over_all(axis: str) -> Callable[[Machine, Path], tuple[str, dict[str, Any]]]:
     def run(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
         _needs_nccl(machine)
-        number = machine.num_devices
-        if number < 2:
+        num_gpus = machine.num_devices
+        if num_gpus < 2:
             raise Skip("NCCL gives each rank a GPU of its own; there is one GPU")
-        heads = number * -(-4 // number)
+        heads = num_gpus * -(-4 // num_gpus)
         sizes = f"--num-layers {heads} --num-attention-heads {heads} --hidden-size {64 * heads}"
-        micro = f"--gas {number}" if axis != "dp" else "--gas 1"
-        layout = f"{sizes} {micro} {ALL_GPUS[axis]} {number} --distributed-backend nccl"
-        told = _compare(machine, folder, "gpt2", "fp64", layout)
-        return f"{number} GPUs against one process: {_text(told)}", _figures(told)
+        micro = f"--gas {num_gpus}" if axis != "dp" else "--gas 1"
+        layout = f"{sizes} {micro} {ALL_GPUS[axis]} {num_gpus} --distributed-backend nccl"
+        result = _compare(machine, folder, "gpt2", "fp64", layout)
+        return f"{num_gpus} GPUs against one process: {_text(result)}", _figures(result)
 
     return run
 
 
 def _nccl_alone(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
     _needs_nccl(machine)
-    told = python(machine, "-m", "benchmarks.gpu.checks").check().text
-    return told.splitlines()[-1], {}
+    output = python(machine, "-m", "benchmarks.gpu.checks").check().text
+    return output.splitlines()[-1], {}
 
 
 def _needs_nccl(machine: Machine) -> None:
@@ -334,15 +334,15 @@ def _compare(
 
 def _text(told: dict[str, Any]) -> str:
     """Return the observed and allowed values in one line."""
-    seen = told["seen"]
+    values = told["seen"]
     names = {"loss": "losses", "first_norm": "gradient norm", "gradient": f"worst gradient ({told['worst']})"}
     return ", ".join(
-        f"{text} {seen[name]['observed']:.1e} (allowed {seen[name]['allowed']:.0e})" for name, text in names.items()
+        f"{text} {values[name]['observed']:.1e} (allowed {values[name]['allowed']:.0e})" for name, text in names.items()
     )
 
 
 def _figures(told: dict[str, Any]) -> dict[str, Any]:
-    return {"ranks": told["ranks"], **{name: one["observed"] for name, one in told["seen"].items()}}
+    return {"ranks": told["ranks"], **{name: value["observed"] for name, value in told["seen"].items()}}
 
 
 def try_nccl() -> str:

@@ -82,10 +82,10 @@ def judge_reads(seen: Mapping[str, Any]) -> str:
         AssertionError: it waits elsewhere, or more than once a step, or a wait would not be detected.
     """
     assert seen["is_noticed"], "a wait that was planted is not noticed: the watch sees nothing"
-    places = {place: count / seen["steps"] for place, count in seen["found"].items()}
-    others = {place: count for place, count in places.items() if not place.endswith(f" in {ONCE}")}
-    assert not others, f"the host waits in each step for {_format_counts(others)}"
-    assert sum(places.values()) == 1, f"the host reads {sum(places.values()):g} times a step, not once"
+    counts = {place: count / seen["steps"] for place, count in seen["found"].items()}
+    unexpected = {place: count for place, count in counts.items() if not place.endswith(f" in {ONCE}")}
+    assert not unexpected, f"the host waits in each step for {_format_counts(unexpected)}"
+    assert sum(counts.values()) == 1, f"the host reads {sum(counts.values()):g} times a step, not once"
     return f"one wait a step, in {ONCE}, none in its 4 micro-batches"
 
 
@@ -97,7 +97,7 @@ def memory_retry(machine: Machine, folder: Path) -> Shown:
     """Check that a step whose allocation fails at first continues with the same losses."""
     needs_gpu(machine, "torch's allocator keeps freed memory of a GPU alone")
     extra = "--bf16 --deterministic"
-    eased, pressed = (worker(machine, folder, what, "gpt2", extra, PRESSED_SIZES) for what in ("ease", "pressure"))
+    eased, pressed = (worker(machine, folder, mode, "gpt2", extra, PRESSED_SIZES) for mode in ("ease", "pressure"))
     return judge_retry(eased, pressed), {name: pressed[name] for name in ("retries", "peak", "limit")}
 
 
@@ -148,11 +148,13 @@ def judge_equal(seen: Mapping[str, Sequence[str]]) -> str:
     Raises:
         AssertionError: a run differs from the first; or the losses do not change, so that nothing was trained.
     """
-    (first, wanted), *others = seen.items()
-    assert len(set(wanted)) == len(wanted) > 0, f"the losses of {first} must change from step to step, got {wanted}"
-    for name, losses in others:
-        assert losses == wanted, f"{name}: losses {losses}, {first}: {wanted}"
-    return f"{', '.join(seen)}: losses of {len(wanted)} steps equal to the bit"
+    (first, expected), *other_runs = seen.items()
+    assert len(set(expected)) == len(expected) > 0, (
+        f"the losses of {first} must change from step to step, got {expected}"
+    )
+    for name, losses in other_runs:
+        assert losses == expected, f"{name}: losses {losses}, {first}: {expected}"
+    return f"{', '.join(seen)}: losses of {len(expected)} steps equal to the bit"
 
 
 def launch_blocking(machine: Machine, folder: Path) -> Shown:

@@ -58,17 +58,17 @@ class Results:
     def begin_or_go_on(cls, folder: Path, about: Mapping[str, Any]) -> Results:
         """Return the newest results in ``folder`` of the same device, type, commit and size, otherwise new results."""
         folder.mkdir(parents=True, exist_ok=True)
-        same = ("device", "kind", "commit", "is_dry")
+        compared_keys = ("device", "kind", "commit", "is_dry")
         for path in sorted(folder.glob("gpu-*.json"), reverse=True):
             content = json.loads(path.read_text(encoding="utf-8"))
-            if all(content.get(key) == about[key] for key in same):
+            if all(content.get(key) == about[key] for key in compared_keys):
                 results = cls(path, about)
                 results.content = content
                 return results
         device = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
         stem = f"gpu-{device}-{about['date']}"
-        number = sum(1 for _ in folder.glob(f"{stem}*.json"))
-        return cls(folder / (f"{stem}.json" if not number else f"{stem}-{number + 1}.json"), about)
+        num_files = sum(1 for _ in folder.glob(f"{stem}*.json"))
+        return cls(folder / (f"{stem}.json" if not num_files else f"{stem}-{num_files + 1}.json"), about)
 
     def add(self, part: str, case: str, verdict: Verdict) -> None:
         """Store a verdict, replacing an earlier one of the case."""
@@ -82,7 +82,7 @@ class Results:
 
     def of(self, part: str) -> dict[str, Verdict]:
         """Return the verdicts of a part by case."""
-        return {name: Verdict(**one) for name, one in self._part(part)["cases"].items()}
+        return {name: Verdict(**verdict) for name, verdict in self._part(part)["cases"].items()}
 
     def save(self) -> None:
         """Write the file atomically: the previous version remains until the new one is complete."""

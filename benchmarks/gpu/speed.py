@@ -220,9 +220,9 @@ def fitted(model: Model, memory_bytes: int, below: int | None = None) -> Fitted 
     room = USABLE * memory_bytes - OF_A_PROCESS  # minus the process that multiplies matrices
     batches = [batch for batch in model.batches if below is None or batch < below]
     for sizes in model.slices:
-        for number in range(len(model.contenders), 0, -1):
+        for num_contenders in range(len(model.contenders), 0, -1):
             for batch in batches:
-                names = model.contenders[:number]
+                names = model.contenders[:num_contenders]
                 expected = sum(expected_bytes(sizes, batch, name) for name in names)
                 if expected <= room:
                     return Fitted(sizes, batch, names, int(expected))
@@ -238,11 +238,11 @@ OUT_OF_MEMORY = "out of memory"
 
 def cases(machine: Machine) -> list[Case]:
     """Return the cases, the most important first."""
-    made = [
+    result = [
         Case(model.name, partial(measure, model), model.limit_s, alone=True) for model in models(is_dry=machine.is_dry)
     ]
-    made.insert(PLANNED_AFTER, Case(PLANNER, plan, limit_s=150.0, alone=True))
-    return made
+    result.insert(PLANNED_AFTER, Case(PLANNER, plan, limit_s=150.0, alone=True))
+    return result
 
 
 def measure(model: Model, machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
@@ -342,7 +342,7 @@ def row_of(name: str, row: Mapping[str, Any], run: Fitted, planned: Planned | No
     }
     if name not in (OURS, COMPILED):
         ours = row.get("speed_of_ours", {})
-        return figures | {"speed_of_ours": {who: middle for who, (_, middle, _) in ours.items()}}
+        return figures | {"speed_of_ours": {our_name: middle for our_name, (_, middle, _) in ours.items()}}
     memory = estimated(run.sizes, run.batch_size, kind, name).total
     is_counted = kind != "cpu"  # on a CPU the whole process is measured, including libraries
     figures |= {"estimated_bytes": memory, "memory_ratio": memory / row["peak_memory_bytes"] if is_counted else None}
@@ -389,8 +389,8 @@ def line_of(figures: Mapping[str, Any]) -> str:
         f"{figures['seq_length']}",
         *(_contender_line(name, row) for name, row in figures["contenders"].items()),
     ]
-    if chosen := sorted({shape["kernel"] for shape in figures["attention"]}):
-        parts.append(f"attention {', '.join(chosen)}")
+    if kernels := sorted({shape["kernel"] for shape in figures["attention"]}):
+        parts.append(f"attention {', '.join(kernels)}")
     if figures["look_error"]:
         parts.append(f"no profile: {figures['look_error']}")
     return "; ".join(parts)

@@ -149,9 +149,9 @@ def read_run(folder: Path, seconds: float = 0.0) -> Run:
     from megatron.training.callbacks.metrics_writer import read_metrics
 
     records = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "train"]
-    numbers = [[_number(record[name]) for record in records] for name in ("loss", "grad_norm")]
+    values = [[_number(record[name]) for record in records] for name in ("loss", "grad_norm")]
     num_skipped = max((record["skipped"] for record in records), default=0)
-    return Run(folder, tuple(r["step"] for r in records), tuple(numbers[0]), tuple(numbers[1]), num_skipped, seconds)
+    return Run(folder, tuple(r["step"] for r in records), tuple(values[0]), tuple(values[1]), num_skipped, seconds)
 
 
 def _number(value: float | None) -> float:
@@ -183,7 +183,7 @@ def worst(run: Run, other: Run) -> float:
     assert run.steps == other.steps, f"the steps {spans(run.steps)} were done, against {spans(other.steps)}"
     assert run.steps, "no step was recorded"
     assert all(map(math.isfinite, run.losses + other.losses)), f"a loss is not finite: {run.losses}"
-    return max(abs(one - two) for one, two in zip(run.losses, other.losses, strict=True))
+    return max(abs(loss - other_loss) for loss, other_loss in zip(run.losses, other.losses, strict=True))
 
 
 def spans(steps: Sequence[int]) -> str:

@@ -187,8 +187,12 @@ def amiss(
     carried = wheels_in(folder)
     reached = {name for name, *_ in met}
     problems += [f"{name} is carried, but nothing requires it" for name in carried if name not in reached]
-    problems += [f"{name} is carried {len(all_of)} times" for name, all_of in carried.items() if len(all_of) > 1]
-    problems += filter(None, (wheel.unfit(target) for all_of in carried.values() for wheel in all_of))
+    problems += [
+        f"{name} is carried {len(package_wheels)} times"
+        for name, package_wheels in carried.items()
+        if len(package_wheels) > 1
+    ]
+    problems += filter(None, (wheel.unfit(target) for package_wheels in carried.values() for wheel in package_wheels))
     return problems
 
 
@@ -263,16 +267,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Collect or check the wheels; return the exit code."""
     args = parse_args(argv)
-    target, there = Target(args.python), read_there(args.have) if args.have else THERE
-    wanted = [requirement for requirement in required() if requirement.name not in LEFT_OUT]
+    target, installed = Target(args.python), read_there(args.have) if args.have else THERE
+    requirements = [requirement for requirement in required() if requirement.name not in LEFT_OUT]
     if args.check:
-        problems = amiss(wanted, args.out, there, target)
+        problems = amiss(requirements, args.out, installed, target)
         folder = args.out
     else:
         args.out.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=args.out)
         folder = Path(scratch.name)
-        problems = amiss(wanted, folder, there, target, fetch_into(folder, target))
+        problems = amiss(requirements, folder, installed, target, fetch_into(folder, target))
     sizes = {path.name: path.stat().st_size / 1e6 for path in sorted(folder.glob("*.whl"))}
     print(*(f"{size:6.1f} MB  {name}" for name, size in sizes.items()), sep="\n")
     print(f"{sum(sizes.values()):6.1f} MB: {len(sizes)} wheels for Python {target.python}", flush=True)

@@ -231,8 +231,8 @@ def spoiled_in(step: int) -> Any:
 
     def forward_step(data_iterator: Any, model: Any) -> tuple[Any, dict[str, Any]]:
         (total, number_of_tokens), _ = pretrain_gpt2.forward_step(data_iterator, model)
-        number = next(calls) // get_config().batch.gas + 1
-        loss = (total * float("nan") if number == step else total, number_of_tokens)
+        current_step = next(calls) // get_config().batch.gas + 1
+        loss = (total * float("nan") if current_step == step else total, number_of_tokens)
         return loss, {"lm loss": loss}
 
     return forward_step

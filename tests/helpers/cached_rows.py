@@ -31,8 +31,8 @@ def check_passes(reader: DecoderReader, rows: list[torch.Tensor], alone: list[to
     tokens = torch.full((3, max(LENGTHS)), 7)
     for row, length, padded in zip(rows, LENGTHS, tokens, strict=True):
         padded[:length] = row[:length]
-    last = torch.tensor(LENGTHS) - 1
-    logits = reader.read(tokens, torch.arange(max(LENGTHS)).expand(tokens.shape), last)
+    last_positions = torch.tensor(LENGTHS) - 1
+    logits = reader.read(tokens, torch.arange(max(LENGTHS)).expand(tokens.shape), last_positions)
     assert differ(logits, [padded[length - 1] for padded, length in zip(alone, LENGTHS, strict=True)]) < ROUNDING
     active_rows = [0, 1, 2]
     for step in range(STEPS):

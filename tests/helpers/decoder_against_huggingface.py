@@ -144,10 +144,10 @@ class Against:
         """Check that converting their weights to ours and back preserves every bit, for any number of tensor ranks."""
         config, before, *_ = self.reference(kind)
         for size in sizes:
-            back = self.form.from_ours(joined([self.shards(kind, rank, size) for rank in range(size)]), config)
-            for name, tensor in back.items():
+            tensors = self.form.from_ours(joined([self.shards(kind, rank, size) for rank in range(size)]), config)
+            for name, tensor in tensors.items():
                 assert tensor.equal(before[name]), name
-            assert {"lm_head.weight", *back} == set(before)
+            assert {"lm_head.weight", *tensors} == set(before)
 
     def shards(self, kind: str, rank: int, size: int) -> Any:
         """Return the weight shards of a tensor rank, without communication."""

@@ -36,8 +36,8 @@ def documented(program: str) -> list[str]:
     """Return the commands in the docstring of ``program``, without comments."""
     docstring = ast.get_docstring(ast.parse((ROOT / program).read_text("utf-8"))) or ""
     lines = re.sub(r"\\\n\s*", "", docstring).splitlines()
-    shown = [re.split(r"\s{3,}", line.strip())[0] for line in lines if line.startswith("    ") and _is_command(line)]
-    return [shlex.join(shlex.split(command, comments=True)) for command in shown]
+    commands = [re.split(r"\s{3,}", line.strip())[0] for line in lines if line.startswith("    ") and _is_command(line)]
+    return [shlex.join(shlex.split(command, comments=True)) for command in commands]
 
 
 def _is_command(line: str) -> bool:
@@ -54,14 +54,14 @@ def undocumented(smoke: Smoke, exempt: Mapping[str, str], folder: str) -> list[s
     faults = [f"{name} has no smoke command" for name in sorted(existing - smoke.keys() - exempt.keys())]
     faults += [f"{name} is no program" for name in sorted((smoke.keys() | exempt.keys()) - existing)]
     for name in sorted(existing & smoke.keys()):
-        shown = documented(name)
+        commands = documented(name)
         own_lines = [line for line in smoke[name] if any(word in line for word in (Path(name).stem, "gpu/run.sh"))]
         if not own_lines:
             faults.append(f"{name} has no smoke command that starts it")
         for line in own_lines:
             words = shlex.join(shlex.split(line.rpartition("&& ")[2]))
-            if not any(words == command or words.startswith(command + " ") for command in shown):
-                faults.append(f"{line!r} does not begin with a command of the docstring of {name}: {shown}")
+            if not any(words == command or words.startswith(command + " ") for command in commands):
+                faults.append(f"{line!r} does not begin with a command of the docstring of {name}: {commands}")
     return faults
 
 

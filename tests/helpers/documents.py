@@ -62,7 +62,7 @@ def by_sequence(
     assert (starts[0], starts[-1]) == (0, len(query)) and (starts_of_keys[0], starts_of_keys[-1]) == (0, len(key))
     parts = []
     for i in range(len(starts) - 1):
-        query_range, key_range = (slice(*each[i : i + 2]) for each in (starts, starts_of_keys))
+        query_range, key_range = (slice(*boundaries[i : i + 2]) for boundaries in (starts, starts_of_keys))
         num_queries, num_keys = query_range.stop - query_range.start, key_range.stop - key_range.start
         assert num_queries <= max_query and num_keys <= max_key and (num_keys >= num_queries)
         distance = torch.arange(num_queries).unsqueeze(1) + num_keys - num_queries - torch.arange(num_keys)
@@ -95,7 +95,7 @@ def by_blocks(
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
     batch, head, query_idx, key_idx = (
-        torch.arange(n).view([-1 if dim == place else 1 for dim in range(4)]) for place, n in enumerate(scores.shape)
+        torch.arange(n).view([-1 if dim == axis else 1 for dim in range(4)]) for axis, n in enumerate(scores.shape)
     )
     if score_mod is not None:
         scores = score_mod(scores, batch, head, query_idx, key_idx)

@@ -134,8 +134,8 @@ def in_its_own_dtype() -> Iterator[None]:
             base = self.config.rope_parameters["rope_theta"]
             speeds = 1.0 / base ** (torch.arange(0, rotary_size, 2, dtype=torch.float64) / rotary_size)
         freqs = position_ids[..., None].double() * speeds
-        both = torch.cat((freqs, freqs), dim=-1)
-        return both.cos() * scale, both.sin() * scale
+        doubled = torch.cat((freqs, freqs), dim=-1)
+        return doubled.cos() * scale, doubled.sin() * scale
 
     def softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.softmax(x, dim)

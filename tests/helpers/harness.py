@@ -160,8 +160,8 @@ def _wait(children: list[int], deadline_s: float) -> list[int]:
     while len(codes) < len(children) and time.monotonic() < end:
         for child in children:
             if child not in codes:
-                done, status = os.waitpid(child, os.WNOHANG)
-                if done:
+                pid, status = os.waitpid(child, os.WNOHANG)
+                if pid:
                     codes[child] = os.waitstatus_to_exitcode(status)
         time.sleep(0.005)
     for child in children:

@@ -47,7 +47,7 @@ class _OfSizesByData(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         by_booleans = name in ("index", "index_put_", "index_put") and any(
-            each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
         by_repeats = name != "repeat_interleave" or "Tensor" in func._overloadname
         if by_booleans or (name in SIZED_BY_DATA and by_repeats):

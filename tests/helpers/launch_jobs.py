@@ -146,8 +146,8 @@ class Job:
         """Return the launcher's exit code; kill it after the deadline."""
         end = time.monotonic() + deadline_s
         while self.code is None:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            if done:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
                 self.code = os.waitstatus_to_exitcode(status)
             elif time.monotonic() > end:
                 os.kill(self.pid, signal.SIGKILL)

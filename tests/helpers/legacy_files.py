@@ -94,12 +94,12 @@ def nested(flat: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return the nested dictionaries that Megatron-LM saves; the names of layers are not split."""
     tree: dict[str, Any] = {}
     for name, tensor in flat.items():
-        top, rest = name.split(".", 1)
+        top, suffix = name.split(".", 1)
         if top == "embedding":
-            table, kind = rest.split(".")
-            tree.setdefault(top, {}).setdefault(table, {})[kind] = tensor
+            table, weight_name = suffix.split(".")
+            tree.setdefault(top, {}).setdefault(table, {})[weight_name] = tensor
         else:
-            tree.setdefault(top, {})[rest] = tensor
+            tree.setdefault(top, {})[suffix] = tensor
     return tree
 
 
@@ -112,12 +112,12 @@ def write_megatron(
     folder: Path, ours: Tensors, *, tensor: int = 1, pipe: int = 1, version: float | None = 3.0, **args: Any
 ) -> Path:
     """Write iter_0000100 of Megatron-LM with its tracker file; return their folder."""
-    named = {their_name(name): whole for name, whole in ours.items()}
+    full_tensors = {their_name(name): whole for name, whole in ours.items()}
     for stage in range(pipe):
         for rank in range(tensor):
             local_tensors = {
                 _local(name, pipe): slice_of(name, whole, rank, tensor, 3.0 if version is None else version)
-                for name, whole in named.items()
+                for name, whole in full_tensors.items()
                 if stage in _stages(name, pipe)
             }
             content: dict[str, Any] = {
@@ -127,7 +127,9 @@ def write_megatron(
                 "np_rng_state": np.random.RandomState(1).get_state(),
             }
             if stage == pipe - 1 and pipe > 1:
-                content["model"]["word_embeddings_for_head"] = {"weight": named["embedding.word_embeddings.weight"]}
+                content["model"]["word_embeddings_for_head"] = {
+                    "weight": full_tensors["embedding.word_embeddings.weight"]
+                }
             if version is not None:
                 content["checkpoint_version"] = version
             name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipe > 1 else "")

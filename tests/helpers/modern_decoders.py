@@ -246,8 +246,8 @@ def in_its_own_dtype() -> Iterator[None]:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         speeds, scale = frequencies(self.config, layer_type)
         freqs = position_ids[..., None].double() * speeds
-        both = torch.cat((freqs, freqs), dim=-1)
-        return both.cos() * scale, both.sin() * scale
+        doubled = torch.cat((freqs, freqs), dim=-1)
+        return doubled.cos() * scale, doubled.sin() * scale
 
     def softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.softmax(x, dim)

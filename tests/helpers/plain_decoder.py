@@ -19,7 +19,7 @@ def logits_of(
     Shapes:
         tokens, positions, segments [b, s]; positions may or may not restart in each document
     """
-    rows = [_row(sizes, w, *each) for each in zip(tokens, positions, segments, strict=True)]
+    rows = [_row(sizes, w, *row_inputs) for row_inputs in zip(tokens, positions, segments, strict=True)]
     return torch.stack(rows, dim=1)
 
 
@@ -122,7 +122,7 @@ def is_windowed(sizes: Any, layer: int) -> bool:
         return True
     if text.isdecimal():
         return (layer + 1) % int(text) != 0
-    return bool([int(each) for each in text.strip("[]").split(",")][layer])
+    return bool([int(entry) for entry in text.strip("[]").split(",")][layer])
 
 
 def _capped(x: torch.Tensor, cap: float) -> torch.Tensor:

@@ -61,12 +61,12 @@ class Storages(TorchDispatchMode):
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = StorageWeakRef(tensor.untyped_storage())
                 self._seen[storage.cdata] = (storage, tensor.untyped_storage().nbytes())
-        return made
+        return result
 
     def live(self) -> int:
         """Return the bytes of all storages that still exist."""

@@ -132,8 +132,8 @@ def together(*plants: Callable[[int], None]) -> Callable[[int], None]:
     """Return a plant that combines ``plants``."""
 
     def plant(rank: int) -> None:
-        for each in plants:
-            each(rank)
+        for single in plants:
+            single(rank)
 
     return plant
 

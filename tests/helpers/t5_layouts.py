@@ -70,7 +70,7 @@ class Case:
         return replace(self, bounds="uniform", chunks=1, schedule="1f1b", recompute_every=0)
 
     def make_sizes(self) -> T5ModelArgs:
-        named = {
+        args = {
             "num_layers": self.dec_layers,
             "enc_layers": self.enc_layers,
             "dec_layers": self.dec_layers,
@@ -79,7 +79,7 @@ class Case:
             "checkpoint_activations": self.recompute_every > 0,
             "checkpoint_num_layers": max(self.recompute_every, 1),
         }
-        return T5ModelArgs(**{**SMALL, **named, **dict(self.sizes)})
+        return T5ModelArgs(**{**SMALL, **args, **dict(self.sizes)})
 
     def batch(self, index: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.Tensor]]:
         """Return (inputs, labels) of a micro-batch; with segments, two documents each and padding at the end."""
@@ -175,20 +175,20 @@ def run(cases: Sequence[Case], tensor: int = 1, pipe: int = 1, data: int = 1) ->
     """Yield each case with every rank's result in this layout; one set of processes runs all cases."""
     results = run_ranks(tensor * pipe * data, _rank, cases, tensor, pipe, deadline_s=30.0 + 5.0 * len(cases))
     for index, case in enumerate(cases):
-        yield case, [each[index] for each in results]
+        yield case, [rank_results[index] for rank_results in results]
 
 
 def difference(case: Case, ranks: Sequence[Result]) -> dict[str, float]:
     """Return the differences of ``ranks`` from one process: loss, norm, and the relative error of each gradient."""
-    loss, wanted, norm = one_process(case.of_one_process)
-    assert {name for _, parts, _ in ranks for name in parts} == set(wanted)
+    loss, expected, norm = one_process(case.of_one_process)
+    assert {name for _, parts, _ in ranks for name in parts} == set(expected)
     differences = {
-        "loss": max(abs(each[0] - loss) for each in ranks),
-        "norm": max(abs(each[2] - norm) / norm for each in ranks),
+        "loss": max(abs(result[0] - loss) for result in ranks),
+        "norm": max(abs(result[2] - norm) / norm for result in ranks),
     }
     for _, parts, _ in ranks:
         for name, (shard, part) in parts.items():
-            full_shard, full_grad = wanted[name]
+            full_shard, full_grad = expected[name]
             full_grad = full_shard.unpadded(full_grad).double()
             error = float((part.double() - shard.cut(full_grad)).norm() / max(float(full_grad.norm()), 1e-6 * norm))
             differences[name] = max(differences.get(name, 0.0), error)
@@ -220,4 +220,4 @@ def check_exact(case: Case, ranks: Sequence[Result]) -> None:
 def cuts(case: Case, stages: int) -> list[tuple[int, ...]]:
     """Return every way to split the model into ``stages`` stages."""
     inner = itertools.combinations(range(1, case.num_units), stages - 1)
-    return [(0, *each, case.num_units) for each in inner]
+    return [(0, *inner_bounds, case.num_units) for inner_bounds in inner]

@@ -315,9 +315,9 @@ def worst(got: Tensors, wanted: Tensors) -> float:
 def check_equal(results: list[Any], toy: Toy, replicas: int = 1, tolerance: float | None = None) -> None:
     """Compare every rank's results with one process; bitwise without ``tolerance``, except for the norm."""
     loss, gradients = reference(toy, replicas)
-    seen: set[str] = set()
+    names: set[str] = set()
     for got_loss, got, norm in results:
-        seen |= set(got)
+        names |= set(got)
         if tolerance is None:
             assert torch.equal(got_loss, loss), (toy, got_loss, loss)
             for name, gradient in got.items():
@@ -326,6 +326,9 @@ def check_equal(results: list[Any], toy: Toy, replicas: int = 1, tolerance: floa
             assert abs(float(got_loss - loss)) <= tolerance, (toy, got_loss, loss)
             assert worst(got, gradients) <= tolerance, (toy, worst(got, gradients))
         if norm is not None:
-            wanted = norm_of(gradients)
-            assert abs(norm - wanted) <= (1e-12 if toy.dtype is torch.float64 else 1e-6) * wanted, (norm, wanted)
-    assert seen == set(gradients), seen ^ set(gradients)
+            expected_norm = norm_of(gradients)
+            assert abs(norm - expected_norm) <= (1e-12 if toy.dtype is torch.float64 else 1e-6) * expected_norm, (
+                norm,
+                expected_norm,
+            )
+    assert names == set(gradients), names ^ set(gradients)
