@@ -322,7 +322,7 @@ class Job:
         return []
 
     def _page(self, start: int, rank: int) -> mmap.mmap | None:
-        """Return the status page of a rank once it exists; it outlives the rank."""
+        """Return a rank's memory-mapped status file, or None until it exists; it outlives the rank."""
         for path in self._found(f"megatron-launch-*/start-{start}/failure.at-{rank}"):
             with suppress(OSError, ValueError), open(path, "rb") as file:
                 return mmap.mmap(file.fileno(), rank_status.SIZE, access=mmap.ACCESS_READ)

@@ -16,7 +16,7 @@ table.txt and result.json are written to DIR. Bars, for 8 micro-batches:
 
 | ratio | bar |
 |---|---|
-| our 1F1B to torch's 1F1B at the same cut | at least 0.98 |
+| our 1F1B to torch's 1F1B with the same chunks | at least 0.98 |
 | our best to DeepSpeed's engine | at least 1.04 |
 | our best to torch's 1F1B | at least 1.05 |
 | our best to two one-process runs side by side | at least 0.93 |

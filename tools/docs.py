@@ -157,7 +157,7 @@ def draw_layer(path: Path) -> None:
 
 
 def draw_context(path: Path) -> None:
-    """Draw the keys that the queries of each piece attend to, in the colour of the piece's context rank."""
+    """Draw the keys that the queries of each chunk attend to, in the colour of the chunk's context rank."""
     figure, axes = canvas(6.6, 4.0)
     pieces = 2 * CONTEXT
     for rank in range(CONTEXT):

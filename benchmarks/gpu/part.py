@@ -106,7 +106,7 @@ class Case:
         run: called with the machine and an empty folder; returns one line of text and figures. It raises AssertionError
             if the result is wrong, ``Skip`` if the machine lacks something, and any other error if the case broke.
         limit_s: seconds after which commands of the case are killed.
-        alone: no other case may run at the same time, because time or memory is measured.
+        alone: run exclusively, because time or memory is measured.
     """
 
     name: str
@@ -233,7 +233,7 @@ def _judge(case: Case, machine: Machine, part: Part, latest: float, end: float) 
 
 
 _NONE_BEGINS = 1 / 8
-"""Last fraction of a part's time in which no case starts, because it would be cut off."""
+"""Last fraction of a part's time in which no case starts, because it could not finish."""
 
 
 def _line(text: str) -> str:
@@ -243,7 +243,7 @@ def _line(text: str) -> str:
 
 
 class _Gate:
-    """Lock for cases that run together or alone."""
+    """Lock for cases that run concurrently or exclusively."""
 
     def __init__(self) -> None:
         self._condition, self._inside, self._is_closed = threading.Condition(), 0, False

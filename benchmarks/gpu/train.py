@@ -159,12 +159,12 @@ def _number(value: float | None) -> float:
 
 
 def reference(machine: Machine, family: str, extra: str = "") -> Run:
-    """Return the run of ``family`` on the CPU in fp32 with these flags, which is done once."""
+    """Return the fp32 CPU run of ``family`` with these flags; the result is cached."""
     return kept(machine, f"on cpu {family} {extra}", family, f"--fp32 {extra}", device="cpu")
 
 
 def kept(machine: Machine, name: str, family: str, extra: str, **more: Any) -> Run:
-    """Return the run ``name``, which is done once and compared with others."""
+    """Return the run ``name``, which others are compared with; the result is cached."""
     folder = machine.work / "kept" / "".join(c if c.isalnum() else "-" for c in name)
 
     def make() -> Run:
@@ -319,7 +319,7 @@ REPEATED = "--deterministic --hidden-dropout 0.1 --attention-dropout 0.1"
 
 
 def on_device(machine: Machine, family: str, number_format: str) -> Run:
-    """Return the run of ``family`` on the device, which is done once."""
+    """Return the run of ``family`` on the device; the result is cached."""
     if machine.kind == "cpu" and number_format == "fp16":
         raise Skip("a CPU trains in fp32 and bf16; fp16 needs a GPU")
     return kept(machine, f"on device {family} {number_format}", family, FORMATS[number_format])
@@ -377,7 +377,7 @@ def repeated_flags(machine: Machine, extra: str = "") -> str:
 
 
 def whole(machine: Machine, family: str = "gpt2") -> Run:
-    """Return the uninterrupted run with which others are compared, which is done once."""
+    """Return the uninterrupted run with which others are compared; the result is cached."""
     return kept(machine, f"whole {family}", family, repeated_flags(machine))
 
 

@@ -1,7 +1,7 @@
 """The model, cases and contenders of ``pipeline.py``; each contender is built into ``step(batches) -> loss``.
 
 The model is a GPT of plain ``torch.nn`` layers on [b, s, h]. Attention and feed-forward are separate layers, so that
-a cut may fall between them. The head is not tied. Each layer initializes its weights from its index, so all
+a chunk may end after either. The head is not tied. Each layer initializes its weights from its index, so all
 contenders start from the same weights. They use torch's fused AdamW and do not clip gradients.
 
 | kind | engine |

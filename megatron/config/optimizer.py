@@ -253,7 +253,7 @@ class OptimizerConfig:
         return "momentum" if self.optimizer == "sgd" and self.sgd_momentum else self.optimizer
 
     def problems(self) -> Iterator[str]:
-        """Yield the problems of the optimizer alone."""
+        """Yield the problems within this section."""
         yield from self._state_problems()
         if self.zero_stage and self.optimizer == "adafactor":
             yield (

@@ -341,7 +341,7 @@ class ParallelConfig:
         return 60.0 * self.phase_timeout_minutes
 
     def problems(self) -> Iterator[str]:
-        """Yield the problems of the layout alone."""
+        """Yield the problems within this section."""
         if unknown := accelerators.problem(self.device):
             yield unknown
         method = self.partition_method
@@ -377,7 +377,7 @@ class ParallelConfig:
             )
 
     def _file_problem(self) -> str | None:
-        """Return the problem of the schedule file with the layout alone, or None."""
+        """Return the conflict of the schedule file with this section, or None."""
         if self.pipeline_schedule_file is None:
             return None
         exclusive = {

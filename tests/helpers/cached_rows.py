@@ -26,7 +26,7 @@ def check_passes(reader: DecoderReader, rows: list[torch.Tensor], alone: list[to
     """Read the three ``rows`` of ``LENGTHS``, then one token per pass; the second row is dropped after two passes.
 
     Args:
-        alone: the logits of each row by itself, without a cache: [s, v].
+        alone: expected logits [s, v] of each row, computed separately and without a cache.
     """
     tokens = torch.full((3, max(LENGTHS)), 7)
     for row, length, padded in zip(rows, LENGTHS, tokens, strict=True):

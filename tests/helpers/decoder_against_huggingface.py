@@ -52,7 +52,7 @@ class Against:
         form: conversion of the weights in both directions, and construction of our model.
         dtypes: number format of each case.
         make_reference: returns Hugging Face's model of a case, and our configuration for it.
-        in_its_own_dtype: context in which their model computes in fp64 what it would cast to fp32.
+        in_its_own_dtype: context in which Hugging Face's model computes in fp64 what it would cast to fp32.
         allowed: number format -> bounds for the differences in logits, loss, gradients and trained weights.
     """
 
@@ -64,7 +64,7 @@ class Against:
 
     @functools.cache  # noqa: B019 - for a session, and a family has one
     def reference(self, kind: str) -> tuple[Any, ...]:
-        """Return configuration, initial weights, logits, loss, gradients and trained weights, under their names."""
+        """Return config, initial weights, logits, loss, gradients and trained weights, by Hugging Face's names."""
         model, config = self.make_reference(kind)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         with self.in_its_own_dtype() if self.dtypes[kind] == "fp64" else nullcontext():
@@ -141,7 +141,7 @@ class Against:
             assert limit is None or value <= limit, quantity
 
     def check_there_and_back(self, kind: str, sizes: tuple[int, ...]) -> None:
-        """Check that converting their weights to ours and back preserves every bit, for any number of tensor ranks."""
+        """Check that converting Hugging Face's weights to ours and back is exact on any number of tensor ranks."""
         config, before, *_ = self.reference(kind)
         for size in sizes:
             tensors = self.form.from_ours(joined([self.shards(kind, rank, size) for rank in range(size)]), config)

@@ -20,7 +20,7 @@ def lengths_of(length: int, longest: int) -> st.SearchStrategy[list[int]]:
 
 
 def segments_of(lengths: Sequence[int], length: int) -> torch.Tensor:
-    """Return the ids [length] of documents of ``lengths``, repeated as needed, with the last one cut off."""
+    """Return the ids [length] of documents of ``lengths``, repeated as needed, with the last one truncated."""
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     times = -(-length // len(ids))
     return torch.cat([ids + i * len(lengths) for i in range(times)])[:length]

@@ -60,7 +60,7 @@ def run(
     """Train in ``layout`` and return each rank's trace; the dump is written to ``folder``.
 
     Args:
-        plant: called with the model that a rank has built.
+        plant: fault injector, called with the model that a rank has built.
     """
     size = layout[0] * layout[1] * layout[2]
     words = argv(script, layout, gas, folder, extra)

@@ -1,4 +1,4 @@
-"""Several launchers of an elastic job on this machine, each standing in for a host with its ranks."""
+"""Several launchers of an elastic job on this machine, each of which simulates a host with its ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny models with experts of Hugging Face's classes with odd sizes, and the names of their weights in files.
+"""Tiny Hugging Face models with experts and odd sizes, and the names of their weights in files.
 
 Their classes store the experts of a layer in two tensors; their files, like ours, have a tensor for each expert. Norms,
 angles and softmax are computed in fp64 as in ``modern_decoders``, and routers by functions of this module.
@@ -73,7 +73,7 @@ EXPERTS = {
 
 
 def their_model(kind: str, dtype: torch.dtype = torch.float64) -> Any:
-    """Return their model with random weights; routers are far from uniform, and biases of experts far from 0."""
+    """Return Hugging Face's model with random weights, routers far from uniform, and expert biases far from 0."""
     torch.manual_seed(1)
     model = EXPERTS[kind].their_model(dtype)
     with torch.no_grad():
@@ -86,7 +86,7 @@ def their_model(kind: str, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def on_disk(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    """Return their tensors in memory in the form of their files."""
+    """Convert the tensors of a Hugging Face model to the names and shapes in its files."""
     file_tensors: dict[str, torch.Tensor] = {}
     block, (gate, up, down) = (
         ("block_sparse_moe", ("w1", "w3", "w2"))
@@ -109,7 +109,7 @@ def on_disk(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
 
 
 def in_memory(form: HFFormat, kind: str) -> HFFormat:
-    """Return ``form`` for tensors of their classes, which are split on the way to ours.
+    """Return ``form`` for the tensors of Hugging Face's classes: ``to_ours`` first splits them as in files.
 
     The conversion back returns the names of files.
     """

@@ -44,14 +44,14 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class Modern:
-    """A model of Hugging Face, with the equivalent flags.
+    """A Hugging Face model and our equivalent flags.
 
     Args:
-        prefix: prefix of the names of their classes.
-        settings: settings of their configuration, in addition to ``OF_ALL``.
+        prefix: prefix of the names of the model's classes.
+        settings: settings of Hugging Face's configuration, in addition to ``OF_ALL``.
         flags: our flags for examples/llama/pretrain_llama.py, in addition to ``FLAGS``.
-        module: name of their module, if it is not the prefix in lower case.
-        config: name of their configuration class without the prefix.
+        module: name of Hugging Face's module, if it is not the prefix in lower case.
+        config: name of Hugging Face's configuration class without the prefix.
     """
 
     prefix: str
@@ -66,14 +66,14 @@ class Modern:
         return int(self.settings["num_key_value_heads"])
 
     def their_config(self, **changes: Any) -> Any:
-        """Return their configuration."""
+        """Return Hugging Face's configuration."""
         import transformers
 
         config_class = getattr(transformers, f"{self.prefix}{self.config}")
         return config_class(**{**OF_ALL, **self.settings, **changes}, attn_implementation="eager")
 
     def their_model(self, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:
-        """Return their model with random weights; norms and biases are far from 1 and 0, so that each has an effect."""
+        """Return Hugging Face's model with random weights; no norm is 1 and no bias 0, so that all have an effect."""
         import transformers
 
         torch.manual_seed(seed)
@@ -84,7 +84,7 @@ class Modern:
         return model
 
     def our_config(self) -> Config:
-        """Return our configuration for their model."""
+        """Return our configuration for the same model."""
         return config_from_huggingface(self.their_config().to_dict())
 
 
@@ -171,7 +171,7 @@ MODERN = {
 
 
 def drawn(seed: int) -> Modern:
-    """Return a random model of one of their classes."""
+    """Return a random model of one of Hugging Face's classes."""
     rng = random.Random(seed)
     model = MODERN[rng.choice(list(MODERN))]
     groups = rng.choice([1, 2, 3])
@@ -202,7 +202,7 @@ def drawn(seed: int) -> Modern:
 
 
 def frequencies(config: Any, layer_type: str | None = None) -> tuple[torch.Tensor, float]:
-    """Return their frequencies [d/2] in fp64 and the factor of cosine and sine, by their formulas."""
+    """Return rotary frequencies [d/2] in fp64 and the factor of cosine and sine, by Hugging Face's formulas."""
     rope = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     base = rope["rope_theta"]

@@ -26,7 +26,7 @@ class Runs:
         vocab: vocabulary size, a prime, so that every tensor size needs padding.
         gas: default number of micro-batches per step, which the reference uses.
         of_4: additional flags for 4 tensor ranks.
-        documents: flags that keep documents apart.
+        documents: flags that restrict attention to one document.
         defaults: defaults of the script.
     """
 

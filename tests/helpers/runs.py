@@ -40,7 +40,7 @@ SIZES = (
 ).split()
 
 PLANTED: list[Callback] = []
-"""Callbacks of the run of this rank, which a plant adds; each forked rank has its own list."""
+"""Callbacks for this rank's run, added by fault injectors (``before``); each forked rank has a separate list."""
 
 
 class AfterUpdate(Callback):
@@ -54,7 +54,7 @@ class AfterUpdate(Callback):
 
 
 def after_update(act: Callable[[int, Trainer], object]) -> Callable[[int], None]:
-    """Return a plant that calls ``act(rank, trainer)`` after each counted step."""
+    """Return a fault injector that calls ``act(rank, trainer)`` after each counted step."""
     return lambda rank: PLANTED.append(AfterUpdate(lambda trainer: act(rank, trainer)))
 
 
@@ -84,7 +84,7 @@ def flags(prefix: Path, folder: Path, extra: str = "", script: ModuleType = pret
 
 
 def leave_out_what_takes_long() -> None:
-    """Draw no picture and use a constant for this CPU's speed; together they take longer than a small run."""
+    """Disable plots and use a constant for this CPU's speed; both together take longer than a small run."""
     metrics_writer.draw_losses = lambda *_: None  # type: ignore[assignment]
     speed_monitor._measured_product_rate = lambda: 1e9
 
@@ -98,7 +98,7 @@ def train_ranks(
     """Train in forked ranks; return their exit codes, and their output on stderr and stdout.
 
     Args:
-        before: called first in each forked process, with the rank, to plant something.
+        before: fault injector, called first in each forked process with the rank.
     """
     codes, results, reports = fork_ranks(num_ranks, _train, argv, num_ranks, before, script.__name__, deadline_s=100.0)
     if any(code == 1 for code in codes):
@@ -129,7 +129,7 @@ def _train(rank: int, argv: list[str], num_ranks: int, before: Callable[[int], N
 
 
 def together(*plants: Callable[[int], None]) -> Callable[[int], None]:
-    """Return a plant that combines ``plants``."""
+    """Return a fault injector that calls all of ``plants``."""
 
     def plant(rank: int) -> None:
         for single in plants:

@@ -136,7 +136,7 @@ def _settings(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
 def _lines(path: Path) -> list[Any]:
     values = []
     for line in _text(path).splitlines():
-        with suppress(ValueError):  # cut off by a kill
+        with suppress(ValueError):  # truncated by a kill
             values.append(json.loads(line))
     return values
 
