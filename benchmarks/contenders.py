@@ -320,7 +320,7 @@ def hf(sizes: GPTSizes, batch_size: int, kind: str, dtype: str) -> Step:
         bos_token_id=None,
         eos_token_id=None,
     )
-    with device.bind(kind, 0):  # weights are initialized on the GPU, although they are replaced at once
+    with device.bind(kind, 0):  # weights are initialized on the GPU, although they are then replaced
         model = GPT2LMHeadModel(config)
     model.load_state_dict(from_ours(our_weights(sizes), sizes.num_attention_heads))
     return PlainLoop(MeanLoss(model, ("labels", "shift_labels")), _shifted, kind=kind, dtype=dtype).step

@@ -10,9 +10,9 @@ all ranks or the launcher while the run starts, loads, steps or saves; some kill
 not is bricked.
 
 Every start is checked: it resumes from the newest durable checkpoint and loses at most one save interval (two with
---async-save); each step has bitwise the loss of the undisturbed run and reads the same samples; over the starts that
-count, no sample is lost or repeated. Between starts every checkpoint verifies, and at the end no file of a killed save
-is left. The exit code is 1 if a check fails; the folder of such a run is kept.
+--async-save); each step has bitwise the loss of the undisturbed run and reads the same samples; if each start counts
+up to the step where the next one resumes, no sample is lost or repeated. Between starts every checkpoint verifies, and
+at the end no file of a killed save is left. The exit code is 1 if a check fails; the folder of such a run is kept.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class Start:
 
 
 def read_starts(record: Path) -> dict[Number, Start]:
-    """Return the starts by (life of the launcher, start within it), in chronological order."""
+    """Return the starts by (index of the launcher, index of its start), in chronological order."""
     starts: dict[Number, Start] = {}
     for path in record.glob("rank-*.jsonl"):
         rank = int(path.stem.removeprefix("rank-"))

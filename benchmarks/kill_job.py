@@ -1,4 +1,4 @@
-"""A run that is killed: its command line, one life of its launcher, the moments of kills, and the script of its ranks.
+"""A run that is killed: its command line, one of its launchers, the moments of kills, and the script of its ranks.
 
 The launcher is forked from this process, which has imported torch, so a start takes about a second. This file is also
 the script of the ranks: ``pretrain_gpt2.py`` with a record of its starts and steps. Each rank appends lines of JSON to
@@ -10,7 +10,7 @@ the script of the ranks: ``pretrain_gpt2.py`` with a record of its starts and st
 | ``step``, ``loss``, ``tokens`` | a finished step, its loss in hexadecimal, a checksum of each sample read |
 | ``durable`` | rank 0 has reported this checkpoint to the launcher |
 
-Each line also has ``start``, the index of the launcher's life and of its start, and ``at``, the time.
+Each line also has ``start``, the indices of the launcher and of its start, and ``at``, the time.
 """
 
 from __future__ import annotations

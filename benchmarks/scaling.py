@@ -30,7 +30,7 @@ from megatron.planner.machine import SHEETS, Machine, device
 from tds.schedule import Costs, schedule_named, simulate
 
 # A GPT of 7 billion parameters on p stages of ``tensor`` devices each, with d replicas. The planner gives the seconds
-# of each piece's forward and backward, including all-reduces over tensor ranks. ``tds.schedule.simulate`` runs the
+# of each chunk's forward and backward, including all-reduces over tensor ranks. ``tds.schedule.simulate`` runs the
 # actions of all stages with the time of a message between stages, which gives the bubble and the waits for messages.
 # All-reduces over replicas that exceed the last backward, and the update, are added.
 #

@@ -12,7 +12,7 @@
 
 --chat uses the chat template of the run (--chat-template), otherwise that of its tokenizer's folder, and stops at the
 token that ends a turn in the template. The checkpoint may have any layout, or be a Hugging Face folder. The text is the
-same in every layout, and a prompt gets the same text in a batch as alone. Without --temperature, --top-k or --top-p
+same in every layout and does not depend on the other prompts of a batch. Without --temperature, --top-k or --top-p
 decoding is greedy.
 Exit codes: 0, 2 (an option or prompt), 3 (a checkpoint), 4 (another rank), 5 (logits that are not finite).
 """

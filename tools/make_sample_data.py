@@ -10,8 +10,8 @@ are up to date, and several processes may run it at once. The other commands onl
 tools/preprocess_data.py reads the output of --print json.
 
 A story follows one of ten plots. Its people, things and places are drawn once and do not change; each beat of the plot
-is drawn from a few sentences with the same meaning. A model of a million parameters therefore learns within minutes on
-a CPU who is who and what comes next.
+is drawn from a few sentences with the same meaning. A model of a million parameters therefore learns the
+characters and plots within minutes on a CPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Find or create the Python environment of the run scripts and print the path of its Python; tools/setup.sh calls this.
 
-The Python that runs this file is used as it is if it has every package of pyproject.toml. Otherwise ``.venv`` in the
+The Python that runs this file is used unchanged if it has every package of pyproject.toml. Otherwise ``.venv`` in the
 repository is used, and created or completed with pip. A stamp in it, keyed by pyproject.toml, makes the next start
 fast. If ``.venv`` (which may be a link) was filled by another checkout, it is used if its packages fit, but nothing is
-installed into it. An interrupted set-up is started from scratch. If two scripts start at once, one waits for the other.
+installed into it. An interrupted set-up is started from scratch. Of two scripts that start together, one waits.
 
 pip's own variables (PIP_INDEX_URL, PIP_FIND_LINKS ...) and configuration files apply. TORCH_INDEX selects another index
 for torch only: cu130, cu128, cpu and similar names select PyTorch's own index, and a URL selects a mirror of one.

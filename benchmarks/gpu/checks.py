@@ -210,7 +210,8 @@ TESTS_PART = Part(
 # Several ranks on one GPU over gloo, and NCCL itself, each compared with one process on the same GPU.
 
 LIMIT_S, DRY_LIMIT_S = 240.0, 900.0
-"""Time limits of a case in seconds: Python starts, three cases at once; a dry run shares the machine with other tests.
+"""Time limits of a case in seconds. They include starting Python while three cases run concurrently; a dry run shares
+the machine with other tests.
 """
 MICRO_BATCHES = 4
 """Micro-batches of a step, over all replicas."""

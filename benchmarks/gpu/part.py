@@ -226,7 +226,7 @@ def _judge(case: Case, machine: Machine, part: Part, latest: float, end: float) 
         (folder / "traceback").write_text(traceback.format_exc(), encoding="utf-8")
         verdict = Verdict(FAILED, _line(f"{type(error).__name__}: {error}"))
     now = time.monotonic()
-    if verdict.status == FAILED and end < own_end and now >= end:  # it may have failed only because the time was over
+    if verdict.status == FAILED and end < own_end and now >= end:  # it may have failed only for lack of time
         why = f"cut off when the part's {part.budget_s:.0f} s were over; a second start repeats it: {verdict.text}"
         verdict = Verdict(NOT_RUN, why)
     return replace(verdict, seconds=round(now - start, 2))

@@ -8,7 +8,7 @@ the largest allowed difference in nats, and differences that were observed on a 
 
 | format | allowed | why |
 |---|---|---|
-| fp32 | 2e-4 | other kernels add in another order; TF32 is off. Micro-batches of half the size: GPT-2 1e-6, T5 2.2e-5 |
+| fp32 | 2e-4 | other kernels sum in another order; TF32 is off. Micro-batches of half the size: GPT-2 1e-6, T5 2.2e-5 |
 | bf16 | 1e-2 | 8 bits of each number are kept. On a CPU: GPT-2 and LLaMA 8e-4, T5 2.1e-3, MPT 1.5e-3, BERT 2.3e-3 |
 | fp16 | 2e-3 | 11 bits: an eighth of bf16's rounding. No step may be skipped for an overflow |
 """

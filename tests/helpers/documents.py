@@ -1,4 +1,4 @@
-"""Attention within documents by the formula with its mask, and samples with documents of any lengths."""
+"""Reference attention within documents, by formula and mask, and samples with documents of any lengths."""
 
 from __future__ import annotations
 

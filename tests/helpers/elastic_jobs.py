@@ -45,7 +45,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Nodes:
-    """The launchers of a job. The nodes ``started`` (all by default) are started, and the first of them leads.
+    """The launchers of a job. The nodes ``started`` (all by default) are started, and the first is the leader.
 
     Args:
         span: MIN:MAX.

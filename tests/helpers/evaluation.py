@@ -22,7 +22,7 @@ class _Hook:
 
 
 class _LM:
-    """The part of lm_eval's base class that our class uses."""
+    """Stub of lm_eval's base class, with the methods that our class uses."""
 
     def __init__(self) -> None:
         self.cache_hook: Any = _Hook()
@@ -47,7 +47,7 @@ def decoder_lm() -> Any:
 
 @dataclass
 class Request:
-    """The part of lm_eval's instances that a model uses."""
+    """Stub of lm_eval's instances, with the fields that a model uses."""
 
     args: tuple[Any, ...]
 

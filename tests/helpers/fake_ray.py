@@ -11,7 +11,7 @@ from typing import Any
 
 
 class RayError(Exception):
-    """Base class of the system's errors."""
+    """Base class of Ray's system errors."""
 
 
 class RayTaskError(RayError):

@@ -135,7 +135,7 @@ def _slope(head: int, heads: int, largest: float) -> float:
 
 
 def _turned(sizes: Any, x: torch.Tensor, positions: torch.Tensor, *, is_local: bool) -> torch.Tensor:
-    """Rotate the pairs (i, i + r/2) of the first r numbers of each head [s, n, d]."""
+    """Rotate the pairs (i, i + r/2) of the first r elements of each head [s, n, d]."""
     size = int(sizes.kv_hidden_size * sizes.rotary_percent)
     local = is_local and sizes.rotary_local_base
     base = sizes.rotary_local_base if local else sizes.rotary_base

@@ -38,7 +38,7 @@ def make(family: str, group: Group = SINGLE, dtype: torch.dtype = torch.float32,
 
 
 def loss_of(model: torch.nn.Module) -> torch.Tensor:
-    """Return the loss of a micro-batch with several documents, and move on to the position of another micro-batch."""
+    """Return the loss of a micro-batch with several documents, and advance to the position of another micro-batch."""
     inputs = dict(vars({"T5Model": t5_batch, "BertModel": bert_batch}.get(type(model).__name__, batch_of)()))
     model.place.streams.position = DropoutKey(2, 1)
     output = model(**inputs)

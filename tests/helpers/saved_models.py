@@ -1,4 +1,4 @@
-"""Checkpoints of small models with a tokenizer, whose output is not degenerate, for the tests of the command."""
+"""Checkpoints of small models whose generated text is not degenerate, with a tokenizer."""
 
 from __future__ import annotations
 

@@ -40,12 +40,12 @@ LEARNED = (
 )  # fmt: skip
 UNTIED = (("untie_embeddings", True),)
 SHARED = ("embedding.word.weight", "embedding.position.weight", "encoder.bias.weight", "decoder.bias.weight")
-"""Weights that several layers use, so that several stages may have a part of the gradient."""
+"""Weights that several layers use, so that their gradients may be summed over several stages."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its global batch and, from ``bounds`` on, the pipeline that runs it."""
+    """A model and its global batch; the fields from ``bounds`` on define the pipeline."""
 
     enc_layers: int = 3
     dec_layers: int = 3

@@ -36,7 +36,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Tied words, two layers that share a weight, one unused and one frozen weight; recomputed if ``recomputes``."""
+    """Tied embeddings, two layers that share a weight, an unused and a frozen weight; recomputed if ``recomputes``."""
 
     def __init__(self, recomputes: bool = False) -> None:
         super().__init__()
