@@ -1,1 +1,1 @@
-"""What it costs: programs that measure speed and memory, and what they compare with."""
+"""Benchmarks of speed and memory, and the programs and models that they compare with."""

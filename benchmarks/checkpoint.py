@@ -1,11 +1,12 @@
-"""Time saving, stalls, verification, loading and resharding of one state, compared with torch.save.
+"""Benchmark saving, stalls, verification, loading and resharding of a state, relative to torch.save.
 
     python benchmarks/checkpoint.py --json checkpoint.json
     python benchmarks/checkpoint.py --ranks 1 --rounds 3
 
-The state is fp32 weights and AdamW's moments, sharded over tensor ranks, so that each rank saves its shards. Contenders
-take turns in the same processes in an order that rotates, and each load is compared bit for bit. The benchmark reports
-medians over rounds and ratios within rounds. Files are read right after they were written, from the page cache. Bars:
+The state consists of fp32 weights and AdamW's moments, sharded over tensor ranks; each rank saves its shards.
+Contenders take turns in the same processes in rotating order, and each load is compared bit for bit. The benchmark
+reports medians over rounds and ratios within rounds. Files are read right after they were written, from the page cache.
+Bars:
 
 | ratio | at most |
 |---|---|
@@ -55,7 +56,7 @@ Seconds = dict[str, float]
 
 @dataclass
 class Result:
-    """Seconds of each measure by round, bytes of the whole state and of each contender's files."""
+    """Seconds of each measure by round, bytes of the full state and of each contender's files."""
 
     seconds: dict[str, list[float]]
     state_bytes: int
@@ -106,7 +107,7 @@ def save_once(rank: Rank, num_bytes: int, folder: Path) -> Path:
 
 
 def measure_rank(rank: Rank, num_bytes: int, rounds: int, folder: Path, other: Path) -> Result:
-    """Let all contenders take turns in a process of ``run_ranks``. Collective.
+    """Measure all contenders in turns in a process of ``run_ranks``. Collective.
 
     Args:
         folder: for the files of all contenders.
@@ -137,7 +138,7 @@ def measure_rank(rank: Rank, num_bytes: int, rounds: int, folder: Path, other: P
         return seconds
 
     def empty_folder(name: str) -> Path:
-        """Delete the files of the last turn, which is not timed."""
+        """Delete the files of the last turn; the deletion is not timed."""
         dist.barrier()
         if grid.rank == 0:
             shutil.rmtree(folder / name, ignore_errors=True)
@@ -159,8 +160,8 @@ def measure_rank(rank: Rank, num_bytes: int, rounds: int, folder: Path, other: P
     def ours_async() -> Seconds:
         root = empty_folder("async")
         stall_s, _ = timed(lambda: background.save(root, CapturedState(1, records(), {})))
-        rest_s, _ = timed(background.finish)
-        return {"stall of an async save": stall_s, "async save until durable": stall_s + rest_s}
+        remaining_s, _ = timed(background.finish)
+        return {"stall of an async save": stall_s, "async save until durable": stall_s + remaining_s}
 
     def torch_save() -> Seconds:
         path = empty_folder("torch") / f"rank-{grid.rank}.pt"
@@ -186,10 +187,10 @@ def measure_rank(rank: Rank, num_bytes: int, rounds: int, folder: Path, other: P
 
     seconds: dict[str, list[float]] = {}
     turns = {turn.__name__: turn for turn in (ours, ours_async, torch_save, reshard)}
-    for number in range(rounds + 1):  # the first round warms up
-        for name in rotated(turns, number):
+    for round_idx in range(rounds + 1):  # the first round warms up
+        for name in rotated(turns, round_idx):
             for measure, value in turns[name]().items():
-                if number:
+                if round_idx:
                     seconds.setdefault(measure, []).append(value)
     background.close()
     state_bytes = torch.tensor(sum(tensor.nbytes for tensor in tensors.values()))
@@ -198,7 +199,7 @@ def measure_rank(rank: Rank, num_bytes: int, rounds: int, folder: Path, other: P
 
 
 def bars_of(seconds: dict[str, list[float]], interval_s: float = DEFAULT_INTERVAL_S) -> list[Bar]:
-    """Return the bars, from the seconds of all rounds and the time between two saves."""
+    """Return the bars for the seconds of all rounds and the interval between two saves."""
     flushed, save, stall = seconds["torch.save + fsync"], seconds["save"], seconds["stall of an async save"]
     return [
         Bar("save / (torch.save + fsync)", ratio_quartiles(save, flushed), at_most=1.3),
@@ -209,18 +210,18 @@ def bars_of(seconds: dict[str, list[float]], interval_s: float = DEFAULT_INTERVA
 
 
 def table(num_ranks: int, result: Result) -> str:
-    """Return the result of a number of ranks as text."""
+    """Return the result for a number of ranks as text."""
     lines = [f"{num_ranks} rank{'s' if num_ranks > 1 else ''}, {result.state_bytes / 1e6:,.0f} MB"]
-    plain = statistics.median(result.seconds["torch.save + fsync"])
+    torch_s = statistics.median(result.seconds["torch.save + fsync"])
     for name, values in result.seconds.items():
-        middle = statistics.median(values)
-        rate = result.state_bytes / 1e6 / middle
-        lines.append(f"  {name:28}{middle:9.3f} s{rate:10,.0f} MB/s{middle / plain:9.2f} of torch.save + fsync")
+        median_s = statistics.median(values)
+        rate = result.state_bytes / 1e6 / median_s
+        lines.append(f"  {name:28}{median_s:9.3f} s{rate:10,.0f} MB/s{median_s / torch_s:9.2f} of torch.save + fsync")
     return "\n".join([*lines, *(f"  {bar.text}" for bar in bars_of(result.seconds))])
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measure, print the tables, write the JSON."""
+    """Measure, print the tables and write the JSON file."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -238,11 +239,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="megatron-checkpoints-", dir=args.folder) as name:
         folder = Path(name)
         for ranks in args.ranks:
-            other = 1 if ranks > 1 else 2
-            saved = run_ranks(other, save_once, num_bytes, folder / f"{other}-saved-for-{ranks}", threads=1)[0]
+            other_ranks = 1 if ranks > 1 else 2
+            saved = run_ranks(
+                other_ranks, save_once, num_bytes, folder / f"{other_ranks}-saved-for-{ranks}", threads=1
+            )[0]
             team_folder, threads = folder / f"{ranks}-ranks", max(1, cores // ranks)
-            how: dict[str, Any] = {"threads": threads, "deadline_s": 600.0}
-            result: Result = run_ranks(ranks, measure_rank, num_bytes, args.rounds, team_folder, saved, **how)[0]
+            limits: dict[str, Any] = {"threads": threads, "deadline_s": 600.0}
+            result: Result = run_ranks(ranks, measure_rank, num_bytes, args.rounds, team_folder, saved, **limits)[0]
             print(table(ranks, result), flush=True)
             bars = [asdict(bar) | {"is_met": bar.is_met} for bar in bars_of(result.seconds)]
             output["teams"][str(ranks)] = asdict(result) | {"bars": bars}

@@ -1,18 +1,18 @@
-"""The contenders of ``step_time.py``, each a function that returns ``step(batch) -> loss``, and the sizes they share.
+"""Contenders of ``step_time.py``, each a function that returns ``step(batch) -> loss``, and their common sizes.
 
-| of | name | what it is |
+| family | name | contender |
 |---|---|---|
 | all | ours | the model as ``pretrain_*.py`` trains it without a pipeline: flags, DeepSpeed's engine, our optimizer |
 | all | ours-compiled | the same with ``--compile`` |
-| GPT-2 | hf | Hugging Face's ``GPT2LMHeadModel`` as it ships but with SDPA, no cache, dropout 0, in the plain loop |
+| GPT-2 | hf | Hugging Face's ``GPT2LMHeadModel`` with SDPA, no cache, dropout 0, in the plain loop |
 | GPT-2 | plain | ``PlainGPT``: a small script of ``torch.nn`` layers |
 | GPT-2 | plain-compiled | the same after ``torch.compile`` of the whole model and its loss |
-| T5 | hf | its ``T5ForConditionalGeneration`` as it ships, which is with SDPA, but no cache, dropout 0, in that loop |
-| LLaMA | hf | its ``LlamaForCausalLM`` with SDPA, no cache, in that loop |
+| T5 | hf | ``T5ForConditionalGeneration`` with its default SDPA, no cache, dropout 0, in the plain loop |
+| LLaMA | hf | ``LlamaForCausalLM`` with SDPA, no cache, in the plain loop |
 
-All of a family start from the same weights, train on the same random batches and compute the same function. DeepSpeed
-and transformers are imported by the contender that needs them, so that the memory of one does not hold the libraries of
-another. Names of sizes are as in the flags: each field is one.
+All contenders of a family start from the same weights, train on the same random batches and compute the same function.
+A contender imports DeepSpeed or transformers itself, so that its memory does not include libraries of another one.
+Sizes have the names of the flags: each field is one.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from megatron.models.t5.huggingface import from_ours as t5_from_ours
 from megatron.models.t5.model import T5Model, t5_model_args_from, t5_rule
 
 START_ID = 0
-"""What the decoder of a T5 begins with; for Hugging Face the id of padding, too."""
+"""Start token of a T5 decoder; for Hugging Face also the id of padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTSizes:
-    """A GPT-2; the feed-forward layer is 4 times as wide as the model."""
+    """Sizes of a GPT-2 whose feed-forward layer is 4 times as wide as the model."""
 
     family: ClassVar[str] = "gpt2"
     num_layers: int = 8
@@ -72,7 +72,7 @@ class GPTSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaSizes(GPTSizes):
-    """A LLaMA with as many heads for keys as for queries, and a head of its own."""
+    """Sizes of a LLaMA with as many key heads as query heads and an untied output head."""
 
     family: ClassVar[str] = "llama"
     ff_hidden_size: int = 1408
@@ -80,10 +80,10 @@ class LlamaSizes(GPTSizes):
 
 @dataclass(frozen=True, kw_only=True)
 class T5Sizes:
-    """A T5 with as many layers on each side; the default is Hugging Face's "t5-small".
+    """Sizes of a T5 with equal numbers of layers on both sides; the default is Hugging Face's "t5-small".
 
     Args:
-        dec_seq_length: 0 for the targets that inputs of ``enc_seq_length`` leave: 512 have 114.
+        dec_seq_length: 0 for the target length that follows from ``enc_seq_length``: 512 inputs have 114 targets.
     """
 
     family: ClassVar[str] = "t5"
@@ -96,15 +96,15 @@ class T5Sizes:
 
     @property
     def target_length(self) -> int:
-        kinds = spans.parse_denoisers("R", noise_density=0.15, mean_span_length=3.0)
-        return self.dec_seq_length or spans.longest_target(spans.raw_length(self.enc_seq_length, kinds), kinds)
+        denoisers = spans.parse_denoisers("R", noise_density=0.15, mean_span_length=3.0)
+        return self.dec_seq_length or spans.longest_target(spans.raw_length(self.enc_seq_length, denoisers), denoisers)
 
     @property
     def tokens_per_sample(self) -> int:
         return self.enc_seq_length + self.target_length
 
     def batch(self, batch_size: int, step: int) -> dict[str, torch.Tensor]:
-        """Return ``inputs`` [b, s_e] and ``targets`` [b, s_d] of a step with their segments: one document each."""
+        """Return ``inputs`` [b, s_e] and ``targets`` [b, s_d] of a step with their segments, one document each."""
         generator, fields = _generator(step), {}
         for name, side, length in (("inputs", "enc", self.enc_seq_length), ("targets", "dec", self.target_length)):
             fields[name] = _random(self.vocab_size, (batch_size, length), generator)
@@ -125,7 +125,7 @@ LARGE: dict[str, Sizes] = {
         ff_hidden_size=11008,
     ),
 }
-"""1.3 billion parameters each, for a GPU of 80 GB or more; of LLaMA it is 5 of the 32 layers of the 7B model."""
+"""Sizes with 1.3 billion parameters, for a GPU of 80 GB or more; for LLaMA, 5 of the 32 layers of the 7B model."""
 LARGE_BATCH = {"gpt2": 8, "t5": 32, "llama": 4}
 
 
@@ -146,9 +146,9 @@ FLAGS = {
 
 
 def config_of(sizes: Sizes, more: str = "") -> Config:
-    """Return the configuration of one process without dropout, as a user's flags give it; a size of 0 is left out."""
-    given = {"--" + name.replace("_", "-"): str(size) for name, size in vars(sizes).items() if size}
-    argv = [word for pair in given.items() for word in pair]
+    """Return the configuration of one process without dropout, parsed from flags; sizes of 0 are left out."""
+    size_flags = {"--" + name.replace("_", "-"): str(size) for name, size in vars(sizes).items() if size}
+    argv = [word for pair in size_flags.items() for word in pair]
     argv += f"{FLAGS[sizes.family]} --attention-dropout 0 --hidden-dropout 0 --data-path none {more}".split()
     return parse(argv, world_size=1, family=sizes.family).with_vocab(sizes.vocab_size)
 
@@ -161,7 +161,7 @@ Contender = Callable[[Any, int, str, str], Step]
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the stream.
+    """A transformer layer: attention and feed-forward, each with a pre-norm and a residual connection.
 
     Shapes:
         input, output [b, s, h]
@@ -187,9 +187,9 @@ class Block(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """What a small single-process script would train: tokens and labels [b, s] to the mean cross-entropy.
+    """The model of a small single-process script; maps tokens and labels [b, s] to the mean cross-entropy.
 
-    Layers of ``torch.nn`` with the norm ahead, causal SDPA, a tied head.
+    It has ``torch.nn`` layers with pre-norms, causal SDPA and a tied head.
     """
 
     def __init__(self, sizes: GPTSizes) -> None:
@@ -209,10 +209,10 @@ class PlainGPT(nn.Module):
 
 
 class MeanLoss(nn.Module):
-    """A model of Hugging Face's, called with tokens and labels, to its mean loss.
+    """Wrapper that maps tokens and labels to the mean loss of a Hugging Face model.
 
     Args:
-        names: under which the model takes the labels.
+        names: keyword arguments of the model that receive the labels.
     """
 
     def __init__(self, inner: nn.Module, names: tuple[str, ...] = ("labels",)) -> None:
@@ -224,12 +224,12 @@ class MeanLoss(nn.Module):
 
 
 class PlainLoop:
-    """Any model that returns a mean loss, trained as small scripts do: no engine, fused AdamW, torch's clipping.
+    """Training of a model that returns a mean loss, as in small scripts: no engine, fused AdamW, torch's clipping.
 
     Args:
         model: called with tokens and labels.
-        pair_of: from a batch to these.
-        dtype: bf16 runs the forward pass under autocast; the weights stay fp32.
+        pair_of: function from a batch to tokens and labels.
+        dtype: bf16 runs the forward pass under autocast; the weights are fp32.
     """
 
     def __init__(
@@ -243,13 +243,13 @@ class PlainLoop:
         self.device, self.dtype = device.bind(kind, 0), device.DTYPES[dtype]
         self.model, self.pair_of = model.to(self.device).train(), pair_of
         matrices = [p for p in model.parameters() if p.dim() >= 2]
-        others = [p for p in model.parameters() if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+        vectors = [p for p in model.parameters() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-8, fused=True)
 
     def step(self, batch: Fields) -> torch.Tensor:
-        """Train on ``batch`` and return the loss; it is not read, so a GPU need not wait."""
-        tokens, labels = (each.to(self.device) for each in self.pair_of(batch))
+        """Train on ``batch`` and return the loss as a tensor, so that the host does not wait for a GPU."""
+        tokens, labels = (tensor.to(self.device) for tensor in self.pair_of(batch))
         with torch.autocast(self.device.type, self.dtype, enabled=self.dtype == torch.bfloat16):
             loss = self.model(tokens, labels)
         loss.backward()
@@ -260,21 +260,21 @@ class PlainLoop:
 
 
 def our_weights(sizes: GPTSizes) -> dict[str, torch.Tensor]:
-    """Return the weights that every contender starts from, by our logical names."""
+    """Return the initial weights of every contender, by our logical names."""
     return filled(DecoderModel(model_args_from(config_of(sizes).model)), gpt2_rule(STD, sizes.num_layers))
 
 
 def filled(model: torch.nn.Module, rule: Rule) -> dict[str, torch.Tensor]:
-    """Return the first weights of our ``model`` by name, drawn on as many threads as there are cores."""
+    """Return the initial weights of our ``model`` by name, generated on as many threads as there are cores."""
     parameters = dict(named_parameters(model))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for done in [pool.submit(initialize, [item], seed=SEED, rule=rule) for item in parameters.items()]:
-            done.result()
+        for future in [pool.submit(initialize, [item], seed=SEED, rule=rule) for item in parameters.items()]:
+            future.result()
     return {name: parameter.detach() for name, parameter in parameters.items()}
 
 
 def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -> Step:
-    """Return a step of our engine, built from flags as a user's run is; ``more`` are further flags."""
+    """Return the step of our engine, built from flags like a user's run; ``more`` are additional flags."""
     from megatron.mpu.random import DropoutStreams
     from megatron.training import global_vars
     from megatron.training.initialize import start
@@ -288,20 +288,20 @@ def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -
         f"--batch-size {batch_size} --lr {LR} --weight-decay 0.01 --adam-beta2 0.999 --clip-grad {CLIP_GRAD} "
         f"--seed {SEED} --{dtype} --device {kind} --train-iters 1000 {more}",
     )
-    here = start(config)
+    world = start(config)
     streams = DropoutStreams(SEED)
     global_vars.set_current(config, mock_tokenizer(config), streams)
-    engine = build_engine(config, here, streams, script.model_provider, script.forward_step)
-    numbers = iter(range(1_000_000_000))
+    engine = build_engine(config, world, streams, script.model_provider, script.forward_step)
+    steps = iter(range(1_000_000_000))
 
     def step(batch: Fields) -> float:
-        return engine.train_step(iter([batch]), next(numbers)).loss
+        return engine.train_step(iter([batch]), next(steps)).loss
 
     return step
 
 
 def hf(sizes: GPTSizes, batch_size: int, kind: str, dtype: str) -> Step:
-    """Return a step of Hugging Face's model in the plain loop."""
+    """Return the step of Hugging Face's model in the plain loop."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -320,17 +320,17 @@ def hf(sizes: GPTSizes, batch_size: int, kind: str, dtype: str) -> Step:
         bos_token_id=None,
         eos_token_id=None,
     )
-    with device.bind(kind, 0):  # a GPU draws the weights that are replaced at once
+    with device.bind(kind, 0):  # weights are initialized on the GPU, although they are then replaced
         model = GPT2LMHeadModel(config)
     model.load_state_dict(from_ours(our_weights(sizes), sizes.num_attention_heads))
     return PlainLoop(MeanLoss(model, ("labels", "shift_labels")), _shifted, kind=kind, dtype=dtype).step
 
 
 def plain(sizes: GPTSizes, batch_size: int, kind: str, dtype: str, *, is_compiled: bool = False) -> Step:
-    """Return a step of the small script."""
+    """Return the step of the small script."""
     model = PlainGPT(sizes)
-    theirs = from_ours(our_weights(sizes), sizes.num_attention_heads)
-    model.load_state_dict(dict(_plain_state(theirs)))
+    hf_weights = from_ours(our_weights(sizes), sizes.num_attention_heads)
+    model.load_state_dict(dict(_plain_state(hf_weights)))
     if is_compiled:
         model.compile(dynamic=False)
     return PlainLoop(model, _shifted, kind=kind, dtype=dtype).step
@@ -350,14 +350,14 @@ _PLAIN_NAMES = {
 
 
 def _plain_state(theirs: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the plain model's names and weights; Hugging Face keeps its products transposed."""
+    """Yield the plain model's names and weights; Hugging Face stores matrices transposed."""
     for name, weight in theirs.items():
-        stem, _, kind = name.removeprefix("transformer.").rpartition(".")
+        stem, _, suffix = name.removeprefix("transformer.").rpartition(".")
         if stem == "lm_head":
             continue
         block, stem = (f"blocks.{stem.split('.')[1]}.", stem.split(".", 2)[2]) if stem.startswith("h.") else ("", stem)
-        is_product = "c_" in stem and weight.dim() == 2
-        yield f"{block}{_PLAIN_NAMES[stem]}.{kind}", weight.t() if is_product else weight
+        is_matrix = "c_" in stem and weight.dim() == 2
+        yield f"{block}{_PLAIN_NAMES[stem]}.{suffix}", weight.t() if is_matrix else weight
 
 
 def _shifted(batch: Fields) -> tuple[torch.Tensor, torch.Tensor]:
@@ -366,14 +366,14 @@ def _shifted(batch: Fields) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def t5_weights(sizes: T5Sizes) -> dict[str, torch.Tensor]:
-    """Return the weights that every contender starts from, by our logical names."""
+    """Return the initial weights of every contender, by our logical names."""
     config = config_of(sizes)
-    full = t5_model_args_from(config.model, config.own)
-    return filled(T5Model(full), t5_rule(full, config.model.init_method_std))
+    args = t5_model_args_from(config.model, config.own)
+    return filled(T5Model(args), t5_rule(args, config.model.init_method_std))
 
 
 def t5_hf(sizes: T5Sizes, batch_size: int, kind: str, dtype: str) -> Step:
-    """Return a step of Hugging Face's model in the plain loop."""
+    """Return the step of Hugging Face's model in the plain loop."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -396,18 +396,18 @@ def t5_hf(sizes: T5Sizes, batch_size: int, kind: str, dtype: str) -> Step:
 
 
 def _pair(batch: Fields) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs [b, s_e] and targets [b, s_d]; Hugging Face's model shifts them itself."""
+    """Return inputs [b, s_e] and targets [b, s_d]; Hugging Face's model shifts the targets itself."""
     return batch["inputs"], batch["targets"]
 
 
 def llama_hf(sizes: LlamaSizes, batch_size: int, kind: str, dtype: str) -> Step:
-    """Return a step of Hugging Face's model in the plain loop."""
+    """Return the step of Hugging Face's model in the plain loop."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from megatron.training.setup import weight_rule
 
-    ours_of_it = config_of(sizes)
-    settings = {name: value for name, value in FORMAT.fields(ours_of_it).items() if name != "architectures"}
+    our_config = config_of(sizes)
+    settings = {name: value for name, value in FORMAT.fields(our_config).items() if name != "architectures"}
     config = LlamaConfig(
         **settings | {"use_cache": False, "attn_implementation": "sdpa", "loss_type": "ForCausalLM"},
         bos_token_id=None,
@@ -415,8 +415,8 @@ def llama_hf(sizes: LlamaSizes, batch_size: int, kind: str, dtype: str) -> Step:
     )
     with device.bind(kind, 0):
         model = LlamaForCausalLM(config)
-    weights = filled(build_model(ours_of_it, None), weight_rule(ours_of_it))
-    model.load_state_dict(FORMAT.from_ours(weights, ours_of_it))
+    weights = filled(build_model(our_config, None), weight_rule(our_config))
+    model.load_state_dict(FORMAT.from_ours(weights, our_config))
     return PlainLoop(MeanLoss(model, ("labels", "shift_labels")), _shifted, kind=kind, dtype=dtype).step
 
 
@@ -426,4 +426,4 @@ CONTENDERS: dict[str, dict[str, Contender]] = {
     "t5": {**_OURS, "hf": t5_hf},
     "llama": {**_OURS, "hf": llama_hf},
 }
-"""Family -> name -> what builds the step."""
+"""Family -> name -> function that builds the step."""

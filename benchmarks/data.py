@@ -1,20 +1,21 @@
-"""Measure the data pipeline: preprocessing throughput against a reference, and the start-up time of a large corpus.
+"""Benchmark the data pipeline: preprocessing throughput against a reference, and start-up time of a large corpus.
 
     python benchmarks/data.py --json data.json
     python benchmarks/data.py --parts preprocessing --tokenizers bpe --rounds 3
     python benchmarks/data.py --parts start --documents 1e8 --ranks 2
 
-preprocessing: MB/s of a whole job, from the start of the job to the finished files, for each tokenizer and number of
-workers. The reference has the structure of Megatron's tool: a pool that encodes one text at a time and one writer.
-Both must write the same tokens. Contenders take turns; ratios are taken within rounds:
+preprocessing: MB/s of a whole job, from its start to the finished files, for each tokenizer and number of workers. The
+reference has the structure of Megatron's tool: a pool that encodes one text at a time, and one writer. Both must write
+the same tokens. Contenders take turns; ratios are computed within rounds:
 
 | MB/s of ours over the reference | at least |
 |---|---|
 | BPE by `tokenizers` | 1.3 |
 | BPE by gigatoken | 8 |
 
-start: seconds until every rank has opened a corpus of so many documents and read its first 32 samples, with an empty
-cache and with the cache of the first start, and the memory that a rank adds. Each start is a set of new processes.
+start: seconds until every rank has opened a corpus with the given number of documents and read its first 32 samples,
+with an empty cache and with the cache of the first start, and the memory that a rank adds. Each start uses new
+processes.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ Source = Callable[[random.Random], str]
 
 
 def documents(num_bytes: int, seed: int) -> Iterator[str]:
-    """Yield texts of Chinese, English or code until their UTF-8 bytes reach ``num_bytes``.
+    """Yield texts in Chinese, English or code until their UTF-8 bytes reach ``num_bytes``.
 
-    In sentences of the repository 30 % of the words are replaced, so that tokenizers cannot cache the few sentences.
+    In sentences of the repository, 30 % of the words are replaced, so that tokenizers cannot cache the few sentences.
     """
     rng = random.Random(seed)
     sources, written = _sources(), 0
@@ -76,13 +77,13 @@ def documents(num_bytes: int, seed: int) -> Iterator[str]:
 
 @functools.cache
 def _sources() -> tuple[Source, Source, Source]:
-    """Return the sources of Chinese, English and code."""
+    """Return the generators of Chinese, English and code."""
     import jieba
     import rjieba
 
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:80]
-    pages = [path.read_text(encoding="utf-8", errors="ignore").replace("\0", "") for path in modules]
-    pages = [page for page in pages if page]
+    module_texts = [path.read_text(encoding="utf-8", errors="ignore").replace("\0", "") for path in modules]
+    module_texts = [page for page in module_texts if page]
 
     def paragraphs(language: str) -> list[str]:
         paths = sorted((ROOT / "examples" / "corpus" / language).rglob("*.txt"))
@@ -90,17 +91,17 @@ def _sources() -> tuple[Source, Source, Source]:
 
     def varied(texts: list[list[str]], words: list[str], totals: list[int] | None) -> Source:
         def text(rng: random.Random) -> str:
-            chosen = rng.choices(texts, k=rng.randint(2, 30))
-            drawn = iter(rng.choices(words, cum_weights=totals, k=sum(map(len, chosen))))
+            parts = rng.choices(texts, k=rng.randint(2, 30))
+            words_drawn = iter(rng.choices(words, cum_weights=totals, k=sum(map(len, parts))))
             return "\n\n".join(
-                "".join(next(drawn) if word.isalpha() and rng.random() < 0.3 else word for word in part)
-                for part in chosen
+                "".join(next(words_drawn) if word.isalpha() and rng.random() < 0.3 else word for word in part)
+                for part in parts
             )
 
         return text
 
     def code(rng: random.Random) -> str:
-        lines = rng.choice(pages).splitlines(keepends=True)
+        lines = rng.choice(module_texts).splitlines(keepends=True)
         start = rng.randrange(len(lines))
         return "".join(lines[start : start + rng.randint(20, 400)])
 
@@ -108,7 +109,7 @@ def _sources() -> tuple[Source, Source, Source]:
         lines = [line.split(b" ", 2) for line in file]
     totals = list(itertools.accumulate(int(line[1]) for line in lines))
     chinese_words = [line[0].decode() for line in lines]
-    english_words = sorted({word for page in pages for word in re.findall(r"[A-Za-z]{2,}", page)})
+    english_words = sorted({word for page in module_texts for word in re.findall(r"[A-Za-z]{2,}", page)})
     chinese = varied([rjieba.cut(text) for text in paragraphs("zh")], chinese_words, totals)
     english = varied([re.split(r"(\W+)", text) for text in paragraphs("en")], english_words, None)
     return chinese, english, code
@@ -124,7 +125,7 @@ def write_corpus(path: Path, num_bytes: int, seed: int) -> Path:
 
 @dataclass(frozen=True)
 class Encoder:
-    """The work of a reference worker; ``make`` is called once in each."""
+    """The work of a reference worker; ``make`` is called once per worker."""
 
     make: Callable[[], Encode]
     eod_id: int
@@ -139,7 +140,7 @@ class Encoder:
 
 
 def run_reference(corpus: Path, prefix: Path, encoder: Encoder, num_workers: int, chunk_size: int) -> None:
-    """Write ``prefix.bin`` with 16-bit tokens and ``prefix.idx``."""
+    """Encode with the reference into ``prefix.bin`` with 16-bit tokens and ``prefix.idx``."""
     lengths = []
     with (
         multiprocessing.get_context("fork").Pool(num_workers, initializer=encoder.start) as pool,
@@ -160,12 +161,12 @@ def run_reference(corpus: Path, prefix: Path, encoder: Encoder, num_workers: int
 BPE, GIGATOKEN = "bpe", "gigatoken"
 BARS = {BPE: 1.3, GIGATOKEN: 8.0}
 SHARE_OF_CORPUS = {BPE: 1.0, GIGATOKEN: 12.0}
-"""Corpus size relative to --megabytes: gigatoken's start-up must be small next to the job."""
+"""Corpus size relative to --megabytes: the start-up of gigatoken must be short relative to the job."""
 OURS, REFERENCE = "ours", "reference"
 
 
 def bpe_encode(path: Path) -> Encode:
-    """Return the encoding of a text by the ``tokenizers`` library, as in Megatron."""
+    """Return the encoding function of the ``tokenizers`` library, as in Megatron."""
     import tokenizers
 
     library = tokenizers.Tokenizer.from_file(str(path))
@@ -225,14 +226,14 @@ def job(vocabulary: Path, name: str, who: str, num_workers: int, corpus: Path, f
 
 
 class Call:
-    """A function for a ``Team`` of one process."""
+    """A function call for a ``Team`` of one process."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], rank: int) -> None:
         self.result = partial(function, *args)
 
 
 def in_process(function: Callable[..., Any], *args: Any) -> Any:
-    """Return ``function(*args)`` from a new process, so that nothing stays loaded between turns."""
+    """Return ``function(*args)`` from a new process, so that nothing is cached between turns."""
     with closing(Team(function.__name__, Call, (function, args))) as team:
         team.ready()
         return team.ask("result")[0]
@@ -257,7 +258,7 @@ class Start:
         self.prefix, self.cache, self.rank = prefix, cache, rank
 
     def run(self) -> tuple[float, int]:
-        """Return seconds, and bytes of memory added to the process."""
+        """Return the seconds, and the bytes of memory added to the process."""
         before, start = _private_bytes(), time.perf_counter()
         cache = IndexCache(self.cache)
         file = IndexedDataset(self.prefix, cache=cache)
@@ -277,15 +278,15 @@ def _private_bytes() -> int:
 
 
 def measure_start(folder: Path, num_documents: int, ranks: int) -> dict[str, tuple[float, int]]:
-    """Return (seconds of the slowest rank, most bytes that a rank adds) of a first and a second start."""
+    """Return (seconds of the slowest rank, largest memory added by a rank) for a first and a second start."""
     write_tokens(folder / "corpus", num_documents)
-    found = {}
+    results = {}
     for name in ("empty cache", "cache of the first start"):
         with closing(Team(name, Start, (folder / "corpus", folder / "cache"), size=ranks)) as team:
             team.ready()
             answers = team.ask("run")
-        found[name] = (max(seconds for seconds, _ in answers), max(added for _, added in answers))
-    return found
+        results[name] = (max(seconds for seconds, _ in answers), max(added for _, added in answers))
+    return results
 
 
 PARTS = ("preprocessing", "start")
@@ -293,7 +294,7 @@ SMOKE = "--rounds 1 --megabytes 0.05 --vocab-size 2000 --workers 1 --documents 2
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the benchmark's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -313,13 +314,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the parts, print the table, write the JSON."""
+    """Run the parts, print the table and write the JSON file."""
     args = parse_args(argv)
     result: dict[str, Any] = {**surroundings(), "options": {name: str(value) for name, value in vars(args).items()}}
     with tempfile.TemporaryDirectory(prefix="megatron-benchmark-") as temporary:
         folder = Path(temporary)
         if "preprocessing" in args.parts:
-            texts = list(documents(60_000 if args.smoke else 2 << 20, args.seed + 1))  # not those that are encoded
+            texts = list(
+                documents(60_000 if args.smoke else 2 << 20, args.seed + 1)
+            )  # different texts from those that are encoded
             vocabulary = folder / "bpe.json"
             vocabulary.write_bytes(train.train_bpe(texts, args.vocab_size))
             corpora = {}

@@ -1,17 +1,18 @@
-"""Kill training runs at random moments, start them again until they are done, and compare them with undisturbed ones.
+"""Kill training runs at random moments, restart them until they finish, and compare them with undisturbed runs.
 
     python benchmarks/kill.py --kills 300
     python benchmarks/kill.py --kills 40 --seed 1 --layout t2p2 d2 --json kills.json
 
-Each run is that of ``pretrain_gpt2.py`` under the real launcher, forked from this process, which has imported torch:
-a tiny GPT-2 with dropout that saves every step or two, at once or in the background. SIGKILL hits one rank, all ranks
-or the launcher while the run starts, loads, steps or saves; some kills are followed by a spoilt ``latest``. Then the
-launcher, or the next one with the same command, must go on by itself. A run that does not is bricked.
+Each run is ``pretrain_gpt2.py`` under the real launcher, forked from this process, which has imported torch. It trains
+a tiny GPT-2 with dropout and saves every one or two steps, synchronously or in the background. SIGKILL hits one rank,
+all ranks or the launcher while the run starts, loads, steps or saves; some kills are followed by a corrupted
+``latest``. The launcher, or the next launcher with the same command, must then continue automatically. A run that does
+not is bricked.
 
-Checked of every start: it goes on from the newest checkpoint that was durable, with a save interval lost at most (two
-with --async-save); each step has the loss of the undisturbed run, to the bit, and reads the same samples; over all
-starts that count no sample is lost or repeated. Between starts every checkpoint verifies; at the end nothing of a
-killed save is left. Exit code 1 if anything of this does not hold; the folder of such a run is kept.
+Every start is checked: it resumes from the newest durable checkpoint and loses at most one save interval (two with
+--async-save); each step has bitwise the loss of the undisturbed run and reads the same samples; if each start counts
+up to the step where the next one resumes, no sample is lost or repeated. Between starts every checkpoint verifies, and
+at the end no file of a killed save is left. The exit code is 1 if a check fails; the folder of such a run is kept.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ from megatron.training import run_lock
 from megatron.training.callbacks.metrics_writer import read_metrics
 
 RESTARTED = 4
-"""Code of a launcher whose rank was killed and that may not start again."""
+"""Exit code of a launcher whose rank was killed and that has no restarts left."""
 MOST_RESTARTS = 2
-"""Starts that a launcher adds by itself, at most: a third without progress would end the job, as it should."""
+"""Maximum number of restarts of a launcher; a third restart without progress would end the job, as intended."""
 
 
 @dataclass
 class Kill:
-    """A kill that ended the start ``number``: ``phase`` is where the run was, ``at`` when, as ``time.time()``."""
+    """A kill that ended the start ``number``, in phase ``phase`` of the run, at the time ``at`` (``time.time()``)."""
 
     number: Number
     phase: str
@@ -76,7 +77,7 @@ class Kill:
 
 @dataclass
 class Outcome:
-    """What became of one run: the kills that it survived, and what should not have been (nothing, if all is well)."""
+    """Outcome of a run: the kills that it survived, and its problems (empty if all checks passed)."""
 
     case: Case
     kills: list[Kill] = field(default_factory=list)
@@ -90,7 +91,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Whole:
-    """The undisturbed run that the others are compared with."""
+    """The undisturbed run with which the others are compared."""
 
     start: Start
     losses: list[tuple[int, str, str]]
@@ -101,7 +102,7 @@ def run_whole(case: Case, corpus: Path, place: Path) -> Whole:
     """Run ``case`` without a kill.
 
     Raises:
-        RuntimeError: it fails.
+        RuntimeError: the run fails.
     """
     chain = Chain(case, corpus, place, random.Random(0), iter(()))
     chain.live(0)
@@ -112,9 +113,9 @@ def run_whole(case: Case, corpus: Path, place: Path) -> Whole:
 
 
 def run_killed(case: Case, whole: Whole, place: Path, draw: random.Random, moments: Iterable[Moment]) -> Outcome:
-    """Kill runs of ``case`` at these moments, start after start, until it is done; check all that they did.
+    """Kill runs of ``case`` at these moments, start after start, until the run finishes; check all starts.
 
-    Moments that the run does not come to are let go. A run without fault leaves nothing in ``place``.
+    Moments that the run does not reach are dropped. A run without problems leaves nothing in ``place``.
     """
     chain = Chain(case, whole.corpus, place, draw, iter(moments))
     while not chain.is_done:
@@ -126,7 +127,7 @@ def run_killed(case: Case, whole: Whole, place: Path, draw: random.Random, momen
 
 
 class Chain:
-    """A run with its lives: each launcher starts the ranks once or a few times, and the next goes on by itself."""
+    """A run over several launchers. Each starts the ranks once or more, and the next launcher resumes the run."""
 
     def __init__(self, case: Case, corpus: Path, place: Path, draw: random.Random, moments: Iterator[Moment]) -> None:
         self.case, self.place, self.run, self.record = case, place, place / "run", place / "record"
@@ -137,7 +138,7 @@ class Chain:
         self._draw, self._moments = draw, moments
 
     def live(self, max_restarts: int) -> None:
-        """Run one launcher to its end, and look at what it leaves."""
+        """Run one launcher to its end and check its results."""
         out = self.outcome
         newest = newest_step(self.run)
         job = Job(
@@ -149,9 +150,11 @@ class Chain:
             return self._give_up(str(error))
         finally:
             job.end()
-        begins = read_starts(self.record).get((out.lives, 0), Start()).begins.values()
-        if any(begin != newest for begin in begins):
-            out.problems.append(f"life {out.lives} goes on after step {set(begins)}, the newest checkpoint is {newest}")
+        begin_steps = read_starts(self.record).get((out.lives, 0), Start()).begins.values()
+        if any(begin != newest for begin in begin_steps):
+            out.problems.append(
+                f"life {out.lives} goes on after step {set(begin_steps)}, the newest checkpoint is {newest}"
+            )
         out.lives += 1
         if job.code not in (0, -9 if victims == LAUNCHER else RESTARTED) or (job.code and victims is None):
             return self._give_up(f"a start ended with code {job.code} by itself:\n{job.output[-12000:]}")
@@ -162,19 +165,19 @@ class Chain:
         return None
 
     def _kill_starts(self, job: Job) -> str | None:
-        """Kill each start of ``job`` while there are moments; return the last victims, None if nobody was killed."""
+        """Kill each start of ``job`` while there are moments; return the last victims, None if nothing was killed."""
         start, victims = -1, None
-        while (number := job.next_start(start)) is not None:
+        while (next_start := job.next_start(start)) is not None:
             self.outcome.starts += 1
-            start, moment = number, next(self._moments, None)
+            start, moment = next_start, next(self._moments, None)
             victims = None if moment is None else self._kill(job, start, moment)
             if victims is None and job.next_start(start) is not None:
-                told = f"start {start} of life {self.outcome.lives} ended, though nobody was killed"
-                self.outcome.problems.append(f"{told}:\n{job.output[-12000:]}")
+                problem = f"start {start} of life {self.outcome.lives} ended, though nobody was killed"
+                self.outcome.problems.append(f"{problem}:\n{job.output[-12000:]}")
         return victims
 
     def _kill(self, job: Job, start: int, moment: Moment) -> str | None:
-        """Kill ``start`` at ``moment``; return who was killed, None if the start has ended before."""
+        """Kill ``start`` at ``moment``; return the victims, or None if the start ended before."""
         if moment.phase == LOAD and not newest_step(self.run):
             moment = replace(moment, phase=STEP)  # there is nothing to load yet
         if not job.reaches(start, moment):
@@ -182,7 +185,7 @@ class Chain:
         kill = Kill((self.outcome.lives, start), self._phase(job, start, moment), moment.victims, time.time())
         if not job.kill(moment, self._draw):
             return None
-        if job.next_start(start) is not None or job.code != 0:  # else it came behind the last word of the job
+        if job.next_start(start) is not None or job.code != 0:  # otherwise the kill came after the job had finished
             self.outcome.kills.append(kill)
         return moment.victims
 
@@ -208,29 +211,29 @@ class Chain:
             out.problems += left_over(self.run, self.case.keep_last, has_saved=has_saved)
 
     def _seconds_to_next_step(self, starts: dict[Number, Start]) -> Iterator[float]:
-        """Yield how long the launcher took from a kill to the next step, where its next start came so far."""
+        """Yield the seconds from each kill to the next step, if the launcher's next start reached one."""
         for kill in self.outcome.kills:
-            life, number = kill.number
-            following = starts.get((life, number + 1))
+            life, idx = kill.number
+            following = starts.get((life, idx + 1))
             if following is not None and following.times:
                 yield min(following.times) - kill.at
 
 
-# What the ranks of a run have recorded over all starts, and what must be true of it and of the run's folder.
+# Records of a run's ranks over all starts, and checks of the records and of the run folder.
 
 Number = tuple[int, int]
 
 
 @dataclass
 class Start:
-    """One start of a run; a rank that was killed early has told nothing.
+    """One start of a run; a rank that was killed early has no entries.
 
     Args:
-        begins: rank -> the step it goes on after.
-        loaded: rank -> name of the checkpoint it has taken up.
+        begins: rank -> step after which it resumes.
+        loaded: rank -> name of the checkpoint that it loaded.
         steps: rank -> step -> (loss, checksums of the samples read).
-        durable: steps of the checkpoints that it has told the launcher of.
-        times: of each step that any rank has done, as ``time.time()``.
+        durable: steps of the checkpoints that it reported to the launcher.
+        times: times of all steps of all ranks, as ``time.time()``.
     """
 
     begins: dict[int, int] = field(default_factory=dict)
@@ -245,7 +248,7 @@ class Start:
 
 
 def read_starts(record: Path) -> dict[Number, Start]:
-    """Return the starts by (life of the launcher, start in it), in the order of time."""
+    """Return the starts by (index of the launcher, index of its start), in chronological order."""
     starts: dict[Number, Start] = {}
     for path in record.glob("rank-*.jsonl"):
         rank = int(path.stem.removeprefix("rank-"))
@@ -266,91 +269,91 @@ def _add(starts: dict[Number, Start], rank: int, line: dict) -> None:
 
 
 def losses(folder: Path) -> list[tuple[int, str, str]]:
-    """Return (step, loss, gradient norm) of the metrics of a run, as hexadecimal numbers."""
+    """Return (step, loss, gradient norm) from a run's metrics, as hexadecimal numbers."""
     records = [r for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "train"]
     return [(r["step"], float(r["loss"]).hex(), float(r["grad_norm"]).hex()) for r in records]
 
 
 def problems(case: Case, starts: dict[Number, Start], whole: Start) -> Iterator[str]:
-    """Yield what the starts of a run have done that the undisturbed run ``whole`` has not."""
+    """Yield the differences of the starts from the undisturbed run ``whole``."""
     yield from _steps_that_differ(starts, whole)
     yield from _detours(case, starts)
     yield from _samples_lost(case, starts, whole)
 
 
 def _steps_that_differ(starts: dict[Number, Start], whole: Start) -> Iterator[str]:
-    for number, start in starts.items():
+    for key, start in starts.items():
         for rank, steps in start.steps.items():
             for step, (loss, tokens) in steps.items():
                 wanted_loss, wanted_tokens = whole.steps[rank].get(step, ("none", ()))
                 if loss != wanted_loss:
-                    yield f"start {number}, rank {rank}: the loss of step {step} is {loss}, undisturbed {wanted_loss}"
+                    yield f"start {key}, rank {rank}: the loss of step {step} is {loss}, undisturbed {wanted_loss}"
                 if tokens != wanted_tokens:
-                    yield f"start {number}, rank {rank}: step {step} has read other samples than undisturbed"
+                    yield f"start {key}, rank {rank}: step {step} has read other samples than undisturbed"
 
 
 def _detours(case: Case, starts: dict[Number, Start]) -> Iterator[str]:
-    """Each start goes on, all ranks alike, from what was durable, and a kill costs a save interval at most."""
-    done = durable = 0
-    for number, start in starts.items():
+    """Yield starts that resume from a wrong step: ranks that disagree, or more than a save interval lost."""
+    last_done = durable = 0
+    for key, start in starts.items():
         for begin in set(start.begins.values()):
             if len(set(start.begins.values())) > 1:
-                yield f"start {number}: ranks go on after different steps: {start.begins}"
+                yield f"start {key}: ranks go on after different steps: {start.begins}"
             if begin < durable:
-                yield f"start {number} goes on after step {begin}, though the checkpoint of step {durable} was durable"
-            if done - begin > case.most_lost:
-                yield f"start {number} goes on after step {begin}: {done - begin} steps of {done} are lost"
+                yield f"start {key} goes on after step {begin}, though the checkpoint of step {durable} was durable"
+            if last_done - begin > case.most_lost:
+                yield f"start {key} goes on after step {begin}: {last_done - begin} steps of {last_done} are lost"
         for rank, name in start.loaded.items():
             if start.begins[rank] != (int(name.split("-")[1]) if name else 0):
-                yield f"start {number}, rank {rank}: goes on after step {start.begins[rank]} with {name}"
-        done = max(done, start.last_step)
+                yield f"start {key}, rank {rank}: goes on after step {start.begins[rank]} with {name}"
+        last_done = max(last_done, start.last_step)
         durable = max([durable, *start.durable])
 
 
 def _samples_lost(case: Case, starts: dict[Number, Start], whole: Start) -> Iterator[str]:
-    """What counts of a start are the steps up to where the next one goes on; together they read each sample once."""
+    """Yield ranks that lost or repeated samples, counting the steps of a start up to where the next one resumes."""
     for rank in whole.steps:
         path: list[tuple[int, ...]] = []
-        for number, start in starts.items():
+        for key, start in starts.items():
             if rank in start.begins:
                 if start.begins[rank] > len(path):
-                    yield f"start {number}, rank {rank}: goes on after step {start.begins[rank]}, {len(path)} are done"
+                    yield f"start {key}, rank {rank}: goes on after step {start.begins[rank]}, {len(path)} are done"
                     break
                 del path[start.begins[rank] :]
             path += [tokens for _, (_, tokens) in sorted(start.steps.get(rank, {}).items())]
         read = Counter(sum(path, ()))
-        wanted = Counter(sum((tokens for _, (_, tokens) in sorted(whole.steps[rank].items())), ()))
-        if read != wanted or any(times > 1 for times in read.values()):
-            lost, repeated = sum((wanted - read).values()), sum((read - wanted).values())
+        expected = Counter(sum((tokens for _, (_, tokens) in sorted(whole.steps[rank].items())), ()))
+        if read != expected or any(times > 1 for times in read.values()):
+            lost, repeated = sum((expected - read).values()), sum((read - expected).values())
             yield f"rank {rank}: {lost} samples lost, {repeated} repeated over {case.steps} steps"
 
 
-# The folder of a run between two starts, and at its end.
+# The folder of a run, between two starts and at its end.
 
 JUNK = (b"", b"step-0000", b"\x00\xff\xfe", b"step-99999999\n")
 
 
 def broken(run: Path) -> Iterator[str]:
-    """Yield what is wrong with the checkpoints of ``run``: what carries a checkpoint's name must be whole."""
+    """Yield the problems of the checkpoints of ``run``: a folder with a checkpoint's name must be complete."""
     root = run / CHECKPOINTS
     for path in root.glob("step-*") if root.is_dir() else ():
         try:
-            found = open_checkpoint(path, SINGLE).metadata["progress"]["step"]
+            saved_step = open_checkpoint(path, SINGLE).metadata["progress"]["step"]
         except CheckpointError as error:
             yield f"{path.name} is no whole checkpoint: {error}"
             continue
-        if found != step_of(path):
-            yield f"{path.name} holds the state of step {found}"
+        if saved_step != step_of(path):
+            yield f"{path.name} holds the state of step {saved_step}"
 
 
 def newest_step(run: Path) -> int:
-    """Return the step of the newest checkpoint, 0 if there is none."""
-    found = newest_first(list_checkpoints(run / CHECKPOINTS))
-    return step_of(found[0]) if found else 0
+    """Return the step of the newest checkpoint; 0 if there is none."""
+    checkpoints = newest_first(list_checkpoints(run / CHECKPOINTS))
+    return step_of(checkpoints[0]) if checkpoints else 0
 
 
 def spoil_hint(run: Path, draw: random.Random) -> bool:
-    """Leave ``latest`` as a kill amidst a write in place might (row A05); return whether there is one."""
+    """Corrupt ``latest`` as a kill during an in-place write could (row A05); return True if the file exists."""
     hint = run / CHECKPOINTS / LATEST
     if hint.exists():
         hint.write_bytes(draw.choice(JUNK))
@@ -358,11 +361,11 @@ def spoil_hint(run: Path, draw: random.Random) -> bool:
 
 
 def left_over(run: Path, kept: int, *, has_saved: bool) -> Iterator[str]:
-    """Yield what a run that is done has left beside its results.
+    """Yield files of a finished run other than its results.
 
     Args:
-        has_saved: the last start has saved. One that finds all steps done writes nothing: what a kill behind the last
-            commit has left to tidy is left to the next save.
+        has_saved: the last start saved. A start that finds all steps done writes nothing; files left by a kill after
+            the last commit are only removed by the next save.
     """
     root = run / CHECKPOINTS
     for path in [*run.iterdir(), *(root.iterdir() if has_saved else ())]:
@@ -370,10 +373,10 @@ def left_over(run: Path, kept: int, *, has_saved: bool) -> Iterator[str]:
             yield f"{path.relative_to(run)} is left behind"
     if not has_saved:
         return
-    whole = newest_first(list_checkpoints(root))
-    if kept and len(whole) > kept + 1:  # the one that the last start has loaded stays too
-        yield f"{len(whole)} checkpoints are left, of which --keep-last wants {kept}"
-    if (root / LATEST).read_text().strip() != whole[0].name:
+    checkpoints = newest_first(list_checkpoints(root))
+    if kept and len(checkpoints) > kept + 1:  # the checkpoint that the last start loaded is kept, too
+        yield f"{len(checkpoints)} checkpoints are left, of which --keep-last wants {kept}"
+    if (root / LATEST).read_text().strip() != checkpoints[0].name:
         yield f"{LATEST} does not name the newest checkpoint"
 
 
@@ -394,14 +397,14 @@ class Tally:
     def summary(self) -> dict[str, Any]:
         """Return the figures for JSON."""
         kills = [kill for outcome in self.outcomes for kill in outcome.kills]
-        waits = [seconds for outcome in self.outcomes for seconds in outcome.to_next_step_s] or [0.0]
+        recovery_s = [seconds for outcome in self.outcomes for seconds in outcome.to_next_step_s] or [0.0]
         return {
             "kills": len(kills),
             "runs": len(self.outcomes),
             "starts": sum(outcome.starts for outcome in self.outcomes),
             "bricked": sum(outcome.is_bricked for outcome in self.outcomes),
             "runs_with_problems": len(self.failed),
-            "kill_to_next_step_s": {"median": round(median(waits), 3), "most": round(max(waits), 3)},
+            "kill_to_next_step_s": {"median": round(median(recovery_s), 3), "most": round(max(recovery_s), 3)},
             "hints_spoilt": sum(outcome.hints_spoilt for outcome in self.outcomes),
             "by_phase": dict(Counter(kill.phase for kill in kills).most_common()),
             "by_victims": dict(Counter(kill.victims for kill in kills).most_common()),
@@ -424,18 +427,18 @@ def main(argv: Sequence[str] | None = None) -> Tally:
         except OSError as error:
             parser.error(f"--folder must be a folder that can be made, got {args.folder}: {error}")
     preload()
-    place = Path(tempfile.mkdtemp(prefix="kill-", dir=args.folder))
+    work_dir = Path(tempfile.mkdtemp(prefix="kill-", dir=args.folder))
     draw, tally = random.Random(args.seed), Tally()
-    corpus, wholes = write_corpus(place), dict[str, Whole]()
+    corpus, wholes = write_corpus(work_dir), dict[str, Whole]()
     while tally.kills < args.kills:
-        number = len(tally.outcomes)
-        layout = args.layout[number % len(args.layout)]
+        run_idx = len(tally.outcomes)
+        layout = args.layout[run_idx % len(args.layout)]
         case = Case(layout, args.steps, draw.choice((1, 1, 2)), draw.choice((0, 1, 2)), draw.random() < 0.5)
         if layout not in wholes:
-            wholes[layout] = run_whole(Case(layout, args.steps), corpus, place / f"whole-{layout}")
+            wholes[layout] = run_whole(Case(layout, args.steps), corpus, work_dir / f"whole-{layout}")
         run_draw = random.Random(draw.random())
         moments = draw_moments(run_draw, case.num_ranks, args.kills - tally.kills)
-        outcome = run_killed(case, wholes[layout], place / f"run-{number}", run_draw, moments)
+        outcome = run_killed(case, wholes[layout], work_dir / f"run-{run_idx}", run_draw, moments)
         tally.outcomes.append(outcome)
         verdict = "BRICKED" if outcome.is_bricked else "WRONG" if outcome.problems else "as undisturbed"
         print(f"{tally.kills:4} kills | {case.name}: {len(outcome.kills)} kills in {outcome.starts} starts, {verdict}")
@@ -446,9 +449,9 @@ def main(argv: Sequence[str] | None = None) -> Tally:
         runs = [asdict(outcome) for outcome in tally.outcomes]
         args.json.write_text(json.dumps({"summary": tally.summary(), "runs": runs}, indent=1) + "\n")
     if tally.failed:
-        print(f"the files of the failed runs are in {place}")
+        print(f"the files of the failed runs are in {work_dir}")
     else:
-        shutil.rmtree(place)
+        shutil.rmtree(work_dir)
     return tally
 
 

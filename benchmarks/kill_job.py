@@ -1,16 +1,16 @@
-"""A run that is killed: its command line, one life of its launcher, the moments of kills, and what its ranks execute.
+"""A run that is killed: its command line, one of its launchers, the moments of kills, and the script of its ranks.
 
-The launcher is forked from this process, which has imported torch: a start takes about a second. This file is also the
-script of the ranks: ``pretrain_gpt2.py`` as it is, with a record of its starts and steps. Each rank appends lines of
-JSON to ``$KILL_RECORD/rank-R.jsonl``, one call a line, so that a kill cuts none off:
+The launcher is forked from this process, which has imported torch, so a start takes about a second. This file is also
+the script of the ranks: ``pretrain_gpt2.py`` with a record of its starts and steps. Each rank appends lines of JSON to
+``$KILL_RECORD/rank-R.jsonl``, one write per line, so that a kill does not truncate a line:
 
-| line | says |
+| keys of a line | meaning |
 |---|---|
-| ``begins``, ``loaded`` | the step that the start goes on after, and the checkpoint it has taken up |
-| ``step``, ``loss``, ``tokens`` | a step that was done, its loss in hexadecimal, a checksum of each sample read |
-| ``durable`` | rank 0 has told the launcher of this checkpoint |
+| ``begins``, ``loaded`` | the step after which the start resumes, and the checkpoint that it loaded |
+| ``step``, ``loss``, ``tokens`` | a finished step, its loss in hexadecimal, a checksum of each sample read |
+| ``durable`` | rank 0 has reported this checkpoint to the launcher |
 
-Each line also holds ``start``, the number of the launcher's life and of its start, and ``at``, the time.
+Each line also has ``start``, the indices of the launcher and of its start, and ``at``, the time.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ LAYOUTS = {
     "d2": (2, ""),
     "one": (1, ""),
 }
-"""name -> (ranks, flags)."""
+"""Name -> (number of ranks, flags)."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of run.
+    """A type of run.
 
     Args:
         layout: a name of ``LAYOUTS``.
         interval: steps between saves.
-        keep_last: checkpoints to keep; 0: all.
-        is_async: saves are written while training goes on.
+        keep_last: checkpoints to keep; 0 for all.
+        is_async: checkpoints are written while training continues.
     """
 
     layout: str
@@ -88,18 +88,18 @@ class Case:
 
     @property
     def most_lost(self) -> int:
-        """Steps that a kill may cost: those since the last save, and one save more that was still being written."""
+        """Maximum number of steps lost by a kill: since the last save, plus one interval for a save in progress."""
         return self.interval * (2 if self.is_async else 1)
 
     @property
     def name(self) -> str:
-        kept = f", keep {self.keep_last}" if self.keep_last else ""
-        return f"{self.layout}, {'async' if self.is_async else 'sync'} save every {self.interval}{kept}"
+        keep_text = f", keep {self.keep_last}" if self.keep_last else ""
+        return f"{self.layout}, {'async' if self.is_async else 'sync'} save every {self.interval}{keep_text}"
 
     def flags(self, prefix: Path, folder: Path) -> list[str]:
         """Return the command line of the run on the token files ``prefix`` in the run folder ``folder``.
 
-        Every start has the same one, as a job that SLURM requeues.
+        Every start has the same command line, like a job that SLURM requeues.
         """
         extra = f"{LAYOUTS[self.layout][1]} --train-iters {self.steps} --save-interval {self.interval}"
         extra += f" --keep-last {self.keep_last}" if self.keep_last else ""
@@ -110,23 +110,23 @@ class Case:
 
 def write_corpus(folder: Path, num_documents: int = 300, seed: int = 0) -> Path:
     """Write documents of random tokens into ``folder`` and return the prefix of the files."""
-    tokenizer, draw = build(tokenizer_path=TOKENIZER), np.random.default_rng(seed)
+    tokenizer, rng = build(tokenizer_path=TOKENIZER), np.random.default_rng(seed)
     prefix = folder / "tokens"
     with IndexedDatasetBuilder(
         prefix, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.identity, eod_id=tokenizer.eod_id
     ) as writer:
         for _ in range(num_documents):
-            tokens = draw.integers(0, tokenizer.vocab_size, size=draw.integers(20, 200))
+            tokens = rng.integers(0, tokenizer.vocab_size, size=rng.integers(20, 200))
             writer.add(np.array([*tokens, tokenizer.eod_id]))
     return prefix
 
 
 START, LOAD, STEP, SAVE, END = "start", "load", "step", "save", "end"
 PHASES = (START, LOAD, STEP, SAVE)
-"""What kills aim at; a run that ends while a kill waits may also be hit in its end."""
+"""Phases that kills aim at; a run that ends while a kill is pending may also be hit at its end."""
 WEIGHTS = (2, 2, 4, 4)
 SPAN_S = {START: 1.2, LOAD: 0.15, STEP: 0.06, SAVE: 0.15}
-"""A kill comes at random within this time after the phase has begun, so some come when the next one has begun."""
+"""Phase -> maximum delay of a kill after the phase has started, in seconds; the next phase may have started by then."""
 MOST_ENTRIES = 3
 ONE, ALL, LAUNCHER = "one rank", "all ranks", "the launcher"
 VICTIMS = (ONE, ALL, LAUNCHER)
@@ -135,7 +135,7 @@ VICTIM_WEIGHTS = (6, 4, 1)
 
 @dataclass(frozen=True)
 class Moment:
-    """``delay_s`` after rank ``rank`` has come into ``phase`` for the ``entry``-th time the ``victims`` are killed."""
+    """``victims`` are killed ``delay_s`` seconds after ``rank`` has entered ``phase`` for the ``entry``-th time."""
 
     phase: str
     entry: int
@@ -154,7 +154,7 @@ def draw_moments(draw: random.Random, num_ranks: int, number: int) -> Iterator[M
 
 
 def phase_of(at: str) -> str:
-    """Return the phase in which a rank notes ``at`` (``megatron.runtime.exit_guard``)."""
+    """Return the phase of a rank whose current operation is ``at`` (``megatron.runtime.exit_guard``)."""
     if at.startswith("loading"):
         return LOAD
     if at.startswith("saving"):
@@ -181,7 +181,7 @@ MODULES = (
 
 
 def preload() -> None:
-    """Import them, on one thread."""
+    """Import ``MODULES`` and limit torch to one thread."""
     for name in MODULES:
         importlib.import_module(name)
     import torch
@@ -190,22 +190,22 @@ def preload() -> None:
 
 
 DEADLINE_S = 240.0
-"""A start that has not ended by then hangs."""
+"""Seconds after which a start that has not ended counts as hanging."""
 _POLL_S = 0.002
 
 
 class Stuck(RuntimeError):
-    """A start has not ended in time."""
+    """A start did not end in time."""
 
 
 class Job:
-    """The launcher with a run's ranks.
+    """The launcher and the ranks of a run.
 
     Args:
-        place: folder for what is said and for the launcher's own files.
-        life: number of this launcher in the run's history.
-        record: folder that the ranks record into.
-        max_restarts: starts that the launcher may add by itself.
+        place: folder for the output and for the launcher's own files.
+        life: index of this launcher in the history of the run.
+        record: folder for the records of the ranks.
+        max_restarts: restarts that the launcher may do by itself.
     """
 
     def __init__(
@@ -214,8 +214,17 @@ class Job:
         self.place, self.num_ranks = place, num_ranks
         place.mkdir()
         self.code: int | None = None
-        own = ["--nproc-per-node", str(num_ranks), "--max-restarts", str(max_restarts), "--preload", ",".join(MODULES)]
-        self.pid = fork_launcher([*own, __file__, *argv], place, {"KILL_LIFE": str(life), "KILL_RECORD": str(record)})
+        launcher_flags = [
+            "--nproc-per-node",
+            str(num_ranks),
+            "--max-restarts",
+            str(max_restarts),
+            "--preload",
+            ",".join(MODULES),
+        ]
+        self.pid = fork_launcher(
+            [*launcher_flags, __file__, *argv], place, {"KILL_LIFE": str(life), "KILL_RECORD": str(record)}
+        )
         self._deadline = time.monotonic() + DEADLINE_S
 
     @property
@@ -223,25 +232,25 @@ class Job:
         return (self.place / "output").read_text(errors="replace")
 
     def next_start(self, after: int) -> int | None:
-        """Wait for a start with a higher number than ``after`` to have all its ranks; None: the launcher has ended."""
+        """Wait until a start after ``after`` has all its ranks; return its index, or None if the launcher has ended."""
         while not self.has_ended():
-            number = self._newest()
-            if number > after and len(self.ranks()) == self.num_ranks:
-                return number
+            newest = self._newest()
+            if newest > after and len(self.ranks()) == self.num_ranks:
+                return newest
             time.sleep(_POLL_S)
         return None
 
     def reaches(self, start: int, moment: Moment) -> bool:
-        """Wait until ``start`` is at ``moment``; False if the start or the launcher ends before."""
-        page = None if moment.phase == START else self._page(start, moment.rank)
-        entries, before = int(moment.phase == START), ""
+        """Wait until ``start`` reaches ``moment``; return False if the start or the launcher ends before."""
+        status_page = None if moment.phase == START else self._page(start, moment.rank)
+        entries, previous = int(moment.phase == START), ""
         while entries < moment.entry:
             if self._is_over(start):
                 return False
-            page = page or self._page(start, moment.rank)
-            now = rank_status.read_position(page[:]).doing if page else ""
-            entries += _is_entry(before, now, moment.phase)
-            before = now
+            status_page = status_page or self._page(start, moment.rank)
+            current = rank_status.read_position(status_page[:]).doing if status_page else ""
+            entries += _is_entry(previous, current, moment.phase)
+            previous = current
             time.sleep(_POLL_S)
         end = time.monotonic() + moment.delay_s
         while time.monotonic() < end:
@@ -251,15 +260,15 @@ class Job:
         return True
 
     def phase(self, start: int, rank: int) -> str:
-        """Return the phase in which a rank is."""
+        """Return the current phase of a rank."""
         page = self._page(start, rank)
         return phase_of(rank_status.read_position(page[:]).doing if page else "")
 
     def kill(self, moment: Moment, draw: random.Random) -> bool:
-        """Send SIGKILL to the victims; return whether there was one."""
+        """Send SIGKILL to the victims; return True if there was one."""
         ranks = self.ranks()
         if moment.victims == LAUNCHER:
-            os.kill(self.pid, signal.SIGKILL)  # the ranks go with it
+            os.kill(self.pid, signal.SIGKILL)  # the ranks die with it
             _wait_until_gone(ranks, self._deadline)
             return True
         victims = draw.sample(ranks, len(ranks)) if moment.victims == ALL else ranks[moment.rank : moment.rank + 1]
@@ -269,7 +278,7 @@ class Job:
         return bool(victims)
 
     def ranks(self) -> list[int]:
-        """Return the process ids of the ranks that live, in the order in which they were started."""
+        """Return the process ids of the live ranks, in the order in which they were started."""
         try:
             words = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         except (FileNotFoundError, ProcessLookupError):
@@ -277,14 +286,14 @@ class Job:
         return sorted(pid for pid in map(int, words) if _is_alive(pid))
 
     def has_ended(self) -> bool:
-        """Whether the launcher has ended; ``code`` is its exit code then.
+        """Return True if the launcher has ended, and set ``code`` to its exit code.
 
         Raises:
-            Stuck: it takes too long; it has been ended.
+            Stuck: the deadline has passed; the launcher was killed.
         """
         if self.code is None:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            if done:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
                 self.code = os.waitstatus_to_exitcode(status)
             elif time.monotonic() > self._deadline:
                 self.end()
@@ -292,7 +301,7 @@ class Job:
         return self.code is not None
 
     def end(self) -> None:
-        """End the launcher, and with it its ranks, if they still run."""
+        """Kill the launcher, and with it its ranks, if it still runs."""
         if self.code is None:
             os.kill(self.pid, signal.SIGKILL)
             self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -307,13 +316,13 @@ class Job:
         return self._found("megatron-launch-*/start-*")
 
     def _found(self, pattern: str) -> list[Path]:
-        """Return the launcher's own files of this name; none where it is just removing them."""
+        """Return the launcher's own files that match ``pattern``; [] while it removes them."""
         with suppress(FileNotFoundError):
             return list(self.place.glob(pattern))
         return []
 
     def _page(self, start: int, rank: int) -> mmap.mmap | None:
-        """Return the page in which a rank notes what it is at, once there is one; it outlives the rank."""
+        """Return a rank's memory-mapped status file, or None until it exists; it outlives the rank."""
         for path in self._found(f"megatron-launch-*/start-{start}/failure.at-{rank}"):
             with suppress(OSError, ValueError), open(path, "rb") as file:
                 return mmap.mmap(file.fileno(), rank_status.SIZE, access=mmap.ACCESS_READ)
@@ -321,7 +330,7 @@ class Job:
 
 
 def _is_entry(before: str, now: str, phase: str) -> bool:
-    """Whether a rank has come into ``phase``; each step counts. A load may be over before anybody looks."""
+    """Return True if a rank has entered ``phase``; each step counts. A short load is detected by the phase after it."""
     if phase == LOAD:
         return phase_of(before) == START and phase_of(now) != START
     if phase_of(now) != phase:
@@ -370,14 +379,14 @@ def fork_launcher(argv: list[str], place: Path, env: dict[str, str]) -> int:
 
 
 def saving_now(run: Path) -> str:
-    """Return "being written", "being removed" or "", by what lies among the checkpoints at this moment."""
+    """Return "being written", "being removed" or "" according to the files in the checkpoints folder."""
     names = [path.name for path in (run / CHECKPOINTS).iterdir()] if (run / CHECKPOINTS).is_dir() else []
     if any(name.startswith(".tmp-") for name in names):
         return "being written"
     return "being removed" if any(name.startswith(".deleted-") for name in names) else ""
 
 
-# What a rank executes.
+# Code that a rank executes.
 
 _samples_read: list[int] = []
 
@@ -389,13 +398,13 @@ def _record_file() -> int:
 
 
 def record(**told: Any) -> None:
-    """Append one line."""
+    """Append a line to this rank's record."""
     start = [int(os.environ["KILL_LIFE"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
     os.write(_record_file(), json.dumps({"start": start, "at": time.time(), **told}).encode() + b"\n")
 
 
 class Recorder(Callback):
-    """Tells where the run begins, and each step that is done."""
+    """Callback that records the start of the run and each finished step."""
 
     def on_train_start(self) -> None:
         checkpointer = self.trainer.find(Checkpointer)
@@ -408,7 +417,7 @@ class Recorder(Callback):
 
 
 def record_run() -> None:
-    """Let the parts of a run tell what they do; leave out what only costs time."""
+    """Record the actions of the run and disable parts that only take time."""
     speed_monitor.MATMUL_SECONDS = 0.0
     metrics_writer.draw_losses = lambda *_: None
     take, note_durable = batch_iterators.TimedBatches.__next__, progress_file.note_committed_step

@@ -4,19 +4,19 @@
     python benchmarks/pipeline.py --micro-batches 8 --only ours
 
 Every contender is a set of processes with one thread each that train the same GPT from the same weights on the same
-tokens; their first losses must agree. Contenders take turns in an order that rotates. The benchmark reports medians
-over rounds and ratios within rounds. All cut the model between the same layers, attention and feed-forward being two,
-at the cut whose slowest stage is fastest by layer times measured first; DeepSpeed's engine at the best cut that its
-partition methods can make.
+tokens; their first losses must agree. Contenders take turns in rotating order. The benchmark reports medians over
+rounds and ratios within rounds. All contenders split the model between the same layers, where attention and
+feed-forward are separate layers. The split is the one whose slowest stage is fastest, according to layer times that are
+measured first; DeepSpeed's engine uses the best split that its partition methods can produce.
 
 Our engine makes the allocator keep freed memory on a CPU, and so do the processes without an engine. The other engines
 run with their defaults.
 
-DIR gets table.txt and result.json. Bars, for 8 micro-batches:
+table.txt and result.json are written to DIR. Bars, for 8 micro-batches:
 
 | ratio | bar |
 |---|---|
-| our 1F1B to torch's 1F1B at the same cut | at least 0.98 |
+| our 1F1B to torch's 1F1B with the same chunks | at least 0.98 |
 | our best to DeepSpeed's engine | at least 1.04 |
 | our best to torch's 1F1B | at least 1.05 |
 | our best to two one-process runs side by side | at least 0.93 |
@@ -66,14 +66,16 @@ SMALL = GPTSizes(num_layers=3, hidden_size=32, num_attention_heads=4, vocab_size
 ONE_CHUNK = ("1f1b", "zb-h1", "gpipe", "auto")
 TWO_CHUNKS = ("interleaved", "zb-h1", "zb-v", "dualpipev")
 TRIAL_STEPS = 4
-"""Steps in which the schedule "auto" tries the others."""
+"""Steps in which the schedule "auto" tries the other schedules."""
 LOSS_TOLERANCE, NUM_EQUAL_LOSSES = 1e-5, 3
 SIDE_BY_SIDE = "side by side"
 
 
 def all_cuts(num_layers: int, num_chunks: int) -> list[Bounds]:
-    """Return the bounds of all cuts into non-empty chunks."""
-    return [(0, *each, num_layers) for each in itertools.combinations(range(1, num_layers), num_chunks - 1)]
+    """Return the bounds of all splits into non-empty chunks."""
+    return [
+        (0, *inner_bounds, num_layers) for inner_bounds in itertools.combinations(range(1, num_layers), num_chunks - 1)
+    ]
 
 
 def slowest_s(bounds: Bounds, layers_s: Sequence[float]) -> float:
@@ -82,7 +84,7 @@ def slowest_s(bounds: Bounds, layers_s: Sequence[float]) -> float:
 
 
 def best_chunks(case: Case, layers_s: Sequence[float], num_chunks: int, schedule: str) -> Bounds:
-    """Return the cut into ``num_chunks`` chunks per stage whose step is fastest by simulation."""
+    """Return the split into ``num_chunks`` chunks per stage with the fastest simulated step."""
     placement = placement_for(schedule)
     order = schedule_named(schedule, num_chunks, placement)
     actions = [order(case.num_stages, case.num_micro_batches, stage) for stage in range(case.num_stages)]
@@ -95,7 +97,7 @@ def best_chunks(case: Case, layers_s: Sequence[float], num_chunks: int, schedule
 
 
 def deepspeed_cuts(specs: Sequence[LayerSpec], num_stages: int) -> dict[Bounds, str]:
-    """Return the cuts that DeepSpeed's partition methods can make -> a method that does."""
+    """Return the splits that DeepSpeed's partition methods can produce -> such a method."""
     names = [spec.typename.__name__ for spec in specs]
     sizes = [sum(p.numel() for p in spec.build().parameters()) for spec in specs]
     cuts = {
@@ -103,15 +105,17 @@ def deepspeed_cuts(specs: Sequence[LayerSpec], num_stages: int) -> dict[Bounds, 
         tuple(map(int, partition_uniform(num_items=len(specs), num_parts=num_stages))): "uniform",
     }
     types = sorted(set(names))
-    for chosen in itertools.chain.from_iterable(itertools.combinations(types, n) for n in range(1, len(types) + 1)):
-        weights = [int(name in chosen) for name in names]
+    for chosen_types in itertools.chain.from_iterable(
+        itertools.combinations(types, n) for n in range(1, len(types) + 1)
+    ):
+        weights = [int(name in chosen_types) for name in names]
         bounds = tuple(map(int, partition_balanced(weights=weights, num_parts=num_stages)))
-        cuts.setdefault(bounds, "type:" + "|".join(f"^{name}$" for name in chosen))
+        cuts.setdefault(bounds, "type:" + "|".join(f"^{name}$" for name in chosen_types))
     return {bounds: method for bounds, method in cuts.items() if all(a < b for a, b in itertools.pairwise(bounds))}
 
 
 def format_cut(bounds: Bounds, specs: Sequence[LayerSpec]) -> str:
-    """Return a cut in transformer layers, such as "5.5+2.5"; embedding, norm and head do not count."""
+    """Return a split in transformer layers, such as "5.5+2.5"; embedding, norm and head do not count."""
     halves = [0.5 if spec.typename.__name__ in ("Attention", "Mlp") else 0.0 for spec in specs]
     return "+".join(f"{sum(halves[start:stop]):g}" for start, stop in itertools.pairwise(bounds))
 
@@ -152,16 +156,16 @@ class ContenderRank:
 
     def run(self, step: int, num_steps: int = 1) -> dict[str, Any]:
         """Train ``num_steps`` steps; return their seconds, the processor time of this rank and the losses."""
-        batches = [self.case.batches(each) for each in range(step, step + num_steps)]
+        batches = [self.case.batches(micro_batches) for micro_batches in range(step, step + num_steps)]
         if self.is_distributed:
             dist.barrier()
         start, cpu_start = time.perf_counter(), time.process_time()
-        losses = [self.built.step(each) for each in batches]
+        losses = [self.built.step(micro_batches) for micro_batches in batches]
         seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
         return {"seconds": seconds / num_steps, "cpu_s": cpu_s / num_steps, "losses": losses}
 
     def memory(self, step: int) -> int:
-        """Train a step; return the most bytes of tensors alive."""
+        """Train a step; return the peak bytes of live tensors."""
         batches = self.case.batches(step)
         return sum(measure(lambda: self.built.step(batches)))
 
@@ -181,7 +185,7 @@ class ContenderRank:
                 seconds.append(time.perf_counter() - start)
                 x = y
             rounds.append(seconds)
-        return [statistics.median(each) for each in zip(*rounds[1:], strict=True)]
+        return [statistics.median(layer_times) for layer_times in zip(*rounds[1:], strict=True)]
 
 
 def team_of(case: Case, contender: Contender, start_method: str) -> Team:
@@ -206,7 +210,7 @@ class Record:
     def speeds(self, case: Case) -> list[float]:
         """Return tokens per second of each turn; the sum over processes side by side."""
         if self.contender.kind == SIDE_BY_SIDE:
-            return [sum(case.tokens / each for each in turn) for turn in self.seconds]
+            return [sum(case.tokens / seconds for seconds in turn) for turn in self.seconds]
         return [case.tokens / max(turn) for turn in self.seconds]
 
     def speed(self, case: Case) -> float:
@@ -238,8 +242,8 @@ def bars(case: Case, records: Mapping[str, Record]) -> Iterator[Bar]:
     ours = fastest(case, records, "ours")
     if case.bar is None or ours is None:
         return
-    for kind, bar in (("stock", 1.04), ("torch", 1.05), (SIDE_BY_SIDE, case.bar)):
-        other = fastest(case, records, kind)
+    for engine_kind, bar in (("stock", 1.04), ("torch", 1.05), (SIDE_BY_SIDE, case.bar)):
+        other = fastest(case, records, engine_kind)
         if other is not None:
             text = f"our best ({ours.contender.name}) to {other.contender.name}"
             yield Bar(text, ratio_quartiles(ours.speeds(case), other.speeds(case)), at_least=bar)
@@ -298,10 +302,10 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Record]:
     """Measure all contenders of a case."""
     probe = Contender(name="probe", kind=SIDE_BY_SIDE, keeps_freed=True)
     with closing(team_of(case, probe, args.start_method)) as team:
-        layers_s = [statistics.fmean(each) for each in zip(*team.ask("layer_seconds"), strict=True)]
+        layers_s = [statistics.fmean(answer) for answer in zip(*team.ask("layer_seconds"), strict=True)]
     contenders = line_up(case, layers_s)
     if args.only:
-        contenders = [each for each in contenders if any(text in each.name for text in args.only)]
+        contenders = [answer for answer in contenders if any(text in answer.name for text in args.only)]
     if not contenders:
         raise SystemExit(f"--only must name a contender, got {args.only}")
     with ExitStack() as stack:
@@ -309,27 +313,29 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Record]:
         for contender in contenders:
             teams[contender.name] = stack.enter_context(closing(team_of(case, contender, args.start_method)))
             records[contender.name] = Record(contender)
-        for number in range(args.warm_up + args.rounds):
-            for name in rotated(teams, number):
+        for turn in range(args.warm_up + args.rounds):
+            for name in rotated(teams, turn):
                 record = records[name]
-                is_last_warm_up = number == args.warm_up - 1
+                is_last_warm_up = turn == args.warm_up - 1
                 num_steps = 1 + TRIAL_STEPS * (record.contender.schedule == "auto" and is_last_warm_up)
-                answers = teams[name].ask("run", number, num_steps)
-                record.losses += next(each["losses"] for each in reversed(answers) if each["losses"][-1] is not None)
-                if number >= args.warm_up:
-                    record.seconds.append([each["seconds"] for each in answers])
-                    record.cpu_s.append(sum(each["cpu_s"] for each in answers))
-            print(f"{case.name}: round {number + 1} of {args.warm_up + args.rounds}", file=sys.stderr, flush=True)
+                answers = teams[name].ask("run", turn, num_steps)
+                record.losses += next(
+                    answer["losses"] for answer in reversed(answers) if answer["losses"][-1] is not None
+                )
+                if turn >= args.warm_up:
+                    record.seconds.append([answer["seconds"] for answer in answers])
+                    record.cpu_s.append(sum(answer["cpu_s"] for answer in answers))
+            print(f"{case.name}: round {turn + 1} of {args.warm_up + args.rounds}", file=sys.stderr, flush=True)
         check_losses(records)
         for name, team in teams.items():
             if records[name].contender.num_ranks(case) > 1:
                 records[name].first_stage_bytes = team.ask("memory", args.warm_up + args.rounds)[0]
-            team.close()  # counting memory takes memory itself
+            team.close()  # counting memory needs memory itself
     return records
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the benchmark's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -361,14 +367,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for m in args.micro_batches:
         case = replace(case, name=f"m={m}", num_micro_batches=m, bar=0.93 if m == 8 else None)
         records = run_case(case, args)
-        rows, found = rows_of(case, records), list(bars(case, records))
-        text.append("\n".join([table(case, rows), *(bar.text for bar in found), ""]))
+        rows, case_bars = rows_of(case, records), list(bars(case, records))
+        text.append("\n".join([table(case, rows), *(bar.text for bar in case_bars), ""]))
         print(text[-1], flush=True)
-        result["cases"][case.name] = {"rows": rows, "bars": [vars(bar) | {"is_met": bar.is_met} for bar in found]}
+        result["cases"][case.name] = {"rows": rows, "bars": [vars(bar) | {"is_met": bar.is_met} for bar in case_bars]}
     (args.out / "table.txt").write_text("\n".join(text))
     (args.out / "result.json").write_text(json.dumps(result, indent=1, default=str) + "\n")
     print(f"written: {args.out}/table.txt, result.json")
-    missed = [bar["name"] for each in result["cases"].values() for bar in each["bars"] if not bar["is_met"]]
+    missed = [
+        bar["name"] for case_result in result["cases"].values() for bar in case_result["bars"] if not bar["is_met"]
+    ]
     if args.strict and missed:
         raise SystemExit("\n".join(["bars that are not met:", *missed]))
     return result

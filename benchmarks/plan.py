@@ -143,7 +143,7 @@ EXPERT_CASES = (
 
 TIME_BAR, MEMORY_BAR = 0.15, 0.10
 LOOKS = 7
-"""Readings of the reference before and after a step; the median counts."""
+"""Readings of the reference before and after a step; the median is used."""
 COUNTED_AFTER = 2
 """Steps before memory is counted, so that the optimizer state exists."""
 
@@ -160,7 +160,7 @@ UNTIMED = Machine(
     inter=Link.of(1e9, 1e-4),
     is_cpu=True,
 )
-"""For memory estimates, which depend on ``is_cpu`` only."""
+"""Machine for memory estimates, which depend on ``is_cpu`` only."""
 
 
 @dataclass
@@ -214,8 +214,8 @@ def train_rank(rank: Rank, case: Case, is_smoke: bool, steps: int) -> Measured:
     Args:
         steps: timed steps after one warm-up step; 0: count memory only.
     """
-    pace = TimingBudget().shared_by(rank.size, rank.threads)
-    reference = Reference(rank, pace.now, LOOKS) if steps else None
+    budget = TimingBudget().shared_by(rank.size, rank.threads)
+    reference = Reference(rank, budget.now, LOOKS) if steps else None
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # silence the engines
         return train(case, is_smoke, steps, rank.meet, reference)
 
@@ -361,16 +361,16 @@ def table(rows: Sequence[Row]) -> str:
     memory_ratios = [row.memory_ratio for row in rows]
     for title, ratios, bar in (("step time", time_ratios, TIME_BAR), ("memory", memory_ratios, MEMORY_BAR)):
         if ratios:
-            near = sum(abs(ratio - 1) <= bar for ratio in ratios)
-            verdict = "met" if near == len(ratios) else "NOT met"
+            num_met = sum(abs(ratio - 1) <= bar for ratio in ratios)
+            verdict = "met" if num_met == len(ratios) else "NOT met"
             worst = max(ratios, key=lambda ratio: abs(ratio - 1))
-            within = f"{near} of {len(ratios)} layouts within {bar:.0%} of measurement"
+            within = f"{num_met} of {len(ratios)} layouts within {bar:.0%} of measurement"
             lines.append(f"{title}: {within}: {verdict}; worst ratio {worst:.3f}")
     return "\n".join(lines)
 
 
 def recorded(rows: Sequence[Row], machines: Mapping[int, Machine], *, is_smoke: bool) -> dict[str, Any]:
-    """Return what ``rows_now`` reads, for JSON; without the machines' notes, which contain a host name."""
+    """Return the input of ``rows_now`` for JSON; without the machines' notes, which contain a host name."""
     by_ranks = {str(ranks): json.loads(replace(machine, notes="").to_json()) for ranks, machine in machines.items()}
     return {"is_smoke": is_smoke, "machines": by_ranks, "rows": [row.as_data() for row in rows]}
 
@@ -380,7 +380,7 @@ def rows_now(recording: Mapping[str, Any]) -> Iterator[Row]:
 
     Raises:
         KeyError: a layout is not in ``CASES`` or ``EXPERT_CASES``.
-        ConfigError: a machine cannot be read.
+        ConfigError: a machine is invalid.
     """
     cases = {case.name: case for case in (*CASES, *EXPERT_CASES)}
     machines = {
@@ -403,7 +403,7 @@ def rows_now(recording: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the benchmark's options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -434,7 +434,7 @@ def chosen(args: argparse.Namespace) -> list[Case]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Train the layouts, print and write the table."""
+    """Train the layouts; print and write the table."""
     args = parse_args(argv)
     cases = chosen(args)
     if args.list:
@@ -462,10 +462,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 def machine_of(ranks: int, args: argparse.Namespace) -> Machine:
     """Calibrate this machine with ``ranks`` processes at once, and save the result."""
-    pace = TimingBudget()
+    budget = TimingBudget()
     if args.smoke:
-        pace = TimingBudget(window_s=0.01, windows=1, turns=1, largest_side=512, numbers=2**16, widest=128)
-    machine = calibrate(ranks, "cpu", report=_log, pace=pace, round_s=pace.window_s)
+        budget = TimingBudget(window_s=0.01, windows=1, turns=1, largest_side=512, numbers=2**16, widest=128)
+    machine = calibrate(ranks, "cpu", report=_log, pace=budget, round_s=budget.window_s)
     machine.save(args.out / f"machine-{ranks}.json")
     return machine
 

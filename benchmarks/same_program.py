@@ -1,4 +1,4 @@
-"""Show that this checkout is the same program as another one: losses, checkpoints, files, words, tests and speed.
+"""Compare this checkout with another one: losses, checkpoints, files, texts, tests and speed must be the same.
 
     git worktree add ../before before-house
     python benchmarks/same_program.py ../before
@@ -9,18 +9,19 @@
 | part | what must be the same |
 |---|---|
 | losses | GPT-2, T5, BERT, LLaMA with experts, tp 2 x pp 2, dropout: losses, checkpoints (bits; clipped 1e-12, 1e-6) |
-| resume | the other's checkpoints, native and DeepSpeed's, go on here as there, to the bit; older fixtures |
+| resume | runs resumed from the other's checkpoints, native and DeepSpeed's, bitwise; older fixtures |
 | files | .bin and .idx byte for byte; keys of metrics.jsonl, stages.json, dump.json, plan.json, machine.json |
 | words | docs/flags.md, --help, --dry-run of 20 layouts, messages and exit codes of ten bad inputs: byte for byte |
 | tests | no test is lost: pytest's names without folders, with and without --all |
 | speed | step_time, pipeline, start_up in pairs that take turns: median ratio below 1.02 at 95 %; --help in 0.35 s |
 
-Both checkouts run as subprocesses of this Python with PYTHONPATH of their own. Each comparison prints a line, same or
-DIFFERS; after a failure the next one goes on. --reasons names a file of lines ``NAME -- reason``: a lost test
-(``test_x.py::test_y``), or a line of files, words or speed (``words: docs/flags.md``), that may differ; NAME* is a
-beginning.
-Ends with code 1 if anything differs. All parts but speed take about 15 minutes on 2 cores, speed about 40; speed wants
-a machine that does nothing else, and leaves sample data in both checkouts (data/sample, which git ignores).
+Both checkouts run as subprocesses of this Python, each with its own PYTHONPATH. Each comparison prints a line with
+"same" or "DIFFERS", and a failure does not stop the others. --reasons names a file with lines ``NAME -- reason`` for
+allowed differences: a lost test (``test_x.py::test_y``), or a line of files, words or speed (``words: docs/flags.md``).
+NAME* matches a prefix.
+The exit code is 1 if anything differs. All parts except speed take about 15 minutes on 2 cores, and speed about 40
+minutes. speed needs an otherwise idle machine and creates sample data in both checkouts (data/sample, which git
+ignores).
 """
 
 from __future__ import annotations
@@ -63,16 +64,16 @@ TRAINED = {
     "gpt2": "--seq-length 32", "t5": "--enc-seq-length 32", "bert": "--seq-length 32",
     "llama": "--seq-length 32 --num-experts 4 --moe-z-loss-coeff 1e-3 --hidden-dropout 0.1 --attention-dropout 0.1",
 }  # fmt: skip
-"""Family and its own flags; LLaMA's default is no dropout."""
+"""Family -> its own flags; LLaMA has no dropout by default."""
 SIZES = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --batch-size 2 --gas 2 --train-iters 6 --lr 3e-3 "
     "--warmup 0 --log-interval 1 --eval-iters 0 --split 900,50,50 --device cpu --progress plain"
 )
 GRID = "--model-parallel-size 2 --pipe-parallel-size 2"
 CLIPS = {"--fp32 --clip-grad 0": 0.0, "--fp64 --clip-grad 0.1": 1e-12, "--fp32 --clip-grad 0.1": 1e-6}
-"""Flags -> how far apart losses and tensors may be; every step's norm is above 0.1."""
+"""Flags -> allowed difference of losses and tensors; the gradient norm of every step is above 0.1."""
 NORM_WITHIN = 1e-5
-"""How far apart the logged norms may be, which round as they are summed; with --clip-grad 0 they act on nothing."""
+"""Allowed difference of logged gradient norms, whose sums round differently; with --clip-grad 0 they have no effect."""
 STOP, LAST = 3, 6
 """Step whose checkpoint is resumed, and last step."""
 LAYOUTS = [
@@ -87,7 +88,7 @@ LAYOUTS = [
     ("llama", 2, "--pipe-parallel-size 2 --pipeline-schedule gpipe"),
     ("mpt", 4, GRID), ("mpt", 4, "--zero-stage 2 --clip-qkv 6"),
 ]  # fmt: skip
-"""Family, ranks and flags of each --dry-run."""
+"""Family, number of ranks and flags of each --dry-run."""
 BAD_INPUTS = [
     (SCRIPTS["gpt2"], "--no-such-flag 1"),
     (SCRIPTS["gpt2"], "--data-path none --num-layers -1 --lr much --hidden-size 30"),
@@ -103,11 +104,11 @@ BAD_INPUTS = [
 SPEED_BAR, HELP_BAR_S = 1.02, 0.35
 DEADLINE_S = 900
 TURNS = 7
-"""Steps of a pair: the pair's ratio is the median of theirs."""
+"""Steps per pair; the pair's ratio is the median of their ratios."""
 
 T = TypeVar("T")
 Found = tuple[list[str], str]
-"""The differences, and what else is printed of a comparison."""
+"""The differences, and other text to print about a comparison."""
 
 
 @dataclass(frozen=True)
@@ -117,26 +118,29 @@ class Checkout:
     root: Path
 
     def run(self, command: str | list[str], env: Mapping[str, str] | None = None, code: int | None = 0) -> str:
-        """Run Python with ``command`` in the checkout; return what it wrote, both streams, without its own path.
+        """Run Python with ``command`` in the checkout; return its stdout and stderr, with the checkout's path replaced.
 
         Raises:
-            RuntimeError: the exit code is not ``code`` (None: any; it is then the last line).
+            RuntimeError: the exit code is not ``code``. None accepts any exit code, which is then added as the last
+                line.
         """
         words = command.split() if isinstance(command, str) else command
         program = words if words[0] == "bash" else [sys.executable, *words]
-        own = self.environment(env)
-        done = subprocess.run(program, cwd=self.root, env=own, capture_output=True, text=True, timeout=DEADLINE_S)
-        text = f"{done.stdout}{done.stderr}".replace(str(self.root), "<checkout>")
+        variables = self.environment(env)
+        process = subprocess.run(
+            program, cwd=self.root, env=variables, capture_output=True, text=True, timeout=DEADLINE_S
+        )
+        text = f"{process.stdout}{process.stderr}".replace(str(self.root), "<checkout>")
         if code is None:
-            return f"{text}\nexit code {done.returncode}\n"
-        if done.returncode != code:
-            last = "\n".join(text.splitlines()[-15:])
-            raise RuntimeError(f"{' '.join(words)} ended with code {done.returncode} in {self.root}:\n{last}")
+            return f"{text}\nexit code {process.returncode}\n"
+        if process.returncode != code:
+            tail = "\n".join(text.splitlines()[-15:])
+            raise RuntimeError(f"{' '.join(words)} ended with code {process.returncode} in {self.root}:\n{tail}")
         return text
 
     @contextmanager
     def worker(self, benchmark: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-        """Give a process of the checkout that takes a turn at each line, by same_program_turns.py."""
+        """Yield a process of same_program_turns.py in the checkout, which takes a turn for each line of input."""
         command = [sys.executable, "-P", str(ROOT / "benchmarks/same_program_turns.py"), *benchmark]
         pipe = subprocess.PIPE
         with subprocess.Popen(
@@ -149,29 +153,35 @@ class Checkout:
                 raise
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return the variables of a program of this checkout, ``more`` among them."""
-        own = {key: value for key, value in os.environ.items() if not key.startswith("MEGATRON_")}
-        own |= {"PYTHONPATH": str(self.root), "PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", "COLUMNS": "100"}
-        own |= {"OMP_NUM_THREADS": own.get("OMP_NUM_THREADS", "1"), "TOKENIZERS_PARALLELISM": "false", **(more or {})}
-        own.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's second start finds byte code, each checkout its own
-        own["PYTHONPYCACHEPREFIX"] = str(Path(tempfile.gettempdir()) / f"byte-code{self.root}".replace("/", "-"))
-        return own
+        """Return the environment variables for a program of this checkout, including ``more``."""
+        variables = {key: value for key, value in os.environ.items() if not key.startswith("MEGATRON_")}
+        variables |= {"PYTHONPATH": str(self.root), "PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", "COLUMNS": "100"}
+        variables |= {
+            "OMP_NUM_THREADS": variables.get("OMP_NUM_THREADS", "1"),
+            "TOKENIZERS_PARALLELISM": "false",
+            **(more or {}),
+        }
+        variables.pop(
+            "PYTHONDONTWRITEBYTECODE", None
+        )  # the second start of a user finds byte code; each checkout has its own
+        variables["PYTHONPYCACHEPREFIX"] = str(Path(tempfile.gettempdir()) / f"byte-code{self.root}".replace("/", "-"))
+        return variables
 
     def train(self, family: str, folder: Path, data: str, flags: str) -> Path:
-        """Train on four ranks in the run folder ``folder``, which is returned."""
+        """Train on four ranks in the run folder ``folder``, and return it."""
         launch = "-m megatron.launch --nproc-per-node 4 --preload torch,deepspeed"
         self.run(f"{launch} {SCRIPTS[family]} {SIZES} {TRAINED[family]} {data} {flags} --save {folder}")
         return folder
 
     def tokenize(self, texts: Iterable[Path], tokenizer: Path, prefix: Path, code: int = 0) -> None:
-        """Write the token files ``prefix`` of ``texts``."""
+        """Write the token files ``prefix`` for ``texts``."""
         flags = f"--tokenizer-path {tokenizer} --output-prefix {prefix} --workers 1"
         self.run(["tools/preprocess_data.py", "--input", *map(str, texts), *flags.split()], code=code)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every part is given."""
+    """Inputs and state shared by all parts."""
 
     here: Checkout
     other: Checkout
@@ -183,21 +193,21 @@ class Job:
 
     @contextmanager
     def comparison(self, line: str) -> Iterator[list[Found]]:
-        """Give a list for what a comparison finds, and print its verdict. An error is a difference and ends no more."""
+        """Yield a list for the results of a comparison, and print its verdict; an error counts as a difference."""
         results: list[Found] = []
         start = time.monotonic()
         try:
             yield results
         except Exception as error:
             results.append(([f"could not be compared: {type(error).__name__}: {error}"], ""))
-        found = [each for differences, _ in results for each in differences]
+        found = [difference for part, _ in results for difference in part]
         may_differ = line.startswith(("files: ", "words: ", "speed: "))
         reason = compare.reason_of(line, self.reasons) if found and may_differ else None
         self.failed.extend([line] if found and not reason else [])
         verdict = "same    " if not found else "reason  " if reason else "DIFFERS "
         summary = reason or ", ".join(text for _, text in results if text)
         print(f"{verdict}{line} ({time.monotonic() - start:.0f} s) {summary}".rstrip(), flush=True)
-        print("".join(f"    {each}\n" for each in found), end="", flush=True)
+        print("".join(f"    {difference}\n" for difference in found), end="", flush=True)
 
     def both(self) -> Iterator[tuple[str, Checkout]]:
         yield "here", self.here
@@ -208,7 +218,7 @@ class Job:
         return list(cases)[: 1 if self.args.smoke else None]
 
     def data(self) -> str:
-        """Return the flags of token files of the repository's texts, which the other checkout writes once."""
+        """Return the flags for token files of the repository's texts, which the other checkout writes once."""
         prefix, tokenizer = self.folder / "texts", self.folder / "tokenizer.json"
         if not prefix.with_suffix(".idx").exists():
             shutil.copy(self.other.root / TOKENIZER, tokenizer)
@@ -217,60 +227,62 @@ class Job:
 
 
 def losses(job: Job) -> None:
-    """Train each family here and there."""
+    """Train each family in both checkouts."""
     for family in job.few(TRAINED):
         for flags, within in job.few(CLIPS.items()):
             with job.comparison(f"losses: {family} {flags}") as results:
                 run = job.folder / f"{family}-{flags.replace(' ', '')}"
-                runs = [where.train(family, run / at, job.data(), f"{GRID} {flags}") for at, where in job.both()]
+                runs = [
+                    checkout.train(family, run / side, job.data(), f"{GRID} {flags}") for side, checkout in job.both()
+                ]
                 results.append(same_runs(*runs, within))
 
 
 def same_runs(here: Path, other: Path, within: float) -> Found:
-    """Compare losses, gradient norms and the last checkpoint of two runs; the shorter one says from which step."""
-    found: list[str] = []
+    """Compare losses, gradient norms and last checkpoints of two runs, from the first step that both have."""
+    differences: list[str] = []
     for key, allowed in (("loss", within), ("grad_norm", NORM_WITHIN)):
         metrics = [read_metric(run, key) for run in (here, other)]
-        first = max(min(each) for each in metrics)
-        one, two = ({step: value for step, value in each.items() if step >= first} for each in metrics)
-        found += compare.differing_numbers(f"{key} of step", one, two, allowed)
+        first = max(min(values) for values in metrics)
+        here_values, two = ({step: value for step, value in values.items() if step >= first} for values in metrics)
+        differences += compare.differing_numbers(f"{key} of step", here_values, two, allowed)
     tensors = read_checkpoint(here), read_checkpoint(other)
-    found += compare.differing_numbers("tensor", *tensors, within)
+    differences += compare.differing_numbers("tensor", *tensors, within)
     if max(two) != LAST:
-        found.append(f"the run of {other} must reach step {LAST}, got {max(two)}")
-    apart = f"tensors up to {compare.furthest(*tensors)[0]:.1e} apart"
-    return found, f"{len(two)} steps, last loss {read_metric(here, 'loss')[max(one)]:.4f}, {apart}"
+        differences.append(f"the run of {other} must reach step {LAST}, got {max(two)}")
+    tensor_text = f"tensors up to {compare.furthest(*tensors)[0]:.1e} apart"
+    return differences, f"{len(two)} steps, last loss {read_metric(here, 'loss')[max(here_values)]:.4f}, {tensor_text}"
 
 
 def read_metric(run: Path, key: str) -> dict[int, float]:
-    """Return a metric of training by step."""
+    """Return step -> value of a training metric."""
     rows = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return {row["step"]: row[key] for row in rows if row["kind"] == "train"}
 
 
 def checkpoint_of(run: Path, step: int | None = None) -> Path:
-    """Return the folder of a step's checkpoint, or of the newest, in either format."""
+    """Return the checkpoint folder of a step, or the newest one, in either format."""
     names = re.compile(r"(?:step-|global_step)0*(\d+)$")
-    found = {int(match[1]): path for path in run.rglob("*") if path.is_dir() and (match := names.match(path.name))}
-    return found[max(found) if step is None else step]
+    folders = {int(match[1]): path for path in run.rglob("*") if path.is_dir() and (match := names.match(path.name))}
+    return folders[max(folders) if step is None else step]
 
 
 def read_checkpoint(run: Path) -> dict[str, Any]:
-    """Return every tensor of the newest checkpoint by its file and name: weights, optimizer state, random states."""
+    """Return every tensor of the newest checkpoint by file and name: weights, optimizer state, random states."""
     import torch
     from safetensors.numpy import load_file
 
-    found: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for path in sorted(checkpoint_of(run).glob("*.safetensors")):
-        found |= {f"{path.name} {name}": array for name, array in load_file(path).items()}
+        arrays |= {f"{path.name} {name}": array for name, array in load_file(path).items()}
     for path in sorted(checkpoint_of(run).glob("*.pt")):
         state = torch.load(path, map_location="cpu", weights_only=True)
-        found |= {f"{path.name} {place}": tensor.numpy(force=True) for place, tensor in tensors_in(state)}
-    return found
+        arrays |= {f"{path.name} {place}": tensor.numpy(force=True) for place, tensor in tensors_in(state)}
+    return arrays
 
 
 def tensors_in(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every tensor in nested containers with its place."""
+    """Yield every tensor in nested containers with its path."""
     if isinstance(value, (dict, list, tuple)):
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from tensors_in(inner, f"{place}/{key}")
@@ -279,7 +291,7 @@ def tensors_in(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def resume(job: Job) -> None:
-    """Go on here from checkpoints that the other checkout wrote."""
+    """Resume runs in this checkout from checkpoints of the other one."""
     for form in job.few(("native", "deepspeed")):
         for family in job.few(TRAINED):
             with job.comparison(f"resume: {family}, checkpoint format {form}") as results:
@@ -287,9 +299,9 @@ def resume(job: Job) -> None:
                     job.folder / f"resume-{family}-{form}",
                     f"{GRID} --fp32 --clip-grad 0 --checkpoint-format {form}",
                 )
-                whole = job.other.train(family, run / "other", job.data(), f"{flags} --save-interval {STOP}")
-                flags += f" --load {checkpoint_of(whole, STOP)}"
-                results.append(same_resumed(job.here.train(family, run / "here", job.data(), flags), whole))
+                uninterrupted = job.other.train(family, run / "other", job.data(), f"{flags} --save-interval {STOP}")
+                flags += f" --load {checkpoint_of(uninterrupted, STOP)}"
+                results.append(same_resumed(job.here.train(family, run / "here", job.data(), flags), uninterrupted))
     with job.comparison("resume: fixtures of older commits, byte for byte") as results:
         here, other = fixtures(job.here.root), fixtures(job.other.root)
         results.append((compare.differing_names("files under format_1", here, other), f"{len(other)} files"))
@@ -302,11 +314,11 @@ def resume(job: Job) -> None:
 
 
 def same_resumed(here: Path, whole: Path) -> Found:
-    """Compare a run that went on from step STOP with one that never stopped."""
-    found, summary = same_runs(here, whole, 0.0)
+    """Compare a run that was resumed after step STOP with one that was not interrupted."""
+    differences, summary = same_runs(here, whole, 0.0)
     if (first := min(read_metric(here, "loss"))) != STOP + 1:
-        found.append(f"the resumed run must begin with step {STOP + 1}, began with {first}")
-    return found, summary
+        differences.append(f"the resumed run must begin with step {STOP + 1}, began with {first}")
+    return differences, summary
 
 
 def fixtures(root: Path) -> set[tuple[str, str]]:
@@ -320,30 +332,30 @@ def checksums(paths: Iterator[Path]) -> set[tuple[str, str]]:
 
 
 def files(job: Job) -> None:
-    """Compare what the programs leave on disk."""
+    """Compare the files that the programs write."""
     tokenizer = job.other.root / TOKENIZER
     with job.comparison("files: token files, byte for byte") as results:
-        for at, where in job.both():
-            (job.folder / at).mkdir()
-            where.tokenize(sorted(job.other.root.glob(TEXTS)), tokenizer, job.folder / at / "corpus")
-        here, other = (checksums((job.folder / at).glob("corpus.*")) for at, _ in job.both())
+        for side, checkout in job.both():
+            (job.folder / side).mkdir()
+            checkout.tokenize(sorted(job.other.root.glob(TEXTS)), tokenizer, job.folder / side / "corpus")
+        here, other = (checksums((job.folder / side).glob("corpus.*")) for side, _ in job.both())
         results.append((compare.differing_names("token files", here, other), ", ".join(sorted(dict(other)))))
     with job.comparison("files: keys of metrics.jsonl, stages.json, dump.json") as results:
-        for at, where in job.both():
-            flags = f"{GRID} --save-interval 3 --eval-iters 1 --debug-dump {job.folder}/dump-{at}"
-            where.train("gpt2", job.folder / f"files-{at}", job.data(), flags)
+        for side, checkout in job.both():
+            flags = f"{GRID} --save-interval 3 --eval-iters 1 --debug-dump {job.folder}/dump-{side}"
+            checkout.train("gpt2", job.folder / f"files-{side}", job.data(), flags)
         for name in ("files-{}/metrics.jsonl", "files-{}/stages.json", "dump-{}/dump.json", "dump-{}/rank-00000.jsonl"):
             results.append(same_keys(job, name))
     with job.comparison("files: keys of plan.json of an unfinished job") as results:
-        texts = [job.folder / "good.jsonl", job.folder / "bad.jsonl"]  # the first is sure to be finished and kept
+        texts = [job.folder / "good.jsonl", job.folder / "bad.jsonl"]  # the first file is certainly finished and kept
         for text, line in zip(texts, ('{"text": "a"}\n', "no JSON\n"), strict=True):
             text.write_text(line, encoding="utf-8")
-        for at, where in job.both():
-            where.tokenize(texts, tokenizer, job.folder / f"plan-{at}", code=2)
+        for side, checkout in job.both():
+            checkout.tokenize(texts, tokenizer, job.folder / f"plan-{side}", code=2)
         results.append(same_keys(job, "plan-{}.parts/plan.json"))
     with job.comparison("files: keys of machine.json") as results:
-        for at, where in job.both():
-            where.run(f"tools/plan.py --calibrate {job.folder}/machine-{at}.json --ranks 1")
+        for side, checkout in job.both():
+            checkout.run(f"tools/plan.py --calibrate {job.folder}/machine-{side}.json --ranks 1")
         results.append(same_keys(job, "machine-{}.json"))
         sizes = "--model gpt2 --num-layers 4 --hidden-size 64 --gpus 4"
         plan = partial(Checkout.run, command=f"tools/plan.py {sizes} --machine {job.folder}/machine-other.json")
@@ -351,14 +363,14 @@ def files(job: Job) -> None:
 
 
 def same_keys(job: Job, name: str) -> Found:
-    """Compare the keys of a file; the braces of its name stand for the checkout."""
-    here, other = (keys_in(job.folder / name.format(at)) for at, _ in job.both())
+    """Compare the keys of a file; braces in its name stand for the checkout."""
+    here, other = (keys_in(job.folder / name.format(side)) for side, _ in job.both())
     shown = Path(name).name.replace("-{}", "")
     return compare.differing_names(shown, here, other), f"{shown} {len(other)} keys"
 
 
 def keys_in(path: Path) -> set[str]:
-    """Return the keys of a JSON file, or of each kind of line of a JSONL file."""
+    """Return the keys of a JSON file, or of each type of line of a JSONL file."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".jsonl":
         return set(compare.keys_of(json.loads(text)))
@@ -367,7 +379,7 @@ def keys_in(path: Path) -> set[str]:
 
 
 def words(job: Job) -> None:
-    """Compare what a person reads."""
+    """Compare the texts that users read."""
     with job.comparison("words: docs/flags.md") as results:
         results.append(same_text(job, lambda where: (where.root / "docs/flags.md").read_text("utf-8")))
     for program in job.few(sorted({path for _, where in job.both() for path in programs_of(where.root)})):
@@ -387,7 +399,7 @@ def words(job: Job) -> None:
 
 
 def programs_of(root: Path) -> Iterator[str]:
-    """Yield what has a --help: programs, tools, run scripts and the launcher."""
+    """Yield the programs that have a --help: scripts, tools, run scripts and the launcher."""
     yield "-m megatron.launch"
     for path in [*root.glob("*.py"), *root.glob("examples/*/pretrain_*.py"), *root.glob("tools/*.py")]:
         text = path.read_text("utf-8")
@@ -399,7 +411,7 @@ def programs_of(root: Path) -> Iterator[str]:
 
 
 def help_of(where: Checkout, program: str) -> str:
-    """Return the whole help: of ``--help-all`` where ``--help`` names it. The lines of these two flags are left out."""
+    """Return the full help: --help-all if --help mentions it. The lines of these two flags are removed."""
     text = where.run(f"{program} --help", code=None)
     if "--help-all" in text:
         text = where.run(f"{program} --help-all", code=None)
@@ -407,26 +419,26 @@ def help_of(where: Checkout, program: str) -> str:
 
 
 def same_text(job: Job, text_of: Callable[[Checkout], str], ending: str = "") -> Found:
-    """Compare two texts; the other's last line must be ``ending``, so that no comparison is of the wrong error."""
+    """Compare two texts; the other's last line must match ``ending``, so that a wrong error is not compared."""
     here, other = text_of(job.here), text_of(job.other)
-    found = compare.differing_texts("differences (- there, + here)", here, other)
-    last = other.rstrip().rpartition("\n")[2]
-    if ending and not re.fullmatch(ending, last):
-        found.append(f"the other's must end with {ending!r}, got {other.strip()[-500:]!r}")
-    return found, f"{len(other.splitlines())} lines" + (f", {last}" if ending else "")
+    differences = compare.differing_texts("differences (- there, + here)", here, other)
+    last_line = other.rstrip().rpartition("\n")[2]
+    if ending and not re.fullmatch(ending, last_line):
+        differences.append(f"the other's must end with {ending!r}, got {other.strip()[-500:]!r}")
+    return differences, f"{len(other.splitlines())} lines" + (f", {last_line}" if ending else "")
 
 
 def tests(job: Job) -> None:
-    """Look for tests that are gone."""
+    """Find tests that were lost."""
     for flags in job.few(("", " --all")):
         with job.comparison(f"tests: names of tests{flags}") as results:
             collect = f"-m pytest --collect-only -q -o addopts=--strict-markers -p no:cacheprovider{flags}"
-            here, other = (compare.collected_tests(where.run(collect)) for _, where in job.both())
+            here, other = (compare.collected_tests(checkout.run(collect)) for _, checkout in job.both())
             results.append(compare.lost_tests(here, other, job.reasons))
 
 
 def speed(job: Job) -> None:
-    """Time both by benchmarks that each of them has, in turns, the order changing from pair to pair."""
+    """Time both checkouts with the common benchmarks, in turns whose order changes from pair to pair."""
     for name in job.args.benchmarks:
         take_pair, cases = BENCHMARKS[name]
         for case in job.few(cases):
@@ -435,58 +447,64 @@ def speed(job: Job) -> None:
 
 
 Seconds = dict[str, list[float]]
-"""Of each thing that is timed, the seconds of each of its turns."""
+"""Name of a measurement -> seconds of each turn."""
 
 
 def same_speed(job: Job, take_pair: Callable[[Sequence[Checkout]], Mapping[Checkout, Seconds]]) -> Found:
-    """Compare the seconds of both in pairs. ``take_pair`` gets both checkouts in the order of their turns."""
+    """Compare the seconds of both checkouts in pairs. ``take_pair`` receives the checkouts in the order of turns."""
     ratios: Seconds = {}
     seconds: Seconds = {}
-    for number in range(job.args.pairs):
-        took = take_pair([job.here, job.other][:: 1 if number % 2 else -1])
-        for name in sorted(took[job.here].keys() & took[job.other].keys()):
-            here, other = took[job.here][name], took[job.other][name]
+    for pair_idx in range(job.args.pairs):
+        seconds_of = take_pair([job.here, job.other][:: 1 if pair_idx % 2 else -1])
+        for name in sorted(seconds_of[job.here].keys() & seconds_of[job.other].keys()):
+            here, other = seconds_of[job.here][name], seconds_of[job.other][name]
             ratios.setdefault(name, []).append(statistics.median(a / b for a, b in zip(here, other, strict=True)))
             seconds.setdefault(name, []).append(statistics.median(here))
-        latest = ", ".join(f"{name} {each[-1]:.3f}" for name, each in ratios.items())
-        print(f"    pair {number + 1} of {job.args.pairs}: {latest}", file=sys.stderr, flush=True)
+        latest = ", ".join(f"{name} {values[-1]:.3f}" for name, values in ratios.items())
+        print(f"    pair {pair_idx + 1} of {job.args.pairs}: {latest}", file=sys.stderr, flush=True)
     return judge_speed(ratios, seconds, job.args.pairs)
 
 
 def judge_speed(ratios: Mapping[str, list[float]], seconds: Mapping[str, list[float]], pairs: int) -> Found:
-    """Return what is slower than allowed, or was compared in too few pairs to say."""
-    found, summary = [], []
-    for name, each in sorted(ratios.items()):
-        middle, low, high = compare.median_interval(each)
-        text = f"{name}: {middle:.3f} times the other's time, 95 % interval {low:.3f} ... {high:.3f}, {len(each)} pairs"
+    """Return the measurements that are slower than allowed or have too few pairs."""
+    problems, summary = [], []
+    for name, values in sorted(ratios.items()):
+        median, low, high = compare.median_interval(values)
+        text = (
+            f"{name}: {median:.3f} times the other's time, 95 % interval {low:.3f} ... {high:.3f}, {len(values)} pairs"
+        )
         if name == "--help":
-            text += f", {(took := statistics.median(seconds[name])):.2f} s of {HELP_BAR_S}"
-            found += [f"--help takes {took:.2f} s, allowed {HELP_BAR_S}"] if took > HELP_BAR_S else []
-        found += [f"{name}: the interval must lie below {SPEED_BAR}, ends at {high:.3f}"] if high >= SPEED_BAR else []
+            text += f", {(median_s := statistics.median(seconds[name])):.2f} s of {HELP_BAR_S}"
+            problems += [f"--help takes {median_s:.2f} s, allowed {HELP_BAR_S}"] if median_s > HELP_BAR_S else []
+        problems += (
+            [f"{name}: the interval must lie below {SPEED_BAR}, ends at {high:.3f}"] if high >= SPEED_BAR else []
+        )
         summary.append(text)
     if len(max(ratios.values(), key=len, default=[])) < pairs:
-        found.append(f"{pairs} pairs must be comparable, got { ({name: len(each) for name, each in ratios.items()}) }")
-    return found, "\n    ".join(summary)
+        problems.append(
+            f"{pairs} pairs must be comparable, got { ({name: len(values) for name, values in ratios.items()}) }"
+        )
+    return problems, "\n    ".join(summary)
 
 
 def in_turns(job: Job, benchmark: str, turns: Sequence[Checkout]) -> dict[Checkout, Seconds]:
-    """Let processes of both live side by side and take turns of a step: what is slow for a while is so for both."""
-    took: dict[Checkout, Seconds] = {where: {} for where in turns}
+    """Run processes of both checkouts that take turns of a step, so that a temporary slowdown affects both."""
+    seconds_of: dict[Checkout, Seconds] = {checkout: {} for checkout in turns}
     with ExitStack() as stack:
-        workers = {where: stack.enter_context(where.worker(benchmark.split())) for where in turns}
+        workers = {checkout: stack.enter_context(checkout.worker(benchmark.split())) for checkout in turns}
         for worker in workers.values():
             answer_of(worker)
-        for number in range(TURNS):
-            for where in turns[:: 1 if number % 2 else -1]:
-                workers[where].stdin.write("\n")
-                workers[where].stdin.flush()
-                for name, seconds in json.loads(answer_of(workers[where])).items():
-                    took[where].setdefault(name, []).append(seconds)
-    return took
+        for turn_idx in range(TURNS):
+            for checkout in turns[:: 1 if turn_idx % 2 else -1]:
+                workers[checkout].stdin.write("\n")
+                workers[checkout].stdin.flush()
+                for name, seconds in json.loads(answer_of(workers[checkout])).items():
+                    seconds_of[checkout].setdefault(name, []).append(seconds)
+    return seconds_of
 
 
 def answer_of(worker: Any) -> str:
-    """Return the next line; the worker's errors are on stderr already."""
+    """Return the next line of a worker, whose errors are printed to stderr."""
     line: str = worker.stdout.readline()
     if not line:
         raise RuntimeError(f"{shlex.join(worker.args)} ended with code {worker.wait()}")
@@ -494,17 +512,17 @@ def answer_of(worker: Any) -> str:
 
 
 def start_up(job: Job, _: str, turns: Sequence[Checkout]) -> dict[Checkout, Seconds]:
-    """Time starts, each of processes of their own. Byte code and sample data are there from the second on."""
-    took: dict[Checkout, Seconds] = {}
-    for where in turns:
-        if where not in job.warm:
-            where.run("benchmarks/start_up.py --runs 1")
-            job.warm.append(where)
-        found = json.loads(where.run("benchmarks/start_up.py --runs 1").splitlines()[0])
-        took[where] = {
-            name: [row["wall_s"]] for name, row in found.items() if isinstance(row, dict) and "wall_s" in row
+    """Time starts of new processes. From the second start on, byte code and sample data exist."""
+    seconds_of: dict[Checkout, Seconds] = {}
+    for checkout in turns:
+        if checkout not in job.warm:
+            checkout.run("benchmarks/start_up.py --runs 1")
+            job.warm.append(checkout)
+        results = json.loads(checkout.run("benchmarks/start_up.py --runs 1").splitlines()[0])
+        seconds_of[checkout] = {
+            name: [row["wall_s"]] for name, row in results.items() if isinstance(row, dict) and "wall_s" in row
         }
-    return took
+    return seconds_of
 
 
 BENCHMARKS = {
@@ -516,7 +534,7 @@ PARTS = {part.__name__: part for part in (losses, resume, files, words, tests, s
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options; end with code 2 where they cannot be."""
+    """Parse the command line; exit with code 2 if it is invalid."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -539,11 +557,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare; return the exit code."""
+    """Run the comparisons; return the exit code."""
     args = parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the temporary folder goes then, too
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # also removes the temporary folder
     with tempfile.TemporaryDirectory(prefix="same-program-") as folder:
-        os.environ["TMPDIR"] = tempfile.tempdir = folder  # orders of documents, stores and byte code go with it
+        os.environ["TMPDIR"] = tempfile.tempdir = folder  # document orders, stores and byte code are removed with it
         job = Job(Checkout(ROOT), Checkout(args.other.resolve()), Path(folder), args, args.reasons)
         for part in args.only:
             PARTS[part](job)

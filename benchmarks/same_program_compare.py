@@ -1,4 +1,4 @@
-"""What two checkouts produced, compared. Each function returns the differences in words; none: the same."""
+"""Comparison of the output of two checkouts. Each function returns the differences as text, or [] if there are none."""
 
 from __future__ import annotations
 
@@ -12,45 +12,52 @@ from typing import Any
 import numpy as np
 
 SHOWN = 20
-"""Lines of a difference, or names of a list, that are printed."""
+"""Maximum number of printed lines of a difference, or of names in a list."""
 BOOTSTRAP_DRAWS = 10_000
 
 
 def differing_numbers(what: str, here: Mapping[Any, Any], other: Mapping[Any, Any], within: float = 0.0) -> list[str]:
-    """Compare numbers or arrays by name; ``within`` 0: to the bit, else the largest absolute difference allowed."""
-    found = differing_names(f"names of {what}", here, other)
+    """Compare numbers or arrays by name: bitwise if ``within`` is 0, otherwise by the largest absolute difference."""
+    differences = differing_names(f"names of {what}", here, other)
     for name in here.keys() & other.keys():
-        one, two = np.asarray(here[name]), np.asarray(other[name])
-        if (one.shape, one.dtype) != (two.shape, two.dtype):
-            found.append(f"{what} {name}: {one.dtype} {one.shape} here, {two.dtype} {two.shape} there")
-    worst, where = furthest(here, other)
-    if where is not None and not (within and worst <= within):
-        found.append(f"{what}: up to {worst:.2e} apart, most at {where}; allowed {within or 'no bit'}")
-    return found
+        array, other_array = np.asarray(here[name]), np.asarray(other[name])
+        if (array.shape, array.dtype) != (other_array.shape, other_array.dtype):
+            differences.append(
+                f"{what} {name}: {array.dtype} {array.shape} here, {other_array.dtype} {other_array.shape} there"
+            )
+    largest, name_of_largest = furthest(here, other)
+    if name_of_largest is not None and not (within and largest <= within):
+        differences.append(
+            f"{what}: up to {largest:.2e} apart, most at {name_of_largest}; allowed {within or 'no bit'}"
+        )
+    return differences
 
 
 def furthest(here: Mapping[Any, Any], other: Mapping[Any, Any]) -> tuple[float, Any]:
-    """Return the largest absolute difference and its name; (0, None): those of one form are the same to the bit."""
-    worst, where = 0.0, None
+    """Return the largest absolute difference and its name; (0, None) if all values of equal form are identical."""
+    largest, at = 0.0, None
     for name in here.keys() & other.keys():
-        one, two = np.asarray(here[name]), np.asarray(other[name])
-        if (one.shape, one.dtype) == (two.shape, two.dtype) and one.tobytes() != two.tobytes():
-            distance = float(np.max(np.abs(one.astype(np.float64) - two.astype(np.float64))))
-            if where is None or not distance <= worst:  # NaN is the worst
-                worst, where = distance, name
-    return worst, where
+        array, other_array = np.asarray(here[name]), np.asarray(other[name])
+        if (array.shape, array.dtype) == (
+            other_array.shape,
+            other_array.dtype,
+        ) and array.tobytes() != other_array.tobytes():
+            distance = float(np.max(np.abs(array.astype(np.float64) - other_array.astype(np.float64))))
+            if at is None or not distance <= largest:  # NaN counts as the largest
+                largest, at = distance, name
+    return largest, at
 
 
 def differing_names(what: str, here: Iterable[Any], other: Iterable[Any]) -> list[str]:
-    """Compare two sets of names, keys, or (file, checksum)."""
+    """Compare two sets of names, of keys, or of (file, checksum)."""
     only_here, only_other = set(here) - set(other), set(other) - set(here)
-    found = [] if set(other) else [f"{what}: there are none to compare"]
-    found += [f"{what}: lost {shown(only_other)}"] if only_other else []
-    return found + ([f"{what}: new {shown(only_here)}"] if only_here else [])
+    differences = [] if set(other) else [f"{what}: there are none to compare"]
+    differences += [f"{what}: lost {shown(only_other)}"] if only_other else []
+    return differences + ([f"{what}: new {shown(only_here)}"] if only_here else [])
 
 
 def differing_texts(what: str, here: str, other: str) -> list[str]:
-    """Compare texts byte for byte; return the lines that were (-) and are (+)."""
+    """Compare texts byte for byte; return the removed (-) and added (+) lines."""
     difference = difflib.unified_diff(other.splitlines(), here.splitlines(), lineterm="", n=0)
     lines = [line for line in difference if not line.startswith(("---", "+++", "@@"))]
     if not lines:
@@ -60,7 +67,7 @@ def differing_texts(what: str, here: str, other: str) -> list[str]:
 
 
 def keys_of(value: Any, place: str = "") -> Iterator[str]:
-    """Yield the path of each key in a JSON value; items of a list share one."""
+    """Yield the path of each key in a JSON value; items of a list share one path."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield f"{place}/{key}"
@@ -71,30 +78,32 @@ def keys_of(value: Any, place: str = "") -> Iterator[str]:
 
 
 def collected_tests(output: str) -> Counter[str]:
-    """Return the tests that ``pytest --collect-only -q`` lists: file and test without the folder."""
+    """Return the tests that ``pytest --collect-only -q`` lists, as file and test without the folder."""
     files = (line.partition("::") for line in output.splitlines() if ".py::" in line)
     return Counter(f"{path.rpartition('/')[2]}::{test}" for path, _, test in files)
 
 
 def lost_tests(here: Counter[str], other: Counter[str], reasons: Mapping[str, str]) -> tuple[list[str], str]:
-    """Return tests of ``other`` that are neither here nor given a reason, and what else is to be told."""
+    """Return the tests of ``other`` that are neither here nor given a reason, and a summary."""
     lost, new = sorted((other - here).elements()), sorted((here - other).elements())
-    gone = {name: reason for name in lost if (reason := reason_of(name, reasons)) is not None}
-    now_in = {test: file for file, _, test in (name.partition("::") for name in new)}
-    found = [] if other else ["the other checkout has no tests to compare"]
-    for name in (name for name in lost if name not in gone):
-        elsewhere = now_in.get(name.partition("::")[2])
-        found.append(f"lost {name}" + (f" (new in {elsewhere})" if elsewhere else ""))
-    counts = f"{other.total()} there, {here.total()} here, {sum(name in gone for name in lost)} gone with a reason"
-    listed = [f"    gone {name} -- {reason}" for name, reason in gone.items()] + [f"    new {name}" for name in new]
-    return found, "\n".join([counts, *listed])
+    explained = {name: reason for name in lost if (reason := reason_of(name, reasons)) is not None}
+    new_file_of = {test: file for file, _, test in (name.partition("::") for name in new)}
+    losses = [] if other else ["the other checkout has no tests to compare"]
+    for name in (name for name in lost if name not in explained):
+        new_file = new_file_of.get(name.partition("::")[2])
+        losses.append(f"lost {name}" + (f" (new in {new_file})" if new_file else ""))
+    counts = f"{other.total()} there, {here.total()} here, {sum(name in explained for name in lost)} gone with a reason"
+    listed = [f"    gone {name} -- {reason}" for name, reason in explained.items()] + [
+        f"    new {name}" for name in new
+    ]
+    return losses, "\n".join([counts, *listed])
 
 
 def read_reasons(text: str) -> dict[str, str]:
-    """Read lines ``NAME -- reason``; a NAME that ends with * is the beginning of names.
+    """Parse lines ``NAME -- reason``; a NAME that ends with * is a prefix of names.
 
     Raises:
-        ValueError: a line that is no comment has no reason.
+        ValueError: a line other than a comment has no reason.
     """
     reasons = {}
     for line in text.splitlines():
@@ -107,20 +116,22 @@ def read_reasons(text: str) -> dict[str, str]:
 
 
 def reason_of(name: str, reasons: Mapping[str, str]) -> str | None:
-    """Return why ``name`` may differ, or None."""
-    fitting = (given for given in reasons if name == given or given.endswith("*") and name.startswith(given[:-1]))
-    return next((reasons[given] for given in fitting), None)
+    """Return the reason why ``name`` may differ, or None."""
+    matching = (
+        pattern for pattern in reasons if name == pattern or pattern.endswith("*") and name.startswith(pattern[:-1])
+    )
+    return next((reasons[pattern] for pattern in matching), None)
 
 
 def median_interval(ratios: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
     """Return the median and its 95 % bootstrap interval (percentiles of resampled medians)."""
-    draw = random.Random(seed)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(BOOTSTRAP_DRAWS))
+    rng = random.Random(seed)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(BOOTSTRAP_DRAWS))
     low, high = medians[int(0.025 * BOOTSTRAP_DRAWS)], medians[int(0.975 * BOOTSTRAP_DRAWS) - 1]
     return statistics.median(ratios), low, high
 
 
 def shown(names: Iterable[Any]) -> str:
-    """Return the names in order, cut at a readable number."""
+    """Return the sorted names as text, limited to a readable number."""
     ordered = sorted(map(str, names))
     return ", ".join(ordered[:SHOWN]) + (f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else "")

@@ -1,9 +1,9 @@
-"""What ``same_program.py`` times in each of two checkouts: a step of training at each line of standard input.
+"""Timed worker of ``same_program.py`` in each of two checkouts: one training step per line of standard input.
 
     cd CHECKOUT && PYTHONPATH=$PWD python -P THIS_FILE step_time gpt2
 
-It is run by its path, so it lies in one checkout and measures the one that PYTHONPATH names. Prints "ready" after a
-step that warms up, then a JSON object of seconds by name for each line that it reads; ends with its input.
+The file is run by its path, so it can be in one checkout and measure the one that PYTHONPATH names. It prints "ready"
+after a warm-up step, then, for each line that it reads, a JSON object of name -> seconds. It exits when its input ends.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from contextlib import ExitStack, closing
 
 SCHEDULES = ("1f1b", "zb-h1")
 BALANCED = (0, 11, 19)
-"""5 layers and 3: the bounds, in halves of layers, that balance the model on two equal cores."""
+"""Bounds in half layers, 5 and 3 layers, that balance the model on two equal cores."""
 
 
 def step_time(family: str, serve: Callable[..., None]) -> None:
-    """A step of our engine without a pipeline, in this process."""
+    """Time a step of our engine without a pipeline, in this process."""
     import torch
 
     program = importlib.import_module("benchmarks.step_time")
@@ -35,15 +35,15 @@ def step_time(family: str, serve: Callable[..., None]) -> None:
 
     def take(number: int) -> dict[str, float]:
         batch = work.sizes.batch(work.batch_size, number)
-        start = time.perf_counter()
+        begin = time.perf_counter()
         float(step(batch))
-        return {"step": time.perf_counter() - start}
+        return {"step": time.perf_counter() - begin}
 
     serve(take)
 
 
 def pipeline(_: str, serve: Callable[..., None]) -> None:
-    """A step of our pipeline engine on two ranks, by schedule."""
+    """Time a step of our pipeline engine on two ranks, for each schedule."""
     benchmark, model = (importlib.import_module(f"benchmarks.{name}") for name in ("pipeline", "pipe.model"))
     with ExitStack() as stack:
         if hasattr(benchmark, "team_of"):
@@ -52,21 +52,23 @@ def pipeline(_: str, serve: Callable[..., None]) -> None:
             for name in SCHEDULES:
                 contender = model.Contender(name=name, kind="ours", partition=BALANCED, schedule=name)
                 teams[name] = stack.enter_context(closing(benchmark.team_of(case, contender, "forkserver")))
-        else:  # a checkout before the benchmark was rewritten
+        else:  # a checkout before the rewrite of the benchmark
             cuts = importlib.import_module("benchmarks.pipe.cuts")
             (case,) = benchmark.cases_of("gpt2", ["main"], [4], is_smoke=False)
-            how = {"kind": "ours", "layers": "half", "partition": BALANCED}
-            ours = [model.Contender(name=each, schedule=each, **how) for each in SCHEDULES]
+            settings = {"kind": "ours", "layers": "half", "partition": BALANCED}
+            ours = [model.Contender(name=schedule, schedule=schedule, **settings) for schedule in SCHEDULES]
             teams = stack.enter_context(cuts.assembled(case, ours, "forkserver"))
 
         def take(step: int) -> dict[str, float]:
-            return {name: max(each["seconds"] for each in team.ask("run", step, 1)) for name, team in teams.items()}
+            return {
+                name: max(schedule["seconds"] for schedule in team.ask("run", step, 1)) for name, team in teams.items()
+            }
 
         serve(take)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve turns on standard output, which is kept free of what engines print."""
+    """Serve turns on standard output, which does not contain the output of the engines."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -81,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     def serve(take: Callable[[int], dict[str, float]]) -> None:
         take(0)
         print("ready", file=answers, flush=True)
-        for number, _ in enumerate(sys.stdin, 1):
-            print(json.dumps(take(number)), file=answers, flush=True)
+        for step, _ in enumerate(sys.stdin, 1):
+            print(json.dumps(take(step)), file=answers, flush=True)
 
     BENCHMARKS[args.benchmark](args.family, serve)
 

@@ -29,15 +29,15 @@ from megatron.planner.layout import Layout
 from megatron.planner.machine import SHEETS, Machine, device
 from tds.schedule import Costs, schedule_named, simulate
 
-# A GPT of 7 billion parameters on p stages, each stage ``tensor`` devices wide, with d replicas. The seconds of each
-# piece's forward and backward are the planner's, its sums over tensor ranks in them; ``tds.schedule.simulate`` runs the
+# A GPT of 7 billion parameters on p stages of ``tensor`` devices each, with d replicas. The planner gives the seconds
+# of each chunk's forward and backward, including all-reduces over tensor ranks. ``tds.schedule.simulate`` runs the
 # actions of all stages with the time of a message between stages, which gives the bubble and the waits for messages.
-# Sums over replicas beyond the last backward, and the update, follow.
+# All-reduces over replicas that exceed the last backward, and the update, are added.
 #
-# | series | what stays | what falls |
+# | series | constant | decreasing |
 # |---|---|---|
-# | strong | samples of a step | micro-batches of a replica: the bubble grows |
-# | weak | micro-batches of a replica | nothing: what is lost is lost to messages |
+# | strong | samples of a step | micro-batches of a replica, so that the bubble grows |
+# | weak | micro-batches of a replica | nothing: only messages reduce the efficiency |
 
 MODEL = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --vocab-size 51200 --seq-length 2048 "
@@ -48,16 +48,17 @@ STRONG_SAMPLES, WEAK_MICRO_BATCHES = 1024, 64
 STAGES = (1, 2, 4, 8, 16, 32)
 DEVICES = tuple(2**power for power in range(3, 13))
 TERMS = ("compute", "tensor", "bubble", "messages", "sums", "update")
-"""What the seconds of a step are spent on: products and passes, sums over tensor ranks, waits for other stages without
-and with the time of messages, sums over replicas that nothing hides, the optimizer."""
+"""Components of a step: matrix products and passes, all-reduces over tensor ranks, waits for other stages without and
+with the time of messages, all-reduces over replicas that are not hidden, and the optimizer.
+"""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One layout; ``seconds`` of a step by term, ``closed_s`` the planner's own step with the bubble's closed form.
+    """One layout: ``seconds`` of a step by component, and ``closed_s``, the planner's step time by the closed form.
 
     Args:
-        fits: in the memory of a device.
+        fits: the layout fits in the memory of a device.
     """
 
     series: str
@@ -85,35 +86,37 @@ class Prediction:
         return self.tokens / self.step_s
 
     def share(self, term: str) -> float:
-        """Return the share of a step that ``term`` takes."""
+        """Return the share of ``term`` in a step."""
         return self.seconds[term] / self.step_s
 
 
 def predictions(
     machine: Any, *, tensor: int = 1, schedule: str = "1f1b", devices: Sequence[int] = DEVICES, flags: str = MODEL
 ) -> list[Prediction]:
-    """Return both series on every number of devices, for all stages that can be."""
+    """Return both series on every number of devices, for all possible numbers of stages."""
 
     config = parse(flags.split(), world_size=1, env={})
     config = config.with_vocab(config.model.vocab_size or 0)
     planner = Planner(config, machine)
-    found = []
+    results = []
     for total in devices:
         for stages in STAGES:
-            replicas, rest = divmod(total, stages * tensor)
-            if rest or not replicas or stages > config.model.num_layers:
+            replicas, remainder = divmod(total, stages * tensor)
+            if remainder or not replicas or stages > config.model.num_layers:
                 continue
             layout = Layout(
                 tensor=tensor, pipe=stages, data=replicas, schedule=schedule, dtype=config.precision.dtype or "bf16"
             )
-            for series, number in (("strong", STRONG_SAMPLES / replicas), ("weak", WEAK_MICRO_BATCHES)):
-                if number >= 1 and number == int(number):
-                    found.append(predict_step(planner, replace(layout, num_micro_batches=int(number)), series))
-    return found
+            for series, num_micro_batches in (("strong", STRONG_SAMPLES / replicas), ("weak", WEAK_MICRO_BATCHES)):
+                if num_micro_batches >= 1 and num_micro_batches == int(num_micro_batches):
+                    results.append(
+                        predict_step(planner, replace(layout, num_micro_batches=int(num_micro_batches)), series)
+                    )
+    return results
 
 
 def predict_step(planner: Any, layout: Any, series: str) -> Prediction:
-    """Return what the simulator and the planner say of one layout of one chunk."""
+    """Return the prediction of the simulator and the planner for a layout with one chunk."""
     estimate = planner.estimate(layout)
     m, p = layout.num_micro_batches, layout.pipe
     units, wait_s = planner.units(layout), float(estimate.parts["tensor"]) / m  # for tensor ranks, per micro-batch
@@ -124,14 +127,16 @@ def predict_step(planner: Any, layout: Any, series: str) -> Prediction:
         for backward in [sum(unit.backward for unit in units[start:stop]) + wait_s / 2]
     )
     message_s = estimate.traffic["pipeline"].seconds / (2 * m) if p > 1 else 0.0
-    silent_s, whole_s = (_simulated(pieces, layout.schedule, m, transfer) for transfer in (0.0, message_s))
+    no_message_s, step_with_messages_s = (
+        _simulated(pieces, layout.schedule, m, transfer) for transfer in (0.0, message_s)
+    )
     tensor_s = m * wait_s
     busy_s = m * sum(map(sum, pieces)) / p
     seconds = {
         "compute": busy_s - tensor_s,
         "tensor": tensor_s,
-        "bubble": silent_s - busy_s,
-        "messages": whole_s - silent_s,
+        "bubble": no_message_s - busy_s,
+        "messages": step_with_messages_s - no_message_s,
         "sums": estimate.parts["data"],
         "update": estimate.parts["update"],
     }
@@ -152,36 +157,40 @@ def predict_step(planner: Any, layout: Any, series: str) -> Prediction:
 
 
 def best(found: Sequence[Prediction], series: str, devices: int) -> Prediction | None:
-    """Return the fastest that fits of one series on so many devices."""
+    """Return the fastest layout of a series on ``devices`` devices that fits in memory."""
     fitting = [one for one in found if one.series == series and one.devices == devices and one.fits]
     return max(fitting, key=lambda one: one.tokens_per_s, default=None)
 
 
 def table(found: Sequence[Prediction]) -> str:
-    """Return the fastest layout that fits, of each series and every third number of devices, in Markdown."""
+    """Return the fastest layout that fits, for each series and every third number of devices, in Markdown."""
     lines = [
         "| series | devices | stages x replicas | micro-batches | s a step | tokens/s | compute | bubble | messages "
         "between stages | sums over replicas | update | MFU | closed form / simulated |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for series in ("strong", "weak"):
-        for devices in sorted({one.devices for one in found})[::3]:
-            one = best(found, series, devices)
-            if one is None:
+        for devices in sorted({row.devices for row in found})[::3]:
+            row = best(found, series, devices)
+            if row is None:
                 lines.append(f"| {series} | {devices:,} | none fits |" + " |" * 10)
                 continue
-            shares = [one.share("compute") + one.share("tensor"), *map(one.share, TERMS[2:]), one.mfu]
+            shares = [
+                row.share("compute") + row.share("tensor"),
+                *map(row.share, TERMS[2:]),
+                row.mfu,
+            ]
             lines.append(
-                f"| {series} | {devices:,} | {one.stages} x {one.replicas:,} | {one.micro_batches} | "
-                f"{one.step_s:.2f} | {one.tokens_per_s:,.0f} | {' | '.join(f'{share:.1%}' for share in shares)} | "
-                f"{one.closed_s / one.step_s:.3f} |"
+                f"| {series} | {devices:,} | {row.stages} x {row.replicas:,} | {row.micro_batches} | "
+                f"{row.step_s:.2f} | {row.tokens_per_s:,.0f} | {' | '.join(f'{share:.1%}' for share in shares)} | "
+                f"{row.closed_s / row.step_s:.3f} |"
             )
     return "\n".join(lines)
 
 
 @cache
 def _simulated(pieces: tuple[tuple[float, float, float], ...], schedule: str, m: int, transfer_s: float) -> float:
-    """Return how long the actions of a step last."""
+    """Return the seconds of a simulated step."""
 
     forward, of_input, of_weights = (tuple(column) for column in zip(*pieces, strict=True))
     actions = schedule_named(schedule)
@@ -189,20 +198,20 @@ def _simulated(pieces: tuple[tuple[float, float, float], ...], schedule: str, m:
     return float(simulate(stages, Costs(forward, of_input, of_weights, transfer=transfer_s)).step_s)
 
 
-# The sections of docs/scaling.md that are written here, between marks; the rest of the page is written by hand.
+# Sections of docs/scaling.md that are generated between markers; the rest of the page is written by hand.
 
 
 def replaced(text: str, name: str, section: str) -> str:
-    """Return ``text`` with what lies between the marks of ``name`` replaced by ``section``.
+    """Return ``text`` with the text between the markers of ``name`` replaced by ``section``.
 
     Raises:
-        ValueError: the marks are not there once each, in their order.
+        ValueError: the page does not have both markers once, in order.
     """
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(f"the page must have {begin} and then {end} once each. Put them where the section belongs")
-    head, _, rest = text.partition(begin)
-    _, _, tail = rest.partition(end)
+    head, _, remainder = text.partition(begin)
+    _, _, tail = remainder.partition(end)
     return f"{head}{begin}\n\n{section.strip()}\n\n{end}{tail}"
 
 
@@ -229,16 +238,16 @@ def main(argv: Sequence[str] | None = None) -> list[Prediction]:
         args.out.mkdir(parents=True, exist_ok=True)
         page = Path(shutil.copy(PAGE, args.out / PAGE.name))
     machine = Machine.load(args.machine) if args.machine else device(args.gpu)
-    found = predictions(machine, tensor=args.tensor, schedule=args.schedule)
-    if not found:
+    results = predictions(machine, tensor=args.tensor, schedule=args.schedule)
+    if not results:
         raise SystemExit(f"--tensor {args.tensor} leaves no layout on {DEVICES[-1]:,} devices; use a smaller size")
     title = f"GPT 7B, s 2048, bf16, {machine.name}, {args.schedule}, tensor {args.tensor}"
-    text = table(found)
+    text = table(results)
     print(title, text, sep="\n")
     new = replaced(page.read_text(encoding="utf-8"), "predicted", f"{title}.\n\n{text}")
     page.write_text(new, encoding="utf-8")
     print(f"written: {page}")
-    return found
+    return results
 
 
 if __name__ == "__main__":

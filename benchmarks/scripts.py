@@ -1,4 +1,4 @@
-"""The pretraining scripts that benchmarks start, by family."""
+"""Pretraining scripts that benchmarks start, by family."""
 
 from __future__ import annotations
 

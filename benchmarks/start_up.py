@@ -1,11 +1,11 @@
-"""How long a start takes: --help, --dry-run, and from the command to the first step of 4 ranks.
+"""Time the start of a run: --help, --dry-run, and the first step of 4 ranks.
 
     python benchmarks/start_up.py
     python benchmarks/start_up.py --runs 5 --ranks 2
 
-Wall seconds are the shortest of the runs, on an otherwise idle machine; CPU seconds are of all processes together. The
-first step of ``run_gpt2.sh`` is when its line is on the screen, so it counts shell, launcher, imports, groups, model,
-data and the step. The sample data are made ahead.
+Wall seconds are the minimum over the runs, on an otherwise idle machine; CPU seconds are the sum over all processes.
+The time to the first step of ``run_gpt2.sh`` ends when its line is printed, so it includes shell, launcher, imports,
+groups, model, data and the step. The sample data are created before.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ FIRST_STEP = "--train-iters 1 --log-interval 1 --eval-iters 0 --warmup 0"
 
 
 def measured(command: list[str], until: str, ranks: int) -> tuple[float, float]:
-    """Return wall seconds until a line begins with ``until`` ("": until the end), and CPU seconds of the whole.
+    """Return the wall seconds until a line starts with ``until`` ("" for the end), and the CPU seconds of the command.
 
     Raises:
-        RuntimeError: the command fails, or no such line comes.
+        RuntimeError: the command fails, or does not print such a line.
     """
     env = {**os.environ, "GPUS_PER_NODE": str(ranks)} if ranks else dict(os.environ)
-    before, start, seen = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter(), 0.0
+    before, start, wall_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter(), 0.0
     with subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as run:
@@ -44,19 +44,19 @@ def measured(command: list[str], until: str, ranks: int) -> tuple[float, float]:
         lines = []
         for line in run.stdout:
             lines.append(line)
-            if until and not seen and line.startswith(until):
-                seen = time.perf_counter() - start
-    seen = seen or (0.0 if until else time.perf_counter() - start)
-    if run.returncode or not seen:
+            if until and not wall_s and line.startswith(until):
+                wall_s = time.perf_counter() - start
+    wall_s = wall_s or (0.0 if until else time.perf_counter() - start)
+    if run.returncode or not wall_s:
         raise RuntimeError(
             f"{' '.join(command)} must end well, got exit code {run.returncode}:\n{''.join(lines[-20:])}"
         )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return seen, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return wall_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def starts(ranks: int, folder: Path) -> dict[str, tuple[list[str], str, int]]:
-    """Return what is measured: the command, the line that ends it, and its ranks."""
+    """Return name -> (command, start of the line that ends the measurement, number of ranks)."""
     program = [sys.executable, "pretrain_gpt2.py"]
     run = ["bash", "run_gpt2.sh", *FIRST_STEP.split(), "--save", str(folder)]
     return {
@@ -68,18 +68,18 @@ def starts(ranks: int, folder: Path) -> dict[str, tuple[list[str], str, int]]:
 
 
 def measure(runs: int, ranks: int) -> dict[str, dict[str, float]]:
-    """Return by name the shortest wall seconds, and the CPU seconds of that run."""
+    """Return name -> shortest wall seconds, and CPU seconds of that run."""
     make_data = [sys.executable, "tools/make_sample_data.py"]
     if code := subprocess.run(make_data, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode:
-        raise SystemExit(code)  # the tool has printed why
-    found: dict[str, dict[str, float]] = {}
-    for number in range(runs):
+        raise SystemExit(code)  # the tool has printed the reason
+    results: dict[str, dict[str, float]] = {}
+    for run_idx in range(runs):
         with tempfile.TemporaryDirectory(prefix="start-up-") as folder:
             for name, (command, until, size) in starts(ranks, Path(folder) / "run").items():
                 wall, cpu = measured(command, until, size)
-                if number == 0 or wall < found[name]["wall_s"]:
-                    found[name] = {"wall_s": round(wall, 3), "cpu_s": round(cpu, 3)}
-    return found
+                if run_idx == 0 or wall < results[name]["wall_s"]:
+                    results[name] = {"wall_s": round(wall, 3), "cpu_s": round(cpu, 3)}
+    return results
 
 
 def main() -> None:
@@ -87,9 +87,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--runs", type=int, default=3, help="of each; the shortest counts")
     parser.add_argument("--ranks", type=int, default=4, help="processes of the run that takes a step")
-    given = parser.parse_args()
-    found = measure(given.runs, given.ranks)
-    sys.stdout.write(json.dumps({**surroundings(), "ranks": given.ranks, **found}) + "\n")
+    args = parser.parse_args()
+    results = measure(args.runs, args.ranks)
+    sys.stdout.write(json.dumps({**surroundings(), "ranks": args.ranks, **results}) + "\n")
 
 
 if __name__ == "__main__":

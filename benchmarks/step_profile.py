@@ -1,12 +1,13 @@
-"""One step under torch's profiler: what it holds in tensors, the kernels that take longest, the attention torch chose.
+"""Profile of one step: memory of its tensors, slowest kernels, and the attention kernels that torch selects.
 
-Memory: bytes that lie there before the step, and the most that it adds. The added bytes are counted in torch's own
-allocator, each allocation and release by address and size (``profile_memory``); what the system's allocator keeps is no
-part of it. The profiler hears of this thread alone, and what a message held may be released in one of gloo's: such a
-block, which is gone after the step though nobody saw it go, is left out. Not to be used in a step that is timed.
+Memory is measured as the bytes before the step plus the peak that it adds. The added bytes are counted in torch's
+allocator, each allocation and release by address and size (``profile_memory``); memory that the system's allocator
+retains is not included. The profiler observes only this thread, and a message buffer may be released by a thread of
+gloo. A block that no longer exists after the step but whose release was not observed is therefore ignored. Do not
+profile a step that is timed.
 
-Kernels are what ran on the device; on a CPU, which has none, its operators. An operator's own time on the device is
-that of the kernels that it starts, so the two are never summed together.
+Kernels are those that ran on the device; on a CPU they are the operators. An operator's own device time equals the time
+of its kernels, so the two are never added.
 """
 
 from __future__ import annotations
@@ -19,69 +20,69 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor  # a trace of torch.compile may leave some
+from torch._subclasses.fake_tensor import FakeTensor  # a trace of torch.compile may leave some of these
 from torch.autograd import profiler
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 Event = tuple[int, int]
-"""Address, and by how many bytes what lies there changes."""
+"""Address of a block, and the change of its size in bytes."""
 
 
 def measure(step: Callable[[], Any]) -> tuple[int, int]:
-    """Return (bytes of tensors alive before ``step``, the most that lay there beyond them while it ran)."""
+    """Return (bytes of tensors alive before ``step``, peak of the bytes added by it)."""
     before = bytes_alive()
-    with profiler.profile(profile_memory=True, use_kineto=True) as taken:
+    with profiler.profile(profile_memory=True, use_kineto=True) as recording:
         step()
-    return before, most_at_once(_events(taken.kineto_results.experimental_event_tree()), set(_storages()))
+    return before, most_at_once(_events(recording.kineto_results.experimental_event_tree()), set(_storages()))
 
 
 def most_at_once(events: Iterable[Event], left: Container[int]) -> int:
-    """Return the most bytes that lay there at once, by allocations and releases in their order.
+    """Return the peak of allocated bytes after a sequence of allocations and releases.
 
     Args:
-        left: addresses of what is there after the last event. A block that is not, and whose release is not among the
-            events, does not count.
+        left: addresses of the blocks that exist after the last event. A block that is not among them, and whose release
+            is not among the events, does not count.
     """
     changes, open_at = [], {}
     for address, size in events:
         if size > 0:
-            if address in open_at:  # its release was not seen
+            if address in open_at:  # its release was not observed
                 changes[open_at[address]] = 0
             open_at[address] = len(changes)
         else:
             open_at.pop(address, None)
         changes.append(size)
-    for address, place in open_at.items():
+    for address, change_idx in open_at.items():
         if address not in left:
-            changes[place] = 0
+            changes[change_idx] = 0
     return max(accumulate(changes, initial=0))
 
 
 def _events(tree: Iterable[Any]) -> list[Event]:
-    """Return address and change of each allocation and release that the profiler has seen, by time."""
-    found, stack = [], list(tree)
+    """Return the address and size change of each allocation and release that the profiler observed, ordered by time."""
+    changes, stack = [], list(tree)
     while stack:
         event = stack.pop()
         stack += event.children
         if event.name == "[memory]":
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    return [(address, size) for _, address, size in sorted(found, key=lambda each: each[0])]
+            changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    return [(address, size) for _, address, size in sorted(changes, key=lambda each: each[0])]
 
 
 def bytes_alive() -> int:
-    """Return the bytes of all tensors that Python can reach, those that share memory counted once."""
+    """Return the bytes of all tensors that Python can reach; shared memory counts once."""
     return sum(_storages().values())
 
 
 def _storages() -> dict[int, int]:
-    """Return address and bytes of the memory of all tensors that Python can reach."""
+    """Return address -> bytes of the memory of all tensors that Python can reach."""
     gc.collect()
     storages: dict[int, int] = {}
-    for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and not isinstance(thing, FakeTensor):
-            for tensor in (thing, thing.grad if thing.is_leaf else None):
+    for obj in gc.get_objects():
+        if issubclass(type(obj), torch.Tensor) and not isinstance(obj, FakeTensor):
+            for tensor in (obj, obj.grad if obj.is_leaf else None):
                 if tensor is not None and tensor.device.type == "cpu" and tensor.layout is torch.strided:
                     storage = tensor.untyped_storage()
                     storages[storage.data_ptr()] = storage.nbytes()
@@ -91,22 +92,23 @@ def _storages() -> dict[int, int]:
 SHOWN = 10
 LONGEST_NAME = 160
 ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
-"""In the names of the kernels of all of torch's fused attentions, forward and backward."""
+"""Pattern of the kernel names of torch's fused attentions, forward and backward."""
 
 
 def look(step: Callable[[], Any], kind: str) -> dict[str, Any]:
-    """Take one step and return what it is spent on.
+    """Profile one step.
 
-    ``kernels`` are the longest ones with name, milliseconds, share of all kernels' time and calls; ``kernels_ms`` is
-    all of them; ``attention_kernels`` are the names of those of attention; ``attention`` is what torch chose for each
-    shape, as torch._fused_sdp_choice says.
+    Returns:
+        ``kernels``: the slowest kernels, with name, milliseconds, share of the time of all kernels, and calls.
+        ``kernels_ms``: milliseconds of all kernels. ``attention_kernels``: names of the attention kernels.
+        ``attention``: the backend that torch selects for each shape, according to torch._fused_sdp_choice.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if kind == "cuda" else [])]
-    with _Attention() as seen, profile(activities=activities) as taken:
+    with _Attention() as attention, profile(activities=activities) as profiled:
         step()
         if kind == "cuda":
             torch.cuda.synchronize()
-    return {**kernels_of(taken.key_averages(), kind), "attention": seen.as_data()}
+    return {**kernels_of(profiled.key_averages(), kind), "attention": attention.as_data()}
 
 
 def kernels_of(averages: Iterable[Any], kind: str) -> dict[str, Any]:
@@ -118,30 +120,30 @@ def kernels_of(averages: Iterable[Any], kind: str) -> dict[str, Any]:
         if (each.device_type == on_cpu) == (kind == "cpu") and not each.is_user_annotation
     ]
     times.sort(key=lambda each: (-each[1], each[0]))
-    whole = sum(time for _, time, _ in times)
+    total = sum(time for _, time, _ in times)
     kernels = [
-        {"name": name[:LONGEST_NAME], "ms": time / 1e3, "share": time / whole if whole else 0.0, "count": count}
+        {"name": name[:LONGEST_NAME], "ms": time / 1e3, "share": time / total if total else 0.0, "count": count}
         for name, time, count in times[:SHOWN]
     ]
     attention = [name[:LONGEST_NAME] for name, _, _ in times if ATTENTION.search(name)]
-    return {"kernels": kernels, "kernels_ms": whole / 1e3, "attention_kernels": attention}
+    return {"kernels": kernels, "kernels_ms": total / 1e3, "attention_kernels": attention}
 
 
 class _Attention(TorchFunctionMode):
-    """Notes for each call of torch's attention what torch chooses for it; the call goes on as it is."""
+    """Records which backend torch selects for each attention call, and does not change the call."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls: Counter[tuple[Any, ...]] = Counter()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        keywords = kwargs or {}
         if function is torch.nn.functional.scaled_dot_product_attention:
             query, key = args[0], args[1]
-            chosen = SDPBackend(torch._fused_sdp_choice(*args, **given)).name
-            has_mask = (given.get("attn_mask") if len(args) < 4 else args[3]) is not None
-            self._calls[chosen, tuple(query.shape), tuple(key.shape), str(query.dtype), has_mask] += 1
-        return function(*args, **given)
+            backend = SDPBackend(torch._fused_sdp_choice(*args, **keywords)).name
+            has_mask = (keywords.get("attn_mask") if len(args) < 4 else args[3]) is not None
+            self._calls[backend, tuple(query.shape), tuple(key.shape), str(query.dtype), has_mask] += 1
+        return function(*args, **keywords)
 
     def as_data(self) -> list[dict[str, Any]]:
         return [

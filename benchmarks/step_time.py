@@ -1,4 +1,4 @@
-"""Time our step of GPT-2, T5 or LLaMA beside Hugging Face's and a plain loop's, in one run.
+"""Time our step of GPT-2, T5 or LLaMA together with Hugging Face's and a plain loop's, in one run.
 
     python benchmarks/step_time.py --json step_time.json
     python benchmarks/step_time.py --contenders ours plain
@@ -6,12 +6,14 @@
     python benchmarks/step_time.py --size 1.3b --json step_time.json        # one GPU
     python benchmarks/step_time.py --size 1.3b --look                       # and the kernels that take longest
 
-Every contender runs in a process of its own on the same tokens from the same weights, dropout 0, with all cores: their
-first losses must agree. They take turns of a few steps; the order rotates; medians over rounds are reported, and ratios
-within rounds. MFU counts the causal half of GPT-2's attention (6 L a d s) and all of T5's, over products of two square
-matrices (2048 x 2048 on a CPU, 8192 x 8192 on a GPU), which take turns with the contenders; "whole" counts all of
-GPT-2's (12 L a d s), as nanoGPT and PaLM do; "sheet" is over the peak of the data sheet, of GPUs that are known. At the
-end stands what was to be reached (``bars``). The flags of sizes are those of the chosen model.
+Every contender runs in a separate process on the same tokens from the same weights, with dropout 0 and all cores; their
+first losses must agree. Contenders take turns of a few steps in rotating order. The benchmark reports medians over
+rounds and ratios within rounds.
+
+MFU is relative to products of two square matrices (2048 x 2048 on a CPU, 8192 x 8192 on a GPU), which take turns with
+the contenders. It counts the causal half of GPT-2's attention (6 L a d s) and all of T5's. "whole" counts all of
+GPT-2's attention (12 L a d s), as nanoGPT and PaLM do. "sheet" is relative to the peak in the data sheet of known GPUs.
+The last lines compare the results with the required values (``bars``). Size flags depend on the model.
 """
 
 from __future__ import annotations
@@ -41,21 +43,21 @@ from megatron import device
 from megatron.costs import cost, decoder_cost, memory
 from megatron.models import registry
 
-# Each contender in a process of its own.
+# Each contender runs in a separate process.
 
 PRODUCT = "matrix product"
 PRODUCTS = {"cpu": (2048, 8)}
-"""Kind of device -> side of the square matrices, and products in a turn."""
+"""Type of device -> side of the square matrices, and number of products in a turn."""
 PRODUCTS_ELSEWHERE = (8192, 50)
-"""On a GPU, where smaller ones are over before their starts are: they would make a base that MFU is above."""
+"""The same on a GPU, where smaller products take less time than their launch and MFU could exceed 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What every contender does.
+    """The task of every contender.
 
     Args:
-        product_side: of the matrices that are multiplied; 0: what suits the kind of device.
+        product_side: side of the multiplied matrices; 0 for the default of the device type.
     """
 
     sizes: Sizes
@@ -69,13 +71,13 @@ class Work:
 
 @dataclass
 class Record:
-    """What one contender told: seconds of each turn, the loss of the first step and after each turn, bytes.
+    """Measurements of one contender: seconds of each turn, loss of the first step and after each turn, memory in bytes.
 
     Args:
-        cpu_s: processor time of each turn, over all threads; with one thread it says something on a busy machine too.
-        reserved_bytes: the most that the device's allocator has held, free room between tensors included; 0 on a CPU.
-        looked: what ``look`` has found in one more step, of those who were asked.
-        compile_s: in which torch.compile was waited for, the turn that warms up included.
+        cpu_s: processor time of each turn over all threads; with one thread it is meaningful on a busy machine, too.
+        reserved_bytes: peak memory reserved by the device's allocator, including its unused memory; 0 on a CPU.
+        looked: result of ``look`` for one more step, if requested.
+        compile_s: seconds spent in torch.compile, including the warm-up turn.
     """
 
     turns_s: list[float] = field(default_factory=list)
@@ -90,21 +92,21 @@ class Record:
 
 
 def products_of(kind: str, product_side: int = 0) -> tuple[int, int]:
-    """Return the side of the square matrices on this kind of device, and how many products a turn has."""
-    side, number = PRODUCTS.get(kind, PRODUCTS_ELSEWHERE)
-    return product_side or side, number
+    """Return the side of the square matrices on this type of device, and the number of products in a turn."""
+    side, num_products = PRODUCTS.get(kind, PRODUCTS_ELSEWHERE)
+    return product_side or side, num_products
 
 
 def take_turns(
     names: Sequence[str], work: Work, rounds: int, start_method: str = "spawn", look_at: Sequence[str] = ()
 ) -> dict[str, Record]:
-    """Return a record for each contender and for the matrix product; the first turn warms up and is not in it.
+    """Return a record for each contender and for the matrix product; the first turn is a warm-up and not recorded.
 
     Args:
-        look_at: contenders that take one more step at the end, under the profiler.
+        look_at: contenders that run one more step at the end, under the profiler.
 
     Raises:
-        RuntimeError: a contender failed; its traceback is the message.
+        RuntimeError: a contender failed; the message has its traceback.
     """
     with ExitStack() as stack:
         teams = {}
@@ -114,18 +116,18 @@ def take_turns(
         for team in teams.values():
             team.ready()
         records = {name: Record(idle_bytes=team.ask("idle_bytes")[0]) for name, team in teams.items()}
-        for number in range(rounds + 1):
-            for name in rotated(teams, number):
-                (told,) = teams[name].ask("turn", number * work.steps)
+        for round_idx in range(rounds + 1):
+            for name in rotated(teams, round_idx):
+                (answer,) = teams[name].ask("turn", round_idx * work.steps)
                 record = records[name]
-                record.losses.append(told["losses"][-1])
-                record.peak_bytes, record.reserved_bytes = told["peak_bytes"], told["reserved_bytes"]
-                record.compile_s = told["compile_s"]
-                if number == 0:
-                    record.first_loss = told["losses"][0]
+                record.losses.append(answer["losses"][-1])
+                record.peak_bytes, record.reserved_bytes = answer["peak_bytes"], answer["reserved_bytes"]
+                record.compile_s = answer["compile_s"]
+                if round_idx == 0:
+                    record.first_loss = answer["losses"][0]
                 else:
-                    record.turns_s.append(told["seconds"])
-                    record.cpu_s.append(told["cpu_s"])
+                    record.turns_s.append(answer["seconds"])
+                    record.cpu_s.append(answer["cpu_s"])
         for name in look_at:
             (records[name].looked,) = teams[name].ask("look")
         return records
@@ -142,25 +144,25 @@ class StepWorker:
         return device.peak_memory_bytes(self._work.kind)
 
     def turn(self, first: int) -> dict[str, Any]:
-        """Take a turn from step ``first``; return its seconds, processor time, losses, and memory so far."""
-        kind = self._work.kind
-        device.synchronize(kind)
+        """Take a turn from step ``first``; return its seconds, processor time and losses, and the memory so far."""
+        device_type = self._work.kind
+        device.synchronize(device_type)
         start, cpu_start = time.perf_counter(), time.process_time()
         losses = [float(loss) for loss in self._turn(first)]
-        device.synchronize(kind)
+        device.synchronize(device_type)
         seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
         return {
             "seconds": seconds, "cpu_s": cpu_s, "losses": losses, "compile_s": _compile_s(self._name),
-            "peak_bytes": device.peak_memory_bytes(kind), "reserved_bytes": _reserved_bytes(kind),
+            "peak_bytes": device.peak_memory_bytes(device_type), "reserved_bytes": _reserved_bytes(device_type),
         }  # fmt: skip
 
     def look(self) -> dict[str, Any]:
-        """Take one step under the profiler; return what was seen."""
+        """Run one step under the profiler and return the result."""
         return _looked(lambda: look(lambda: self._turn(0, 1), self._work.kind))
 
 
 def _looked(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what was seen; where there is no profiler that works, why: the times that were measured still count."""
+    """Return the profile, or the error if the profiler does not work, so that the measured times are not lost."""
     try:
         return look()
     except Exception as error:
@@ -183,35 +185,35 @@ def _contender(name: str, work: Work) -> Any:
     step = CONTENDERS[work.sizes.family][name](work.sizes, work.batch_size, work.kind, work.dtype)
 
     def turn(first: int, steps: int = work.steps) -> list[Any]:
-        return [step(work.sizes.batch(work.batch_size, number)) for number in range(first, first + steps)]
+        return [step(work.sizes.batch(work.batch_size, step_idx)) for step_idx in range(first, first + steps)]
 
     return turn
 
 
 def _product(work: Work) -> Any:
-    """Return a turn of matrix products: its rate is what MFU is a part of."""
-    place, (side, number) = device.bind(work.kind, 0), products_of(work.kind, work.product_side)
-    a, b = (torch.randn(side, side, device=place, dtype=device.DTYPES[work.dtype]) for _ in range(2))
+    """Return a turn of matrix products, whose rate is the reference for MFU."""
+    bound_device, (side, num_products) = device.bind(work.kind, 0), products_of(work.kind, work.product_side)
+    a, b = (torch.randn(side, side, device=bound_device, dtype=device.DTYPES[work.dtype]) for _ in range(2))
     out = torch.empty_like(a)
 
     def turn(_: int) -> list[float]:
-        for _ in range(number):
+        for _ in range(num_products):
             torch.mm(a, b, out=out)
         return [0.0]
 
     return turn
 
 
-# What a step of ours is to reach beside others in the same run. On a CPU the bars are set for the small sizes, and
-# judged for whatever sizes are given; on a GPU they are for the large ones alone.
+# Required performance of our step relative to other contenders in the same run. On a CPU the bars are meant for the
+# small sizes but applied to any sizes; on a GPU they apply to the large sizes only.
 
 Contenders = dict[str, dict[str, Any]]
 
 
 OF_PRODUCTS = {"gpt2": {"ours": 0.72, "ours-compiled": 0.80}}
-"""Share of the rate of this machine's matrix products, on a CPU."""
+"""Required share of the rate of this machine's matrix products, on a CPU."""
 OF_THE_SHEET = {"gpt2": 0.50, "t5": 0.42}
-"""Share of the GPU's peak by its data sheet, with the larger sizes: the better of ours and ours compiled."""
+"""Required share of the GPU's peak in its data sheet, at the large sizes: the better of ours and ours compiled."""
 SPEEDS = {
     "gpt2": {
         ("ours", "plain"): 1.05,
@@ -221,7 +223,7 @@ SPEEDS = {
     },
     "t5": {("ours", "hf"): 1.3},
 }
-"""Times as fast as others, on a CPU, by medians of rounds."""
+"""Required speed relative to other contenders, on a CPU, by medians over rounds."""
 IN_LESS_MEMORY = {"gpt2": ("hf", "plain"), "t5": ("hf",)}
 
 
@@ -231,10 +233,10 @@ def single(name: str, value: float, **bounds: float) -> Bar:
 
 
 def bars(family: str, kind: str, contenders: Contenders, *, is_large: bool = False) -> Iterator[Bar]:
-    """Yield what of it was measured: a contender that did not take part is not asked for.
+    """Yield the bars for which the contenders took part.
 
     Args:
-        is_large: the sizes are the larger ones.
+        is_large: the sizes are the large ones.
     """
     if kind != "cpu" and not is_large:
         return
@@ -265,14 +267,14 @@ NAMES = {
     "llama": (*OURS, "hf"),
 }
 BARRED = {"gpt2": (*OURS, "hf", "plain", "plain-compiled"), "t5": (*OURS, "hf"), "llama": (*OURS, "hf")}
-"""The contenders that what is to be reached speaks of; of the large sizes ours alone find room together."""
+"""Contenders that the bars refer to; at the large sizes only ours fit in memory together."""
 SMALL, LARGE_NAME = "small", "1.3b"
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the benchmark's options."""
-    given = sys.argv[1:] if argv is None else argv
+    """Parse the command line."""
+    words = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -280,8 +282,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--size", choices=(SMALL, LARGE_NAME), default=SMALL, help="what the flags below are by default; %(default)s"
     )
-    early = parser.parse_known_args([word for word in given if word not in ("-h", "--help")])[0]
-    family, is_large = early.model, early.size == LARGE_NAME
+    early_args = parser.parse_known_args([word for word in words if word not in ("-h", "--help")])[0]
+    family, is_large = early_args.model, early_args.size == LARGE_NAME
     sizes: Sizes = LARGE[family] if is_large else MODELS[family]()
     for name, default in vars(sizes).items():
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default, help="default: %(default)s")
@@ -299,20 +301,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--look", action="store_true", help="take one more step of ours under the profiler")
     parser.add_argument("--json", type=Path, help="write the result here too")
     parser.add_argument("--strict", action="store_true", help="end with code 1 if something was not reached")
-    return parser.parse_args(given)
+    return parser.parse_args(words)
 
 
 def work_of(args: argparse.Namespace) -> Work:
-    """Return what the options ask each contender to do: fp32 on CPU, bf16 on CUDA."""
-    kind = device.choose(args.device)
-    model = MODELS[args.model]
-    sizes = model(**{name: getattr(args, name) for name in vars(model())})
-    dtype = "bf16" if kind == "cuda" else "fp32"
+    """Return the work that the options describe, in fp32 on CPU and bf16 on CUDA."""
+    device_type = device.choose(args.device)
+    sizes_class = MODELS[args.model]
+    sizes = sizes_class(**{name: getattr(args, name) for name in vars(sizes_class())})
+    dtype = "bf16" if device_type == "cuda" else "fp32"
     return Work(
         sizes=sizes,
         batch_size=args.batch_size,
         steps=args.steps,
-        kind=kind,
+        kind=device_type,
         dtype=dtype,
         threads=args.threads,
         product_side=args.product_side,
@@ -320,17 +322,20 @@ def work_of(args: argparse.Namespace) -> Work:
 
 
 def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
-    """Return the numbers of each contender.
+    """Return the figures of each contender.
 
-    ``speed_of_ours`` is how many times as fast ours is, round by round: quartiles, once for each of OURS.
-    ``cpu_speed_of_ours`` compares processor time in place of the clock.
+    ``speed_of_ours`` is the speed of ours relative to the contender by round, as quartiles, for each of OURS.
+    ``cpu_speed_of_ours`` uses processor time instead of wall time.
     """
-    side, number = products_of(work.kind, work.product_side)
-    peak = 2.0 * side**3 * number / statistics.median(records[PRODUCT].turns_s)
+    side, num_products = products_of(work.kind, work.product_side)
+    peak = 2.0 * side**3 * num_products / statistics.median(records[PRODUCT].turns_s)
     sheet = None if work.kind == "cpu" else memory.peak_flops(device.name(work.kind))
     tokens = work.batch_size * work.sizes.tokens_per_sample
     costs = registry.costs_of(config_of(work.sizes))
-    flops, whole = costs.flops_per_step(work.batch_size), _flops_of_whole_matrices(costs, work.batch_size)
+    flops, full_attention_flops = (
+        costs.flops_per_step(work.batch_size),
+        _flops_of_whole_matrices(costs, work.batch_size),
+    )
     contenders = {}
     for name, record in records.items():
         if name == PRODUCT:
@@ -345,7 +350,7 @@ def summarize(records: dict[str, Record], work: Work) -> dict[str, Any]:
             "cpu_s": record.cpu_s,
             "tokens_per_s": tokens / step_s,
             "mfu": flops / step_s / peak,
-            "mfu_whole": whole / step_s / peak,
+            "mfu_whole": full_attention_flops / step_s / peak,
             "mfu_sheet": flops / step_s / sheet if sheet else None,
             "compile_s": record.compile_s,
             "peak_memory_bytes": record.peak_bytes,
@@ -378,16 +383,16 @@ def check_first_losses(losses: dict[str, float], tolerance: float) -> None:
 
 
 def surroundings_of(work: Work) -> dict[str, Any]:
-    """Return what the numbers depend on: command, code, versions, machine, sizes."""
-    found = surroundings()
-    processor = found.pop("processor")
+    """Return what the figures depend on: command, code, versions, machine, sizes."""
+    facts = surroundings()
+    processor = facts.pop("processor")
     machine = {
         "device": device.name(work.kind) if work.kind == "cuda" else processor,
         "threads": work.threads,
         "memory_bytes": device.total_memory_bytes(work.kind),
     }
     sizes = vars(work.sizes) | {"batch_size": work.batch_size}
-    return found | {"machine": machine, "model": work.sizes.family, "dtype": work.dtype, "sizes": sizes}
+    return facts | {"machine": machine, "model": work.sizes.family, "dtype": work.dtype, "sizes": sizes}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -414,13 +419,13 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None, start_method: str = "spawn") -> dict[str, Any]:
-    """Run the contenders, print the table, write the JSON."""
+    """Run the contenders, print the table and write the JSON file."""
     args = parse_args(argv)
     work = work_of(args)
-    told = surroundings_of(work)  # ahead of the turns: nothing that fails here costs what they have measured
+    facts = surroundings_of(work)  # before the turns, so that an error here does not lose measurements
     look_at = [name for name in ("ours",) if args.look and name in args.contenders]
     records = take_turns(args.contenders, work, args.rounds, start_method, look_at)
-    result = told | summarize(records, work)
+    result = facts | summarize(records, work)
     print(table(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -435,10 +440,10 @@ def _kernels(name: str, looked: dict[str, Any]) -> Iterator[str]:
         yield f"no profile of {name}: {looked['error']}"
         return
     yield f"kernels of a step of {name}, {looked['kernels_ms']:.1f} ms in all:"
-    for each in looked["kernels"]:
-        yield f"{each['ms']:9.2f} ms {100 * each['share']:5.1f} % {each['count']:6} x {each['name']}"
-    for each in looked["attention"]:
-        yield f"attention of {each['query']} on {each['key']}: {each['kernel']}, {each['calls']} times"
+    for entry in looked["kernels"]:
+        yield f"{entry['ms']:9.2f} ms {100 * entry['share']:5.1f} % {entry['count']:6} x {entry['name']}"
+    for entry in looked["attention"]:
+        yield f"attention of {entry['query']} on {entry['key']}: {entry['kernel']}, {entry['calls']} times"
 
 
 def _bars(work: Work, contenders: dict[str, Any]) -> Iterator[Bar]:
@@ -447,7 +452,7 @@ def _bars(work: Work, contenders: dict[str, Any]) -> Iterator[Bar]:
 
 
 def _flops_of_whole_matrices(costs: cost.Costs, batch_size: int) -> float:
-    """Return the FLOPs of a step that counts each query with every key, later ones too."""
+    """Return the FLOPs of a step that counts every query with every key, including later keys."""
     if isinstance(costs, decoder_cost.DecoderCosts):
         return batch_size * costs.seq_length * costs.flops_per_token(causal=False)
     return costs.flops_per_step(batch_size)

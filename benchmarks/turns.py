@@ -1,10 +1,11 @@
-"""Contenders in processes of their own that take turns: while one is measured, the others wait.
+"""Contenders in separate processes that take turns: while one is measured, the others wait.
 
-A turn of each makes a round. Speeds of one round are compared with one another, so that a machine that is slower for a
-while is slower for all. ``Team`` is the processes of one contender; ``rates_in_turns`` takes turns in one process, with
-whatever is measured. ``surroundings`` says what the numbers depend on.
+A round consists of one turn of each contender. Speeds are compared within a round, so that a temporary slowdown of the
+machine affects all contenders. ``Team`` manages the processes of one contender; ``rates_in_turns`` takes turns within
+one process. ``surroundings`` describes what the results depend on.
 
-torch is imported only by teams that need it, for the start and the memory of processes without it are measured too.
+torch is imported only by teams that need it, because the start and the memory of processes without it are measured,
+too.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE_S, FAREWELL_S = 3600.0, 20.0
-"""In which a process must answer, and in which it must end."""
+"""Seconds within which a process must answer, and within which it must end."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An answer that is a traceback."""
+    """An answer that contains a traceback."""
 
     told: str
 
@@ -41,11 +42,11 @@ class Team:
     """The processes of one contender. They wait in a read of a pipe, which takes no processor time.
 
     Args:
-        name: of the contender, for messages.
-        worker: called with ``args`` and the number of the process in each; the methods of what it returns can be asked.
-        start_method: of ``multiprocessing``. A forked process starts with the memory of this one.
-        has_group: the processes are ranks of one process group over gloo, and find each other by a file.
-        threads: of torch's own in each process; 0: as torch has it.
+        name: name of the contender, for messages.
+        worker: called in each process with ``args`` and the process index; ``ask`` calls methods of its result.
+        start_method: method of ``multiprocessing``. A forked process starts with the memory of this process.
+        has_group: the processes are ranks of one gloo process group, with a rendezvous by file.
+        threads: threads of torch in each process; 0 for torch's default.
     """
 
     def __init__(
@@ -65,31 +66,31 @@ class Team:
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(size):
-            near, far = context.Pipe()
+            parent_end, child_end = context.Pipe()
             store = Path(self._folder.name) / "store" if has_group else None
-            process = context.Process(target=_serve, args=(far, worker, tuple(args), rank, size, store, threads))
+            process = context.Process(target=_serve, args=(child_end, worker, tuple(args), rank, size, store, threads))
             process.start()
-            far.close()
-            self._pipes.append(near)
+            child_end.close()
+            self._pipes.append(parent_end)
             self._processes.append(process)
 
     def ready(self) -> list[Any]:
-        """Wait until every process has its worker; raises as ``ask`` does."""
+        """Wait until every process has its worker; raises like ``ask``."""
         return self._answers()
 
     def ask(self, what: str, *args: Any) -> list[Any]:
-        """Call the method ``what`` of every worker and return their answers.
+        """Call the method ``what`` of every worker and return the answers.
 
         Raises:
-            RuntimeError: a process failed, died or said nothing for ``PATIENCE_S``; a traceback is in the message.
+            RuntimeError: a process failed, died or did not answer within ``PATIENCE_S``; the message has the traceback.
         """
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # one that has gone left its traceback, or is missed below
+            with contextlib.suppress(OSError):  # a process that ended has left its traceback, or is reported below
                 pipe.send((what, args))
         return self._answers()
 
     def close(self) -> None:
-        """End every process, by force where it does not go; a second call does nothing."""
+        """End every process, by SIGKILL if necessary; a second call has no effect."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
@@ -103,14 +104,14 @@ class Team:
         self._folder.cleanup()
 
     def _answers(self) -> list[Any]:
-        """Return one answer of each process; the first failure ends the wait, for the others may hang."""
+        """Return one answer per process. The first failure ends the wait, because the other processes may hang."""
         answers: dict[int, Any] = {}
         while len(answers) < len(self._pipes):
             missing = [rank for rank in range(len(self._pipes)) if rank not in answers]
-            heard = wait([self._pipes[rank] for rank in missing], PATIENCE_S)
-            if not heard:
+            ready_pipes = wait([self._pipes[rank] for rank in missing], PATIENCE_S)
+            if not ready_pipes:
                 raise RuntimeError(f'"{self.name}": ranks {missing} must answer within {PATIENCE_S:g} s')
-            for pipe in heard:
+            for pipe in ready_pipes:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 try:
                     answers[rank] = self._pipes[rank].recv()
@@ -125,9 +126,9 @@ def _serve(
     pipe: Connection, worker: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, store: Path | None,
     threads: int,
 ) -> None:  # fmt: skip
-    """Make the worker and answer what it is asked until None comes; an exception is answered as its traceback.
+    """Create the worker and answer requests until None is received; an exception is answered with its traceback.
 
-    What engines print is kept out of the tables: only stderr is heard.
+    stdout is redirected to keep the output of engines out of the tables; stderr is not.
     """
     try:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
@@ -144,20 +145,20 @@ def _serve(
                 MASTER_ADDR="localhost", MASTER_PORT="0", DS_ACCELERATOR="cpu",
             )  # fmt: skip
             patience = timedelta(seconds=PATIENCE_S)
-            meeting = dist.FileStore(str(store), size)
-            dist.init_process_group("gloo", store=meeting, rank=rank, world_size=size, timeout=patience)
-        made = worker(*args, rank)
+            store_handle = dist.FileStore(str(store), size)
+            dist.init_process_group("gloo", store=store_handle, rank=rank, world_size=size, timeout=patience)
+        worker_object = worker(*args, rank)
         pipe.send(None)
-        while (order := pipe.recv()) is not None:
-            what, given = order
-            pipe.send(getattr(made, what)(*given))
+        while (request := pipe.recv()) is not None:
+            method, method_args = request
+            pipe.send(getattr(worker_object, method)(*method_args))
     except (EOFError, BrokenPipeError, KeyboardInterrupt):
         return
     except BaseException:
         pipe.send(Failure(traceback.format_exc()))
     finally:
         sys.stderr.flush()
-        os._exit(0)  # the others may be gone: no farewell over the wire
+        os._exit(0)  # other processes may have ended: no clean shutdown of communication
 
 
 def rotated(names: Iterable[str], number: int) -> list[str]:
@@ -167,15 +168,15 @@ def rotated(names: Iterable[str], number: int) -> list[str]:
     return names[shift:] + names[:shift]
 
 
-# Turns in one process, and what rates say: medians over rounds, ratios within them.
+# Turns within one process, and statistics of rates: medians over rounds, ratios within rounds.
 
 Turn = Callable[[], float]
-"""Does one turn and returns what was measured: units of work a second."""
+"""Takes one turn and returns the rate in units of work per second."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A required ratio, with the measured quartiles over rounds; the median counts."""
+    """A required ratio with its measured quartiles over rounds; the median is compared."""
 
     name: str
     quartiles: tuple[float, float, float]
@@ -200,19 +201,19 @@ class Bar:
 def rates_in_turns(turns: Mapping[str, Turn], rounds: int) -> dict[str, list[float]]:
     """Return the rates of each contender, one for each round; the order rotates from round to round."""
     rates: dict[str, list[float]] = {name: [] for name in turns}
-    for number in range(rounds):
-        for name in rotated(turns, number):
+    for round_idx in range(rounds):
+        for name in rotated(turns, round_idx):
             rates[name].append(turns[name]())
     return rates
 
 
 def ratio_quartiles(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """Return lower quartile, median and upper quartile of how many times as fast ours is, round by round."""
+    """Return lower quartile, median and upper quartile of the ratio ours / theirs by round."""
     return quartiles([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return lower quartile, median and upper quartile; of one value it is all three."""
+    """Return lower quartile, median and upper quartile; all are equal for a single value."""
     if len(values) < 2:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -220,7 +221,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def surroundings() -> dict[str, Any]:
-    """Return command, commit, versions and processor."""
+    """Return the command, commit, versions and processor."""
     from megatron.training.run_record import commit
 
     return {
@@ -240,6 +241,6 @@ def _version(name: str) -> str | None:
 
 
 def cpu_name() -> str:
-    """Return the processor's name where the system tells it."""
+    """Return the processor's name if the system reports it, otherwise the machine type."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -197,10 +197,10 @@ CHECKS: tuple[Callable[[torch.device], None], ...] = (
 
 def run_checks(kind: str, local_rank: int = 0) -> Iterator[tuple[str, str]]:
     """Yield (check, "ok" or the error) for the device ``local_rank`` of this type, which must be configured already."""
-    place = device.bind(kind, local_rank)
+    bound_device = device.bind(kind, local_rank)
     for check in CHECKS:
         try:
-            check(place)
+            check(bound_device)
             yield check.__name__, "ok"
         except Exception as error:
             line = traceback.extract_tb(error.__traceback__)[-1]

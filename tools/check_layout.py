@@ -257,9 +257,9 @@ def run(out: Path, layout: Layout, flags: list[str], model: str, steps: int, rep
     env = os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": device, "OMP_NUM_THREADS": "1"}
     if device not in ("cpu", "cuda"):  # DeepSpeed finds the device by its plug-in
         del env["DS_ACCELERATOR"]
-    done = subprocess.run(command, env=env, check=False)
-    if done.returncode:
-        raise SystemExit(done.returncode)
+    process = subprocess.run(command, env=env, check=False)
+    if process.returncode:
+        raise SystemExit(process.returncode)
     return [read_trace(out / f"rank-{rank}") for rank in range(layout.world_size)]
 
 

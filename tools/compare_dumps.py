@@ -173,11 +173,11 @@ def draw(found: Comparison, dumps: tuple[Dump, Dump], path: Path) -> None:
     from megatron.debug import plot
     from megatron.debug.compare import ORDER, worst_by_name
 
-    shown = found.first or judged(found)[0]
-    curves = {phase: worst_by_name(found.differences, shown.key.step, phase) for phase in ORDER}
-    mark = None if found.first is None else f"{shown.phase}: {shown.key.name}"
-    title = f"{dumps[0].folder} and {dumps[1].folder}, step {shown.key.step}"
-    plot.draw(curves, shown.tolerance, mark, path, title)
+    difference = found.first or judged(found)[0]
+    curves = {phase: worst_by_name(found.differences, difference.key.step, phase) for phase in ORDER}
+    mark = None if found.first is None else f"{difference.phase}: {difference.key.name}"
+    title = f"{dumps[0].folder} and {dumps[1].folder}, step {difference.key.step}"
+    plot.draw(curves, difference.tolerance, mark, path, title)
 
 
 def verdict(found: Comparison) -> str:
@@ -190,7 +190,11 @@ def verdict(found: Comparison) -> str:
     reason = f"by {first.error:.1e}, {first.tolerance:.0e} allowed"
     if not first.error > first.tolerance:
         reason = f"among the ranks of {', '.join(first.copies)}, which hold copies"
-    weights = [one for one in found.differences if one.phase == "weights" and one.key.step == first.key.step]
+    weights = [
+        difference
+        for difference in found.differences
+        if difference.phase == "weights" and difference.key.step == first.key.step
+    ]
     since = ""
     if weights and math.isinf(weights[0].tolerance):
         worst = max(weights, key=lambda each: each.error)
@@ -200,7 +204,7 @@ def verdict(found: Comparison) -> str:
 
 def judged(found: Comparison) -> list[Difference]:
     """Return the tensors that have a tolerance."""
-    return [one for one in found.differences if math.isfinite(one.tolerance)] or found.differences
+    return [difference for difference in found.differences if math.isfinite(difference.tolerance)] or found.differences
 
 
 def format_difference(one: Difference) -> str:
@@ -237,7 +241,7 @@ def plain(one: Difference) -> dict[str, Any]:
         "error": one.error if math.isfinite(one.error) else "inf",
         "tolerance": one.tolerance if math.isfinite(one.tolerance) else "inf",
         "differs": one.is_beyond,
-        "norms": [None if math.isnan(each.norm) else each.norm for each in (one.one, one.other)],
+        "norms": [None if math.isnan(norms.norm) else norms.norm for norms in (one.one, one.other)],
         "not_finite": [one.one.nan + one.one.inf, one.other.nan + one.other.inf],
         "by_tensors": one.by_tensors,
         "copies_differ_in": list(one.copies),

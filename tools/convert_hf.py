@@ -75,9 +75,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def _named_way(words: list[str]) -> list[str]:
     """Return ``words`` with a leading ``--to hf`` or ``--to checkpoint`` replaced by the subcommand."""
     for prefix in (words[:2], words[:1]):
-        way = WAYS.get(" ".join(prefix).replace("=", " "))
-        if way is not None:
-            return [way, *words[len(prefix) :]]
+        subcommand = WAYS.get(" ".join(prefix).replace("=", " "))
+        if subcommand is not None:
+            return [subcommand, *words[len(prefix) :]]
     return words
 
 

@@ -57,9 +57,9 @@ Sizes = dict[str, list[float]]
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw the requested plot and print by how much the curves rise; return the exit code."""
     parser = make_parser()
-    flags, rest = parser.parse_known_args(argv)
+    flags, model_flags = parser.parse_known_args(argv)
     try:
-        results = {has_mup: check(flags, rest, has_mup=has_mup) for has_mup in (False, True)}
+        results = {has_mup: check(flags, model_flags, has_mup=has_mup) for has_mup in (False, True)}
     except ConfigError as error:
         parser.error(str(error))
     for has_mup, by_width in results.items():

@@ -130,17 +130,17 @@ def add_epochs(rows: dict[str, dict[str, Any]], train_tokens: int, seq_length: i
     shares = {name: row["tokens"] if row["weight"] is None else row["weight"] for name, row in rows.items()}
     total_share = sum(shares.values())
     for name, row in rows.items():
-        drawn = train_tokens * shares[name] / total_share if total_share else 0.0
+        drawn_tokens = train_tokens * shares[name] / total_share if total_share else 0.0
         counts = row["splits"].get("train", row)
         available = counts["tokens"] if seq_length is None else counts["samples"]
-        if drawn and not available:
+        if drawn_tokens and not available:
             raise DataError(f"{name} must hold something to train on, got {counts['tokens']} tokens. Leave it out.")
-        row["train_tokens"] = round(drawn)
+        row["train_tokens"] = round(drawn_tokens)
         if seq_length is None:
-            row["epochs"] = drawn / counts["tokens"] if drawn else 0.0
+            row["epochs"] = drawn_tokens / counts["tokens"] if drawn_tokens else 0.0
         else:
-            row["train_samples"] = math.ceil(drawn / seq_length)
-            row["epochs"] = row["train_samples"] / counts["samples"] if drawn else 0.0
+            row["train_samples"] = math.ceil(drawn_tokens / seq_length)
+            row["epochs"] = row["train_samples"] / counts["samples"] if drawn_tokens else 0.0
 
 
 def lines(result: dict[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@
 | zero.png | bytes of a parameter by ZeRO stage | the table of docs/memory.md |
 | 1f1b.png, zb-h1.png, interleaved.png, zb-v.png | schedules of 4 stages and 8 micro-batches | tools/draw_schedule.py |
 
-This tool does not draw coord_check.png, which tools/coord_check.py draws, and report.png.
+This tool draws neither coord_check.png (see tools/coord_check.py) nor report.png.
 report.png (docs/seeing.md) shows the output of tools/report.py for two runs of ``GPUS_PER_NODE=2 bash run_gpt2.sh
 --train-iters 60 --log-interval 2 --eval-interval 20 --log-layer-norms``, called gpt2-cosine (pp_size=2 mp_size=1,
 --save-interval 20 --async-save --profile 5-6 --pipeline-trace) and gpt2-linear (pp_size=1 mp_size=2, --save-interval 30
@@ -157,7 +157,7 @@ def draw_layer(path: Path) -> None:
 
 
 def draw_context(path: Path) -> None:
-    """Draw the keys that the queries of each piece attend to, in the colour of the piece's context rank."""
+    """Draw the keys that the queries of each chunk attend to, in the colour of the chunk's context rank."""
     figure, axes = canvas(6.6, 4.0)
     pieces = 2 * CONTEXT
     for rank in range(CONTEXT):
@@ -189,9 +189,9 @@ def draw_zero(path: Path) -> None:
     figure, axes = canvas(7, 2.8)
     for stage in range(4):
         left = 0.0
-        for what, colour in zip(HELD, COLOURS, strict=False):
-            width = bytes_held(what, stage, REPLICAS)
-            axes.barh(3 - stage, width, left=left, color=colour, label=what if stage == 0 else None)
+        for component, colour in zip(HELD, COLOURS, strict=False):
+            width = bytes_held(component, stage, REPLICAS)
+            axes.barh(3 - stage, width, left=left, color=colour, label=component if stage == 0 else None)
             left += width
         axes.text(left + 0.2, 3 - stage, f"{left:g}", va="center", fontsize=9)
     axes.set_yticks(range(4), [f"ZeRO {stage}" for stage in (3, 2, 1, 0)])
@@ -250,13 +250,13 @@ def on_files(files: Any, config: Any) -> Any:
 
     root = Path(config.docs_dir).parent
     pending = [f"docs/{file.src_uri}" for file in files if file.src_uri.endswith(".md")]
-    seen = set(pending)
+    added = set(pending)
     while pending:
         page = pending.pop()
-        for target in sorted({target for target, _ in aims(page, (root / page).read_text(encoding="utf-8"))} - seen):
+        for target in sorted({target for target, _ in aims(page, (root / page).read_text(encoding="utf-8"))} - added):
             if target.startswith(("docs/", "..")) or not (root / target).is_file():
                 continue  # MkDocs itself warns of what is missing
-            seen.add(target)
+            added.add(target)
             files.append(File.generated(config, COPIES + target, abs_src_path=str(root / target)))
             if target.endswith(".md"):
                 pending.append(target)
@@ -271,8 +271,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     if uri.startswith(COPIES) or not files.get_file_from_path(translation):
         return markdown
     link = posixpath.relpath(translation, posixpath.dirname(uri) or ".")
-    title, _, rest = markdown.partition("\n")
-    return f"{title}\n\n[{'English' if uri.startswith('zh/') else '中文'}]({link})\n{rest}"
+    title, _, body = markdown.partition("\n")
+    return f"{title}\n\n[{'English' if uri.startswith('zh/') else '中文'}]({link})\n{body}"
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:

@@ -141,8 +141,8 @@ def show_tasks(results: Results) -> None:
 
 
 def _error_of(metric: str) -> str:
-    name, comma, how = metric.partition(",")
-    return f"{name}_stderr{comma}{how}"
+    name, comma, suffix = metric.partition(",")
+    return f"{name}_stderr{comma}{suffix}"
 
 
 def show_texts(scores: list[TextScore]) -> None:
@@ -167,12 +167,12 @@ def text_values(one: TextScore) -> dict[str, Any]:
 
 def progress_of(model: ModelOfAllRanks) -> Callable[[int], None]:
     """Return a callback that shows on a terminal how many of its rows rank 0 has scored."""
-    done = 0
+    num_rows = 0
 
     def on_rows(number: int) -> None:
-        nonlocal done
-        done += number
-        sys.stderr.write(f"\r{done:,} rows")
+        nonlocal num_rows
+        num_rows += number
+        sys.stderr.write(f"\r{num_rows:,} rows")
         sys.stderr.flush()
 
     return on_rows
@@ -196,7 +196,7 @@ def run(args: argparse.Namespace, names: dict[str, str]) -> None:
         output: dict[str, Any] = {"load": str(args.load), "dtype": args.dtype, "max_length": model.max_length}
         if args.texts:
             scores = evaluate_texts(args, model)
-            output["texts"] = {one.name: text_values(one) for one in scores}
+            output["texts"] = {score.name: text_values(score) for score in scores}
             if is_shown:
                 sys.stderr.write("\r")
             show_texts(scores)

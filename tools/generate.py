@@ -12,7 +12,7 @@
 
 --chat uses the chat template of the run (--chat-template), otherwise that of its tokenizer's folder, and stops at the
 token that ends a turn in the template. The checkpoint may have any layout, or be a Hugging Face folder. The text is the
-same in every layout, and a prompt gets the same text in a batch as alone. Without --temperature, --top-k or --top-p
+same in every layout and does not depend on the other prompts of a batch. Without --temperature, --top-k or --top-p
 decoding is greedy.
 Exit codes: 0, 2 (an option or prompt), 3 (a checkpoint), 4 (another rank), 5 (logits that are not finite).
 """
@@ -104,7 +104,7 @@ def answer_texts(answers: list[Answer], args: argparse.Namespace, *, with_prompt
     texts = [(answer.prompt if with_prompt else "") + answer.text + "\n" for answer in answers]
     if len(texts) == 1:
         return texts[0]
-    return "".join(f"--- {number}\n{text}" for number, text in enumerate(texts, 1))
+    return "".join(f"--- {answer_number}\n{text}" for answer_number, text in enumerate(texts, 1))
 
 
 def write(text: str, output: Path | None) -> None:

@@ -71,17 +71,17 @@ def compare(first: Path, second: Path, weights_only: bool, as_json: bool) -> int
     from megatron.checkpoint import inspect
     from megatron.checkpoint.one_process import open_folder
 
-    one, other = open_folder(first), open_folder(second)
-    tensors = inspect.tensor_differences(one, other, weights_only=weights_only)
-    state = inspect.metadata_differences(one, other)
+    checkpoint, other_checkpoint = open_folder(first), open_folder(second)
+    tensors = inspect.tensor_differences(checkpoint, other_checkpoint, weights_only=weights_only)
+    state = inspect.metadata_differences(checkpoint, other_checkpoint)
     if as_json:
         differences = [dataclasses.asdict(difference) for difference in tensors]
-        paths = {"first": str(one.path), "second": str(other.path)}
+        paths = {"first": str(checkpoint.path), "second": str(other_checkpoint.path)}
         print_json({**paths, "equal": not tensors, "tensors": differences, "state": state})
         return 1 if tensors else 0
     if state:
         rows = [[key, *(value_text(value) for value in pair)] for key, pair in state.items()]
-        print_table("state (does not count)", ["what", str(one.path), str(other.path)], rows)
+        print_table("state (does not count)", ["what", str(checkpoint.path), str(other_checkpoint.path)], rows)
     if tensors:
         rows = [
             [d.name, d.kind, d.first or "-", d.second or "-", number_text(d.largest), number_text(d.relative)]

@@ -102,10 +102,10 @@ def documents(kinds: Sequence[Sequence[bytes]], seed: int) -> Iterator[bytes]:
         remaining = sizes[int(draw() * NUM_LENGTHS)]
         while remaining > 0:
             start = int(draw() * len(type_pieces))
-            chosen = type_pieces[start : start + min(remaining // 80 + 1, 8)]
-            parts += chosen
+            sentences = type_pieces[start : start + min(remaining // 80 + 1, 8)]
+            parts += sentences
             parts.append(invented[int(draw() * NUM_NAMES)])
-            remaining -= sum(map(len, chosen))
+            remaining -= sum(map(len, sentences))
         parts.append(b'"}\n')
         yield b"".join(parts)
         document_id += 1

@@ -10,8 +10,8 @@ are up to date, and several processes may run it at once. The other commands onl
 tools/preprocess_data.py reads the output of --print json.
 
 A story follows one of ten plots. Its people, things and places are drawn once and do not change; each beat of the plot
-is drawn from a few sentences with the same meaning. A model of a million parameters therefore learns within minutes on
-a CPU who is who and what comes next.
+is drawn from a few sentences with the same meaning. A model of a million parameters therefore learns the
+characters and plots within minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -358,7 +358,7 @@ def stories(number: int, seed: int = 1234) -> Iterator[str]:
 
 def chinese_words() -> set[str]:
     """Return the names, animals, things and places of the Chinese stories."""
-    kinds = (kind.split()[0] for kind in ZH_PEOPLE.values())
+    kinds = (animal.split()[0] for animal in ZH_PEOPLE.values())
     return {*ZH_PEOPLE, *kinds, *(word for words in ZH_WORDS.values() for word in words)}
 
 
@@ -387,7 +387,7 @@ def _sentences(
     plots: Mapping[str, Beats],
     closings: Beats,
 ) -> Iterator[str]:
-    words = {**people, **{slot: draw.choice(some) for slot, some in lists.items()}}
+    words = {**people, **{slot: draw.choice(choices) for slot, choices in lists.items()}}
     plot = plots[draw.choice(list(plots))]
     for beat in (*openings, *plot, *closings):
         yield draw.choice(beat).format_map(words)

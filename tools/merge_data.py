@@ -193,7 +193,7 @@ def merge_into(inputs: Sequence[str], output_prefix: str, work_dir: Path) -> str
     local_prefix = token_upload.local_prefix(output_prefix, work_dir) if is_remote else output_prefix
     if is_remote:
         token_upload.check_target(output_prefix)
-    if any(Path(each).is_dir() for each in inputs):
+    if any(Path(path).is_dir() for path in inputs):
         counts = join_parts(inputs, local_prefix)
     else:
         writer = merge(inputs, local_prefix)

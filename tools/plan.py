@@ -36,11 +36,11 @@ DOES_NOT_FIT = 1
 
 def main(argv: list[str] | None = None) -> int:
     """Run the requested command; return the exit code: 0, 1 if no layout fits, 2 for invalid flags."""
-    parser, flags, rest = read_flags(argv)
+    parser, flags, training_flags = read_flags(argv)
     try:
         if flags.calibrate is not None:
             return write_machine(parser, flags)
-        parsed_question = question(flags, rest)
+        parsed_question = question(flags, training_flags)
         planner = Planner(parsed_question.config, parsed_question.machine)
         return (
             fit(planner, parsed_question, flags.json)
@@ -54,22 +54,22 @@ def main(argv: list[str] | None = None) -> int:
 def read_flags(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace, list[str]]:
     """Return the parser, the planner's flags, and the training flags; exit with code 2 if they cannot be combined."""
     parser = make_parser(__doc__ or "")
-    flags, rest = parser.parse_known_args(argv)
+    flags, training_flags = parser.parse_known_args(argv)
     if flags.model is None:
-        flags.model = family_of_load(rest)
+        flags.model = family_of_load(training_flags)
     elif flags.model in model_types():
-        rest = ["--model", flags.model, *rest]
+        training_flags = ["--model", flags.model, *training_flags]
         flags.model = model_types()[flags.model].family
-    check_flags(parser, flags, rest)
-    return parser, flags, rest
+    check_flags(parser, flags, training_flags)
+    return parser, flags, training_flags
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """Return the planner's flags of a valid command line; the training flags are checked, too."""
-    parser, flags, rest = read_flags(argv)
+    parser, flags, training_flags = read_flags(argv)
     try:
         if flags.calibrate is None:
-            question(flags, rest)
+            question(flags, training_flags)
     except (CheckpointError, ConfigError) as error:
         parser.error(str(error))
     return flags
@@ -86,7 +86,7 @@ def rank(planner: Planner, asked: Question, is_json: bool) -> int:
     if not result.best and result.smallest is None:
         raise ConfigError("none of the layouts is one that the training takes. Give fewer flags of the layout")
     if is_json:
-        print_json({"layouts": [report.as_data(one, asked) for one in result.best]}, asked)
+        print_json({"layouts": [report.as_data(estimate, asked) for estimate in result.best]}, asked)
         return 0 if result.best else DOES_NOT_FIT
     print_lines(report.opening(asked, planner))
     if not result.best:

@@ -214,8 +214,10 @@ def summary(runs: Sequence[RunFolder]) -> Html:
 def facts(run: RunFolder) -> list[str]:
     """Return the cells of a run that follow its name; "" for unknown values."""
     train = run.of_kind("train")
-    last = train[-1] if train else {}
-    memory = [value for value in map(number, _dictionary(last.get("memory_bytes")).values()) if value is not None]
+    last_record = train[-1] if train else {}
+    memory = [
+        value for value in map(number, _dictionary(last_record.get("memory_bytes")).values()) if value is not None
+    ]
     valid = [loss for record in run.of_kind("valid") if (loss := number(record.get("loss"))) is not None]
     tested = run.of_kind("test") or run.evaluations
     test = [loss for record in tested if (loss := number(record.get("loss"))) is not None]
@@ -223,16 +225,16 @@ def facts(run: RunFolder) -> list[str]:
         bilingual(*state(run)),
         _model(run),
         _layout(run),
-        f"{last.get('step', 0):,}",
-        _format(last.get("loss"), ".4f"),
+        f"{last_record.get('step', 0):,}",
+        _format(last_record.get("loss"), ".4f"),
         _validation(valid),
         f"{test[-1]:.4f}" if test else "",
-        human_count(tokens) if (tokens := number(last.get("tokens"))) is not None else "",
+        human_count(tokens) if (tokens := number(last_record.get("tokens"))) is not None else "",
         human_time(_seconds(run, train)) if train else "",
         _format(_median(train, "tokens_per_s"), ",.0f"),
         f"{100 * mfu:.1f} %" if (mfu := _median(train, "mfu")) is not None else "",
         human_bytes(max(memory)) if memory else "",
-        str(last.get("skipped", "")),
+        str(last_record.get("skipped", "")),
         str(len(run.starts) or ""),
     ]
 
@@ -392,9 +394,9 @@ SPLITS = {"valid": "validation", "test": "test"}
 def stage_table(run: RunFolder) -> Html | None:
     """Return the table of a run's stages with the values of its last record; None without any stage."""
     train = run.of_kind("train")
-    last = train[-1] if train else {}
-    memory, work = _by_stage(last, "memory_bytes"), _by_stage(last, "work_s")
-    step_s = number(last.get("step_s"))
+    last_record = train[-1] if train else {}
+    memory, work = _by_stage(last_record, "memory_bytes"), _by_stage(last_record, "work_s")
+    step_s = number(last_record.get("step_s"))
     rows = {f"stage {row.get('stage')}": row for row in run.stages if isinstance(row, dict)}
     names = list(dict.fromkeys([*rows, *memory, *work]))
     if not names:
@@ -498,7 +500,7 @@ def _by_stage(record: Mapping[str, Any], name: str) -> dict[str, float]:
     values = record.get(name)
     if not isinstance(values, dict):
         return {}
-    return {stage: value for stage, each in values.items() if (value := number(each)) is not None}
+    return {stage: value for stage, stage_value in values.items() if (value := number(stage_value)) is not None}
 
 
 if __name__ == "__main__":

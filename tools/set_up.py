@@ -1,9 +1,9 @@
 """Find or create the Python environment of the run scripts and print the path of its Python; tools/setup.sh calls this.
 
-The Python that runs this file is used as it is if it has every package of pyproject.toml. Otherwise ``.venv`` in the
+The Python that runs this file is used unchanged if it has every package of pyproject.toml. Otherwise ``.venv`` in the
 repository is used, and created or completed with pip. A stamp in it, keyed by pyproject.toml, makes the next start
 fast. If ``.venv`` (which may be a link) was filled by another checkout, it is used if its packages fit, but nothing is
-installed into it. An interrupted set-up is started from scratch. If two scripts start at once, one waits for the other.
+installed into it. An interrupted set-up is started from scratch. Of two scripts that start together, one waits.
 
 pip's own variables (PIP_INDEX_URL, PIP_FIND_LINKS ...) and configuration files apply. TORCH_INDEX selects another index
 for torch only: cu130, cu128, cpu and similar names select PyTorch's own index, and a URL selects a mirror of one.
@@ -111,8 +111,8 @@ def find_or_make(extra: str) -> str:
 
 def add(python: str, extra: str) -> None:
     """Install the missing packages of ``extra`` into this checkout's environment; a failed installation is no error."""
-    wanted = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"][extra]
-    answer = ask(Path(python), wanted)
+    requirements_of_extra = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"][extra]
+    answer = ask(Path(python), requirements_of_extra)
     if not answer.lacking:
         return
     packages = ", ".join(answer.lacking)
@@ -169,7 +169,7 @@ def requirements(extra: str) -> list[str]:
 
 def lacking(wanted: list[str]) -> list[str]:
     """Return the requirements that this Python does not meet; torch may have any version."""
-    return [one for one in wanted if not is_met(one)]
+    return [requirement for requirement in wanted if not is_met(requirement)]
 
 
 def is_met(requirement: str, *, any_torch: bool = True) -> bool:
@@ -191,8 +191,8 @@ def installed(name: str) -> str | None:
 def is_allowed(version: str, specifier: str) -> bool:
     """Return True if ``version`` satisfies a specifier such as ``>=2,<3`` (operators of pyproject.toml only)."""
     actual = numbers(version)
-    for operator, wanted in re.findall(r"(>=|==|<)\s*([\d.]+)", specifier):
-        limit = numbers(wanted)
+    for operator, bound in re.findall(r"(>=|==|<)\s*([\d.]+)", specifier):
+        limit = numbers(bound)
         if not {">=": actual >= limit, "<": actual < limit, "==": actual == limit}[operator]:
             return False
     return True
@@ -207,7 +207,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def warn_of_another_torch(wanted: list[str]) -> None:
     """Warn if the active torch is not the version with which the results were measured."""
-    pinned_torch = next(one for one in wanted if one.startswith("torch=="))
+    pinned_torch = next(requirement for requirement in wanted if requirement.startswith("torch=="))
     version = installed("torch") or ""
     if not is_allowed(version, pinned_torch[len("torch") :]):
         log(f"warning: tested with {pinned_torch}, this Python has {version}; losses may differ in the last digits")
@@ -243,9 +243,9 @@ def installed_build(prefix: Path) -> str:
 
 def warn_of_another_build(prefix: Path, index: str, way_out: str) -> None:
     """Warn if TORCH_INDEX selects another build of torch than the installed one, which is kept."""
-    wanted, build = index.rstrip("/").rpartition("/")[2], installed_build(prefix)
-    if build and TORCH_BUILD.fullmatch(wanted) and wanted != build:
-        log(f"warning: TORCH_INDEX asks for {wanted}, and the torch in {prefix} is of {build}: {way_out}")
+    wanted_build, build = index.rstrip("/").rpartition("/")[2], installed_build(prefix)
+    if build and TORCH_BUILD.fullmatch(wanted_build) and wanted_build != build:
+        log(f"warning: TORCH_INDEX asks for {wanted_build}, and the torch in {prefix} is of {build}: {way_out}")
 
 
 @contextmanager
@@ -305,7 +305,7 @@ def make(python: Path, missing: list[str], extra: str) -> None:
     ]  # pip compiles on one core, during which it installs nothing
     index = torch_index()
     source = ["--index-url", index] if index else []
-    for torch in [one for one in missing if one.startswith("torch==")]:
+    for torch in [requirement for requirement in missing if requirement.startswith("torch==")]:
         run(
             f"installing {torch}", [*pip, *source, torch]
         )  # first and separately, to get the exact build that this machine offers

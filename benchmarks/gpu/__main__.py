@@ -1,13 +1,13 @@
-"""Prove and measure the project on the GPU of this machine, and keep what was seen.
+"""Test and benchmark the project on the GPU of this machine, and save the results.
 
     bash benchmarks/gpu/run.sh                          # all parts that are missing, 26 minutes at most
     bash benchmarks/gpu/run.sh --out seen train speed   # these, with results in the folder "seen"
     bash benchmarks/gpu/run.sh --device cpu             # the dry form: toy sizes, to try the program itself
 
-Each case ends with a line (passed, failed, skipped with a reason, not run for lack of time); one that fails does not
-stop the others. Results go to gpu-<device>-<date>.json in --out; a second start with the same device and commit runs
-what is missing, with --failed what failed, too. What a part does not need of its time is for those after it.
-Ends with code 1 if a case failed.
+Each case ends with a line (passed, failed, skipped with a reason, not run for lack of time), and a failure does not
+stop the other cases. Results are written to gpu-<device>-<date>.json in --out. A second start with the same device and
+commit runs the missing cases, with --failed also those that failed. Unused time of a part is available to later parts.
+The exit code is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ PLACES = {
     "speed": "speed.PART",
     "tables": "publish.PART",
 }
-"""Name of a part -> where it is; in the order of their running."""
+"""Name of a part -> module and object that define it, in the order of execution."""
 NAMES = tuple(PLACES)
 UNKNOWN = "unknown"
-"""What ``run_record.commit`` says without git."""
+"""Result of ``run_record.commit`` without git."""
 TOTAL_S, LONGEST_S = 26 * 60.0, 8 * 60.0
-"""Of all parts in one start, whose own budgets make so much together; and of one part."""
+"""Maximum seconds of all parts in one start, which is the sum of their budgets, and of one part."""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="benchmarks/gpu/run.sh",
         allow_abbrev=False,
@@ -75,13 +75,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def part_of(name: str) -> Part:
-    """Return the part of this name; its module is imported only now."""
+    """Return the part ``name``; its module is imported only now."""
     module, _, part = PLACES[name].partition(".")
     return getattr(importlib.import_module(f"benchmarks.gpu.{module}"), part)
 
 
 def machine_of(kind: str, work: Path, out: Path) -> Machine:
-    """Return what there is to be tried.
+    """Return the machine to test.
 
     Raises:
         SystemExit: there is no GPU that torch can use.
@@ -102,10 +102,10 @@ def machine_of(kind: str, work: Path, out: Path) -> Machine:
 
 
 def about(machine: Machine, commit: str = "") -> dict[str, Any]:
-    """Return what the results depend on.
+    """Return the facts that the results depend on.
 
     Args:
-        commit: of the code, in place of what git says.
+        commit: commit of the code, in place of git's answer.
     """
     import torch
 
@@ -126,14 +126,15 @@ def about(machine: Machine, commit: str = "") -> dict[str, Any]:
 
 
 def share_of(parts: Sequence[Part], left_s: float) -> float:
-    """Return the time of the first of ``parts`` where so much is left for all.
+    """Return the seconds for the first of ``parts`` if ``left_s`` seconds are left for all.
 
-    It is its own, or what the others do not need, but at most ``LONGEST_S``; and those that are always run keep theirs.
+    They are its own budget, or the time that the other parts do not need, at most ``LONGEST_S``. Parts that always run
+    keep their budgets.
     """
     first, *others = parts
-    kept = sum(part.budget_s for part in others if part.is_always)
-    later = sum(part.budget_s for part in others)
-    return max(0.0, min(LONGEST_S, left_s - kept, max(first.budget_s, left_s - later)))
+    reserved_s = sum(part.budget_s for part in others if part.is_always)
+    later_s = sum(part.budget_s for part in others)
+    return max(0.0, min(LONGEST_S, left_s - reserved_s, max(first.budget_s, left_s - later_s)))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -153,20 +154,20 @@ def main(argv: list[str] | None = None) -> int:
         if facts["commit"] == UNKNOWN:
             print("git does not say which commit this is: --commit does, and results should have one", flush=True)
         parts = [part_of(name) for name in names]
-        for number, part in enumerate(parts):
+        for part_idx, part in enumerate(parts):
             left_s = args.minutes * 60 - (time.monotonic() - start)
-            part = replace(part, budget_s=share_of(parts[number:], left_s))
+            part = replace(part, budget_s=share_of(parts[part_idx:], left_s))
             run_part(part, machine, results, again=args.again, only=args.only, say=lambda line: print(line, flush=True))
     return summary(results, names)
 
 
 def summary(results: Results, names: list[str]) -> int:
-    """Print how many cases of each part passed; return 1 if one failed."""
+    """Print the number of cases of each part by verdict; return 1 if one failed."""
     code = 0
     for name in names:
         verdicts = results.of(name)
         counts = {status: sum(v.status == status for v in verdicts.values()) for status in (*FINAL, "not run")}
-        print(f"== {name}: " + ", ".join(f"{number} {status}" for status, number in counts.items() if number))
+        print(f"== {name}: " + ", ".join(f"{count} {status}" for status, count in counts.items() if count))
         code |= int(counts[FAILED] > 0)
     return code
 

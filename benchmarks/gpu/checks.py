@@ -1,4 +1,4 @@
-"""Parts ``tests`` and ``layouts``: what the repository's own checks, pytest and tools/check_layout.py, say on a device.
+"""Parts ``tests`` and ``layouts``: the repository's own checks, pytest and tools/check_layout.py, on a device.
 
 | part | case | runs | on |
 |---|---|---|---|
@@ -7,13 +7,13 @@
 | layouts | one process twice, every layout over gloo | tools/check_layout.py | the device, which all ranks share |
 | layouts | nccl | every collective with one rank; tools/check_layout.py over all GPUs | the device |
 
-A case of ``tests`` fails with the names of the tests that did and the first line of why; it tells what was skipped and
-the reasons, and which attention kernels ran. Not one test may be missing: a file of which none was run is no success.
+A case of ``tests`` fails with the names of the failed tests and the first line of each error. It reports skipped tests
+with the reasons, and the attention kernels that ran. A file without any executed test does not pass.
 
 Every case of ``layouts`` is one start of tools/check_layout.py: the same seed, tokens and global batch in one process
 and in the layout; losses, gradient norm and every gradient must agree within the tool's bounds. Ranks that share a GPU
-send through the host (tds/p2p/host_copies.py), which shows their numbers and no speed. What the one process shows is
-kept for all cases of one model and number format. NCCL has one rank here, and as many as there are GPUs.
+communicate through the host (tds/p2p/host_copies.py), which checks their values but not their speed. The results of the
+one process are reused by all cases of a model and number format. NCCL runs with one rank, and with one rank per GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.gpu.part import ROOT, TIMED_OUT, Case, Done, Machine, Part, Skip
 MARK = "pytest.mark.gpu"
 OWN = "tests/gpu"
 FIRST = ("test_attention.py", "test_families.py", "test_optimizer.py")
-"""Files of ``OWN`` that tell most; the others follow by name, and then those elsewhere."""
+"""Files of ``OWN`` that are most important; the others follow by name, and then files in other folders."""
 SUITE: dict[str, tuple[str, ...]] = {
     "mpu": ("tests/mpu",),
     "ops": ("tests/ops",),
@@ -49,7 +49,7 @@ SUITE: dict[str, tuple[str, ...]] = {
 }
 DRY = {"ops": ("tests/models/common/test_norm.py", "tests/ops/test_gelu.py")}
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-"""Of the ordinary suite, which was written on machines without one."""
+"""Variables for the ordinary suite, which was written on machines without a GPU."""
 NAMES_TOLD, LETTERS_OF_A_REASON = 6, 150
 RESULT = re.compile(
     r"^(?:\[gw\d+\] \[ *\d+%\] (?P<first>\w+) )?(?P<name>\S+\.py::.+?)(?: (?P<last>PASSED|FAILED|ERROR|SKIPPED)\b.*)?$",
@@ -60,10 +60,10 @@ RESULT = re.compile(
 
 @dataclass
 class Report:
-    """What a run of pytest has found.
+    """The results of a pytest run.
 
     Attributes:
-        failed: test -> first line of why; also one that could not be set up, and a file that could not be read.
+        failed: test -> first line of the error; includes failed set-ups and files that could not be imported.
         skipped: reason -> number of tests.
         told: properties that tests have recorded, such as the kernel that ran.
     """
@@ -75,22 +75,22 @@ class Report:
 
     @property
     def text(self) -> str:
-        """The whole in a line, the failed ones by name."""
+        """All results in one line, with the names of failed tests."""
         names = [f"{name}: {why}" for name, why in list(self.failed.items())[:NAMES_TOLD]]
-        more = len(self.failed) - len(names)
+        num_unlisted = len(self.failed) - len(names)
         return "; ".join(
             [
                 f"{self.passed} passed" + (f", {len(self.failed)} failed" if self.failed else ""),
                 *names,
-                *([f"and {more} more failed"] if more > 0 else []),
-                *(f"{number} skipped: {reason}" for reason, number in self.skipped.most_common()),
+                *([f"and {num_unlisted} more failed"] if num_unlisted > 0 else []),
+                *(f"{count} skipped: {reason}" for reason, count in self.skipped.most_common()),
                 *self.told,
             ]
         )
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The same for tables."""
+        """The results for tables."""
         return {
             "passed": self.passed,
             "failed": len(self.failed),
@@ -100,44 +100,44 @@ class Report:
 
 
 def read_report(path: Path) -> Report:
-    """Return what a file of ``pytest --junitxml`` says."""
+    """Parse a file of ``pytest --junitxml``."""
     report = Report()
     for case in ET.parse(path).getroot().iter("testcase"):
         name = "::".join(filter(None, (case.get("classname", "").rpartition(".")[2], case.get("name", ""))))
-        wrong = [child for child in case if child.tag in ("failure", "error")]
+        problems = [child for child in case if child.tag in ("failure", "error")]
         skipped = case.find("skipped")
-        if wrong:
-            report.failed[name] = _first_line(wrong[0])
+        if problems:
+            report.failed[name] = _first_line(problems[0])
         elif skipped is not None:
             report.skipped[skipped.get("message", "")] += 1
         else:
             report.passed += 1
-        report.told += [each.get("value", "") for each in case.iter("property")]
+        report.told += [prop.get("value", "") for prop in case.iter("property")]
     return report
 
 
 def _first_line(problem: ET.Element) -> str:
-    """Return why a test failed: pytest's message, or what the traceback ends in where that says nothing."""
+    """Return why a test failed: pytest's message, or the end of the traceback if the message is not informative."""
     message = " ".join((problem.get("message") or "").split())
     if message in ("", "collection failure", "failed on setup with") and problem.text:
-        found = [line[1:].strip() for line in problem.text.splitlines() if line.startswith("E ")]
-        message = found[0] if found else problem.text.strip().splitlines()[-1]
+        error_lines = [line[1:].strip() for line in problem.text.splitlines() if line.startswith("E ")]
+        message = error_lines[0] if error_lines else problem.text.strip().splitlines()[-1]
     return message[:LETTERS_OF_A_REASON]
 
 
 def judge(done: Done, path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the line and the figures of a run of pytest that has ended.
+    """Return the summary line and the figures of a pytest run that has ended.
 
     Raises:
-        AssertionError: a test failed, or pytest did not come to its end.
-        Skip: every test was skipped; with the reasons.
+        AssertionError: a test failed, or pytest did not finish.
+        Skip: every test was skipped; the message has the reasons.
     """
     if done.code == TIMED_OUT:
         raise AssertionError(_in_time(done))
     report = read_report(path) if path.exists() else Report()
     if report.failed:
         raise AssertionError(report.text)
-    if done.code:  # interrupted, broken, wrongly called, no such test
+    if done.code:  # interrupted, broken, wrongly called, or no such test
         raise AssertionError(f"pytest ended with code {done.code}: {done.text[-1000:]}")
     if not report.passed:
         raise Skip(report.text)
@@ -145,8 +145,8 @@ def judge(done: Done, path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _in_time(done: Done) -> str:
-    """Return how far a run came that had to be ended: pytest writes its report at the end only."""
-    lines = [(found["first"] or found["last"], found["name"].strip()) for found in RESULT.finditer(done.text)]
+    """Describe how far a killed run came; pytest writes its report only at the end."""
+    lines = [(match["first"] or match["last"], match["name"].strip()) for match in RESULT.finditer(done.text)]
     ended = [(result, name) for result, name in lines if result is not None]
     failed = [name for result, name in ended if result in ("FAILED", "ERROR")]
     running = lines[-1][1] if lines and lines[-1][0] is None else ""
@@ -160,17 +160,17 @@ def _in_time(done: Done) -> str:
 def pytest_of(
     paths: Sequence[str], words: Sequence[str], machine: Machine, folder: Path, *, env: Mapping[str, str] | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """Run these tests and return what is told of them."""
+    """Run these tests and return the summary of their results."""
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
-    asked = ["-p", "no:cacheprovider", "-vv", "--tb=short", f"--junitxml={report}", f"--basetemp={folder / 'tmp'}"]
-    done = command(machine, [sys.executable, "-m", "pytest", *asked, *words, *paths], env)
-    (folder / "output").write_text(done.text, encoding="utf-8")
-    return judge(done, report)
+    options = ["-p", "no:cacheprovider", "-vv", "--tb=short", f"--junitxml={report}", f"--basetemp={folder / 'tmp'}"]
+    process = command(machine, [sys.executable, "-m", "pytest", *options, *words, *paths], env)
+    (folder / "output").write_text(process.text, encoding="utf-8")
+    return judge(process, report)
 
 
 def gpu_files() -> list[str]:
-    """Return the files that have tests for a GPU, the most telling first."""
+    """Return the files with tests for a GPU, the most important first."""
     files = [
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "tests").rglob("test_*.py")
@@ -186,32 +186,35 @@ def gpu_files() -> list[str]:
 
 def suite_cases(machine: Machine) -> list[Case]:
     """Return a case for each file with tests for a GPU, and one for each part of the suite."""
-    kind = ["-m", "gpu", "-p", "no:xdist", f"--gpu-device={machine.kind}"]
-    made = []
+    options = ["-m", "gpu", "-p", "no:xdist", f"--gpu-device={machine.kind}"]
+    suite = []
     for file in gpu_files():
-        words = [*kind, *([] if machine.is_dry else ["--all"])]
+        words = [*options, *([] if machine.is_dry else ["--all"])]
         run = partial(pytest_of, [file], words, env={"DS_ACCELERATOR": machine.kind})
-        made.append(Case(f"gpu: {file.removeprefix('tests/')}", run, limit_s=200.0))
+        suite.append(Case(f"gpu: {file.removeprefix('tests/')}", run, limit_s=200.0))
     workers = max(1, min(4, machine.num_cores // 4))
     words = ["-n", str(workers), "--dist", "loadfile"] if workers > 1 else ["-p", "no:xdist"]
     for name, paths in (DRY if machine.is_dry else SUITE).items():
-        made.append(Case(f"suite: {name}", partial(pytest_of, paths, words, env=NO_GPU), limit_s=150.0))
-    return made
+        suite.append(Case(f"suite: {name}", partial(pytest_of, paths, words, env=NO_GPU), limit_s=150.0))
+    return suite
 
 
 AT_ONCE = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
-"""Files at a time: each is a process with a context of its own on the GPU, of half a gigabyte, and small tensors."""
+"""Number of files at the same time. Each is a process with its own GPU context of half a gigabyte, and small tensors.
+"""
 TESTS_PART = Part(
     "tests", "the suite's tests on the device, and the suite on this torch", suite_cases, 300.0, at_once=AT_ONCE
 )
 
 
-# Several ranks on the one GPU over gloo, and NCCL itself, each against one process on the same GPU.
+# Several ranks on one GPU over gloo, and NCCL itself, each compared with one process on the same GPU.
 
 LIMIT_S, DRY_LIMIT_S = 240.0, 900.0
-"""Of a case: starts of Python, three cases at once; the dry form runs beside other tests."""
+"""Time limits of a case in seconds. They include starting Python while three cases run concurrently; a dry run shares
+the machine with other tests.
+"""
 MICRO_BATCHES = 4
-"""Of a step, over all replicas."""
+"""Micro-batches of a step, over all replicas."""
 SIZES = {
     "gpt2": "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --batch-size 2 --steps 5",
     "t5": "--model t5 --num-layers 2 --hidden-size 256 --num-attention-heads 4 --enc-seq-length 128 --steps 5",
@@ -240,23 +243,23 @@ LAYOUTS = {
     "t5 fp64 tp 2 x pp 2": f"{TENSOR} {PIPE}",
     "gpt2 fp64 tp 2 x pp 2 x dp 2": f"{TENSOR} {PIPE} {DATA}",
 }
-"""By name, which begins with the model and the number format."""
+"""Name, which starts with the model and the number format -> flags."""
 ALL_GPUS = {"tp": "--model-parallel-size", "pp": "--pipe-parallel-size", "dp": "--data-parallel-size"}
 
 
 def layout_cases(machine: Machine) -> Sequence[Case]:
-    """Return one process, every layout over gloo, and NCCL."""
+    """Return the cases: one process, every layout over gloo, and NCCL."""
     limit_s = DRY_LIMIT_S if machine.is_dry else LIMIT_S
-    made = [Case("gpt2 fp64 one process twice", _one_process, limit_s)]
-    made += [Case(name, _layout(name, layout), limit_s) for name, layout in LAYOUTS.items()]
-    made.append(Case("nccl, one rank", _nccl_alone))
-    made += [Case(f"nccl, {axis} over all GPUs", _nccl_over_all(axis), limit_s) for axis in ALL_GPUS]
-    return made
+    layouts = [Case("gpt2 fp64 one process twice", _one_process, limit_s)]
+    layouts += [Case(name, _layout(name, layout), limit_s) for name, layout in LAYOUTS.items()]
+    layouts.append(Case("nccl, one rank", _nccl_alone))
+    layouts += [Case(f"nccl, {axis} over all GPUs", _nccl_over_all(axis), limit_s) for axis in ALL_GPUS]
+    return layouts
 
 
 def _one_process(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
-    told = _reference(machine, "gpt2", "fp64")[1]
-    return f"a second start against the first: {_text(told)}", _figures(told)
+    result = _reference(machine, "gpt2", "fp64")[1]
+    return f"a second start against the first: {_text(result)}", _figures(result)
 
 
 def _layout(name: str, layout: str) -> Callable[[Machine, Path], tuple[str, dict[str, Any]]]:
@@ -264,8 +267,8 @@ def _layout(name: str, layout: str) -> Callable[[Machine, Path], tuple[str, dict
 
     def run(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
         reference, _ = _reference(machine, model, dtype)
-        told = _compare(machine, folder, model, dtype, f"{layout} --distributed-backend gloo", reference)
-        return f"{told['ranks']} ranks over gloo against one process: {_text(told)}", _figures(told)
+        result = _compare(machine, folder, model, dtype, f"{layout} --distributed-backend gloo", reference)
+        return f"{result['ranks']} ranks over gloo against one process: {_text(result)}", _figures(result)
 
     return run
 
@@ -273,23 +276,23 @@ def _layout(name: str, layout: str) -> Callable[[Machine, Path], tuple[str, dict
 def _nccl_over_all(axis: str) -> Callable[[Machine, Path], tuple[str, dict[str, Any]]]:
     def run(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
         _needs_nccl(machine)
-        number = machine.num_devices
-        if number < 2:
+        num_gpus = machine.num_devices
+        if num_gpus < 2:
             raise Skip("NCCL gives each rank a GPU of its own; there is one GPU")
-        heads = number * -(-4 // number)
+        heads = num_gpus * -(-4 // num_gpus)
         sizes = f"--num-layers {heads} --num-attention-heads {heads} --hidden-size {64 * heads}"
-        micro = f"--gas {number}" if axis != "dp" else "--gas 1"
-        layout = f"{sizes} {micro} {ALL_GPUS[axis]} {number} --distributed-backend nccl"
-        told = _compare(machine, folder, "gpt2", "fp64", layout)
-        return f"{number} GPUs against one process: {_text(told)}", _figures(told)
+        micro = f"--gas {num_gpus}" if axis != "dp" else "--gas 1"
+        layout = f"{sizes} {micro} {ALL_GPUS[axis]} {num_gpus} --distributed-backend nccl"
+        result = _compare(machine, folder, "gpt2", "fp64", layout)
+        return f"{num_gpus} GPUs against one process: {_text(result)}", _figures(result)
 
     return run
 
 
 def _nccl_alone(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
     _needs_nccl(machine)
-    told = python(machine, "-m", "benchmarks.gpu.checks").check().text
-    return told.splitlines()[-1], {}
+    output = python(machine, "-m", "benchmarks.gpu.checks").check().text
+    return output.splitlines()[-1], {}
 
 
 def _needs_nccl(machine: Machine) -> None:
@@ -298,7 +301,7 @@ def _needs_nccl(machine: Machine) -> None:
 
 
 def _reference(machine: Machine, model: str, dtype: str) -> tuple[Path, dict[str, Any]]:
-    """Return the kept numbers of one process, and how a second start of it compared; made by whoever asks first."""
+    """Return the saved results of one process, and how a second start compares with it; the first caller runs it."""
 
     def make() -> tuple[Path, dict[str, Any]]:
         machine.work.mkdir(parents=True, exist_ok=True)
@@ -311,65 +314,65 @@ def _reference(machine: Machine, model: str, dtype: str) -> tuple[Path, dict[str
 def _compare(
     machine: Machine, folder: Path, model: str, dtype: str, layout: str, reference: Path | None = None
 ) -> dict[str, Any]:
-    """Return what tools/check_layout.py found.
+    """Return the results of tools/check_layout.py.
 
     Raises:
-        AssertionError: it broke, or the layout is not equal to one process.
+        AssertionError: the tool failed, or the layout differs from one process.
     """
     words = [*(TOY_SIZES if machine.is_dry else SIZES)[model].split(), "--device", machine.kind]
     if "--gas" not in layout:
         words += ["--gas", str(MICRO_BATCHES // (2 if DATA in layout else 1))]
     words += [*layout.split(), *(["--fp32"] if dtype == "fp32" else [])]
     words += ["--json", str(folder / "seen.json"), *(["--reference", str(reference)] if reference else [])]
-    done = python(machine, str(ROOT / "tools" / "check_layout.py"), *words)
+    process = python(machine, str(ROOT / "tools" / "check_layout.py"), *words)
     if not (folder / "seen.json").exists():
-        done.check()
-    told: dict[str, Any] = json.loads((folder / "seen.json").read_text(encoding="utf-8"))
-    assert told["is_equal"], f"not equal to one process: {_text(told)}"
-    done.check()
-    return told
+        process.check()
+    result: dict[str, Any] = json.loads((folder / "seen.json").read_text(encoding="utf-8"))
+    assert result["is_equal"], f"not equal to one process: {_text(result)}"
+    process.check()
+    return result
 
 
 def _text(told: dict[str, Any]) -> str:
-    """Return what was seen beside what is allowed, in a line."""
-    seen = told["seen"]
+    """Return the observed and allowed values in one line."""
+    values = told["seen"]
     names = {"loss": "losses", "first_norm": "gradient norm", "gradient": f"worst gradient ({told['worst']})"}
     return ", ".join(
-        f"{text} {seen[name]['observed']:.1e} (allowed {seen[name]['allowed']:.0e})" for name, text in names.items()
+        f"{text} {values[name]['observed']:.1e} (allowed {values[name]['allowed']:.0e})" for name, text in names.items()
     )
 
 
 def _figures(told: dict[str, Any]) -> dict[str, Any]:
-    return {"ranks": told["ranks"], **{name: one["observed"] for name, one in told["seen"].items()}}
+    return {"ranks": told["ranks"], **{name: value["observed"] for name, value in told["seen"].items()}}
 
 
 def try_nccl() -> str:
-    """Return a line on NCCL with this process as its one rank: every collective of the project, on the GPU.
+    """Run every collective of the project on the GPU over NCCL, with this process as the only rank; return a summary.
 
     Raises:
-        AssertionError: one gave other numbers.
+        AssertionError: a collective changed the values.
     """
     import torch
     import torch.distributed as dist
 
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    given = torch.randn(64, 32, dtype=torch.float64, device="cuda")
-    wanted = given.clone()
+    tensor = torch.randn(64, 32, dtype=torch.float64, device="cuda")
+    expected = tensor.clone()
     operations: dict[str, Callable[[torch.Tensor], Any]] = {
-        "all_reduce": lambda out: dist.all_reduce(out.copy_(given)),
-        "broadcast": lambda out: dist.broadcast(out.copy_(given), 0),
-        "all_gather": lambda out: dist.all_gather([out], given),
-        "all_gather_into_tensor": lambda out: dist.all_gather_into_tensor(out, given),
-        "reduce_scatter": lambda out: dist.reduce_scatter(out, [given]),
-        "reduce_scatter_tensor": lambda out: dist.reduce_scatter_tensor(out, given),
-        "all_to_all_single": lambda out: dist.all_to_all_single(out, given),
-        "reduce": lambda out: dist.reduce(out.copy_(given), 0),
+        "all_reduce": lambda out: dist.all_reduce(out.copy_(tensor)),
+        "broadcast": lambda out: dist.broadcast(out.copy_(tensor), 0),
+        "all_gather": lambda out: dist.all_gather([out], tensor),
+        "all_gather_into_tensor": lambda out: dist.all_gather_into_tensor(out, tensor),
+        "reduce_scatter": lambda out: dist.reduce_scatter(out, [tensor]),
+        "reduce_scatter_tensor": lambda out: dist.reduce_scatter_tensor(out, tensor),
+        "all_to_all_single": lambda out: dist.all_to_all_single(out, tensor),
+        "reduce": lambda out: dist.reduce(out.copy_(tensor), 0),
     }
     for name, operation in operations.items():
-        out = torch.zeros_like(given)
+        out = torch.zeros_like(tensor)
         operation(out)
-        assert torch.equal(out, wanted), f"{name} over NCCL must give back what one rank gave"
+        assert torch.equal(out, expected), f"{name} over NCCL must give back what one rank gave"
     dist.barrier()
     version = ".".join(map(str, torch.cuda.nccl.version()))
     dist.destroy_process_group()

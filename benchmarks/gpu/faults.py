@@ -1,15 +1,15 @@
-"""What goes wrong on a device: hosts that wait, memory that runs out, ranks that die or share a GPU, NaN.
+"""Faults on a device: hosts that wait, memory that runs out, ranks that die or share a GPU, NaN.
 
-| fault | must end so |
+| fault | expected outcome |
 |---|---|
 | the host waits for the device | once a step, for losses and norm; never in a micro-batch |
-| an allocation fails while memory is kept for reuse | it is freed and the step goes on, to the same losses |
+| an allocation fails while memory is kept for reuse | it is freed and the step continues, with the same losses |
 | a layer of a pipeline waits for the whole device | the step ends, with the same losses |
 | a batch that cannot fit | code 1, one line: bytes, step and micro-batch, what to lower |
 | two ranks on one GPU under NCCL | code 2 on all, naming both ranks and the device |
 | LOCAL_RANK beyond the devices | code 2, naming both numbers |
 | a rank is killed | code 4 within seconds |
-| a loss that is no number | code 5, or with --stability-guard skip a step left out |
+| a loss that is not finite | code 5, or with --stability-guard skip a skipped step |
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ Shown = tuple[str, dict[str, Any]]
 
 WORKERS = str(ROOT / "benchmarks" / "gpu" / "workers.py")
 ONCE = "tds/loss_reduction.py:read"
-"""Where the host may wait for the device, once a step."""
+"""Function in which the host may wait for the device, once a step."""
 STEP_SIZES = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --batch-size 2 "
 STEP_LENGTHS = {"gpt2": "--seq-length 64", "t5": "--enc-seq-length 64 --vocab-extra-ids 8"}
 PRESSED_SIZES = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --batch-size 8 --gas 2"
 QUICK_S = 90.0
-"""In which a job that cannot begin must have ended, its imports included."""
+"""Seconds within which a job that cannot start must end, including its imports."""
 DEATH_S = 15.0
-"""In which a job must end once a rank is dead."""
+"""Seconds within which a job must end after a rank has died."""
 WIDE, DEEP, LONG = 1024, 8, 1024
-"""Hidden size, layers and tokens of a sample of what cannot fit."""
+"""Hidden size, layers and tokens per sample of the model that cannot fit."""
 SPOILED = 5
-"""The step whose loss is no number."""
+"""The step whose loss is not finite."""
 
 
 def worker(machine: Machine, folder: Path, what: str, family: str, extra: str, sizes: str) -> Any:
-    """Return what ``workers.py`` has seen."""
+    """Return the results of ``workers.py``."""
     file = folder / f"{what}-{len(os.listdir(folder))}.json"
     words = [WORKERS, what, str(file), family, *sizes.split(), *extra.split()]
     python(machine, *words, "--device", machine.kind).check()
@@ -67,25 +67,25 @@ def worker(machine: Machine, folder: Path, what: str, family: str, extra: str, s
 
 
 def host_reads(machine: Machine, folder: Path, *, family: str, extra: str) -> Shown:
-    """Show where the host waits in steps 2 and 3, of four micro-batches each."""
-    seen = worker(machine, folder, "reads", family, f"{extra} --gas 4", STEP_SIZES + STEP_LENGTHS[family])
-    return judge_reads(seen), {"places": seen["found"]}
+    """Report where the host waits in steps 2 and 3, of four micro-batches each."""
+    result = worker(machine, folder, "reads", family, f"{extra} --gas 4", STEP_SIZES + STEP_LENGTHS[family])
+    return judge_reads(result), {"places": result["found"]}
 
 
 def judge_reads(seen: Mapping[str, Any]) -> str:
-    """Say where the host waits: once a step, and so never in a micro-batch.
+    """Check that the host waits once a step, and therefore never in a micro-batch.
 
     Args:
-        seen: what ``workers.py`` has found.
+        seen: results of ``workers.py``.
 
     Raises:
-        AssertionError: it waits elsewhere, or more than once a step, or a wait would not be noticed.
+        AssertionError: it waits elsewhere, or more than once a step, or a wait would not be detected.
     """
     assert seen["is_noticed"], "a wait that was planted is not noticed: the watch sees nothing"
-    places = {place: count / seen["steps"] for place, count in seen["found"].items()}
-    others = {place: count for place, count in places.items() if not place.endswith(f" in {ONCE}")}
-    assert not others, f"the host waits in each step for {_format_counts(others)}"
-    assert sum(places.values()) == 1, f"the host reads {sum(places.values()):g} times a step, not once"
+    counts = {place: count / seen["steps"] for place, count in seen["found"].items()}
+    unexpected = {place: count for place, count in counts.items() if not place.endswith(f" in {ONCE}")}
+    assert not unexpected, f"the host waits in each step for {_format_counts(unexpected)}"
+    assert sum(counts.values()) == 1, f"the host reads {sum(counts.values()):g} times a step, not once"
     return f"one wait a step, in {ONCE}, none in its 4 micro-batches"
 
 
@@ -94,18 +94,18 @@ def _format_counts(places: Mapping[str, float]) -> str:
 
 
 def memory_retry(machine: Machine, folder: Path) -> Shown:
-    """Show that a step whose allocation fails at first goes on to the same losses."""
+    """Check that a step whose allocation fails at first continues with the same losses."""
     needs_gpu(machine, "torch's allocator keeps freed memory of a GPU alone")
     extra = "--bf16 --deterministic"
-    eased, pressed = (worker(machine, folder, what, "gpt2", extra, PRESSED_SIZES) for what in ("ease", "pressure"))
+    eased, pressed = (worker(machine, folder, mode, "gpt2", extra, PRESSED_SIZES) for mode in ("ease", "pressure"))
     return judge_retry(eased, pressed), {name: pressed[name] for name in ("retries", "peak", "limit")}
 
 
 def judge_retry(eased: Mapping[str, Any], pressed: Mapping[str, Any]) -> str:
-    """Say how often the allocator freed what it kept and tried again.
+    """Check that the allocator freed cached memory and retried; return the number of retries as text.
 
     Raises:
-        AssertionError: it never did, or the losses are not those of a run with memory to spare.
+        AssertionError: there was no retry, or the losses differ from those of a run with sufficient memory.
     """
     assert pressed["retries"] > 0, f"no allocation was tried again: peak {pressed['peak']}, limit {pressed['limit']}"
     assert not eased["retries"], "the run with memory to spare tried allocations again"
@@ -120,15 +120,15 @@ def needs_gpu(machine: Machine, why: str) -> None:
 
 
 def of_two_ranks(machine: Machine) -> str:
-    """Return the backend by which two ranks of this machine talk: NCCL where each has a GPU of its own."""
+    """Return the backend for two ranks on this machine: NCCL if each has its own GPU."""
     return "nccl" if machine.kind == "cuda" and machine.num_devices > 1 else "gloo"
 
 
 def pause_in_pipeline(machine: Machine, folder: Path, *, schedule: str) -> Shown:
-    """Show that layers which wait for the whole device do not stop a pipeline, nor does CUDA_LAUNCH_BLOCKING."""
+    """Check that layers that wait for the whole device do not block a pipeline, nor does CUDA_LAUNCH_BLOCKING."""
     backend = of_two_ranks(machine)
     if backend == "gloo" and machine.kind == "cuda":
-        backend = "host_copies"  # gloo by way of the host, as --distributed-backend gloo has it
+        backend = "host_copies"  # gloo through the host, as with --distributed-backend gloo
 
     def losses(kind: str, env: Mapping[str, str]) -> list[str]:
         file = folder / f"{kind}-{len(env)}.json"
@@ -136,27 +136,29 @@ def pause_in_pipeline(machine: Machine, folder: Path, *, schedule: str) -> Shown
         python(machine, "-m", "torch.distributed.run", *words, env=env).check()
         return json.loads(file.read_text())
 
-    seen = {"plain": losses("plain", {}), "paused": losses("pause", {})}
+    losses_by_run = {"plain": losses("plain", {}), "paused": losses("pause", {})}
     if machine.kind == "cuda":
-        seen["blocking"] = losses("plain", {"CUDA_LAUNCH_BLOCKING": "1"})
-    return f"{judge_equal(seen)}; over {backend}", {}
+        losses_by_run["blocking"] = losses("plain", {"CUDA_LAUNCH_BLOCKING": "1"})
+    return f"{judge_equal(losses_by_run)}; over {backend}", {}
 
 
 def judge_equal(seen: Mapping[str, Sequence[str]]) -> str:
-    """Say that all have the same losses, as hexadecimal numbers.
+    """Check that all runs have the same losses, as hexadecimal numbers.
 
     Raises:
-        AssertionError: one differs from the first; or they do not move, so that nothing was trained.
+        AssertionError: a run differs from the first; or the losses do not change, so that nothing was trained.
     """
-    (first, wanted), *others = seen.items()
-    assert len(set(wanted)) == len(wanted) > 0, f"the losses of {first} must change from step to step, got {wanted}"
-    for name, losses in others:
-        assert losses == wanted, f"{name}: losses {losses}, {first}: {wanted}"
-    return f"{', '.join(seen)}: losses of {len(wanted)} steps equal to the bit"
+    (first, expected), *other_runs = seen.items()
+    assert len(set(expected)) == len(expected) > 0, (
+        f"the losses of {first} must change from step to step, got {expected}"
+    )
+    for name, losses in other_runs:
+        assert losses == expected, f"{name}: losses {losses}, {first}: {expected}"
+    return f"{', '.join(seen)}: losses of {len(expected)} steps equal to the bit"
 
 
 def launch_blocking(machine: Machine, folder: Path) -> Shown:
-    """Show that a run with CUDA_LAUNCH_BLOCKING=1 has the losses of one without."""
+    """Check that a run with CUDA_LAUNCH_BLOCKING=1 has the same losses as one without."""
     needs_gpu(machine, "a CPU launches nothing")
     extra = "--bf16 --deterministic"
     plain = train(machine, "gpt2", folder / "plain", extra)
@@ -165,22 +167,22 @@ def launch_blocking(machine: Machine, folder: Path) -> Shown:
 
 
 def too_large(machine: Machine, folder: Path) -> Shown:
-    """Show how a run ends whose batch does not fit."""
+    """Check the end of a run whose batch does not fit."""
     needs_gpu(machine, "a batch for all memory of the host would bring the host down")
     per_token = 34 * WIDE * DEEP  # bytes that the backward of each layer needs, in 16 bits
     batch = math.ceil(1.5 * machine.memory_bytes / per_token / LONG)
     sizes = f"--num-layers {DEEP} --hidden-size {WIDE} --num-attention-heads 16 --seq-length {LONG}"
-    done = start(
+    process = start(
         machine, "gpt2", folder / "run", f"--bf16 {sizes} --batch-size {batch} --gas 1 --train-iters 2 --warmup 0"
     )
-    return judge_out_of_memory(done), {"batch_size": batch, "seconds": done.seconds}
+    return judge_out_of_memory(process), {"batch_size": batch, "seconds": process.seconds}
 
 
 def judge_out_of_memory(done: Done) -> str:
-    """Say how the run ended.
+    """Check how the run ended.
 
     Raises:
-        AssertionError: with another code than 1, or without the bytes, the step, the micro-batch or the advice.
+        AssertionError: its code is not 1, or the bytes, the step, the micro-batch or the advice is missing.
     """
     done.check(1)
     line = the_line(done, "out of memory")
@@ -193,7 +195,7 @@ def judge_out_of_memory(done: Done) -> str:
 
 
 def the_line(done: Done, sign: str) -> str:
-    """Return the first line of what was written that has ``sign`` in it.
+    """Return the first line of the output that contains ``sign``.
 
     Raises:
         AssertionError: there is none.
@@ -204,7 +206,7 @@ def the_line(done: Done, sign: str) -> str:
 
 
 def launched(machine: Machine, number: int, words: Sequence[str], *, log: Path | None = None) -> Any:
-    """Run ``words`` in so many ranks by our launcher: to their end, or with a ``log`` beside what follows."""
+    """Run ``words`` in ``number`` ranks under our launcher: to their end, or, with a ``log``, in the background."""
     all_words = ["-m", "megatron.launch", "--nproc-per-node", str(number), *words]
     if log is None:
         return python(machine, *all_words)
@@ -212,18 +214,18 @@ def launched(machine: Machine, number: int, words: Sequence[str], *, log: Path |
 
 
 def one_gpu_for_two(machine: Machine, folder: Path) -> Shown:
-    """Show how two ranks that take the same GPU under NCCL are refused."""
+    """Check that two ranks that use the same GPU under NCCL are rejected."""
     needs_gpu(machine, "NCCL needs GPUs")
     run = flags(machine, "gpt2", folder / "run", "--bf16")
-    done = launched(machine, 2, [WORKERS, "one-gpu", *run])
-    return judge_shared(done), {"seconds": done.seconds}
+    process = launched(machine, 2, [WORKERS, "one-gpu", *run])
+    return judge_shared(process), {"seconds": process.seconds}
 
 
 def judge_shared(done: Done) -> str:
-    """Say how two ranks on one GPU were refused.
+    """Check that two ranks on one GPU were rejected.
 
     Raises:
-        AssertionError: with another code than 2, without both ranks and the device, or late.
+        AssertionError: the code is not 2, a rank or the device is not named, or it took too long.
     """
     done.check(2)
     the_line(done, "each rank must have a GPU of its own")
@@ -234,19 +236,19 @@ def judge_shared(done: Done) -> str:
 
 
 def no_such_device(machine: Machine, folder: Path) -> Shown:
-    """Show how a rank is refused that has no device."""
+    """Check that a rank without a device is rejected."""
     needs_gpu(machine, "a CPU has no numbers")
     env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": str(machine.num_devices)}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
-    done = start(machine, "gpt2", folder / "run", "--bf16", env=env)
-    return judge_no_device(done, machine.num_devices), {"seconds": done.seconds}
+    process = start(machine, "gpt2", folder / "run", "--bf16", env=env)
+    return judge_no_device(process, machine.num_devices), {"seconds": process.seconds}
 
 
 def judge_no_device(done: Done, number: int) -> str:
-    """Say how a rank beyond ``number`` devices was refused.
+    """Check that a rank beyond ``number`` devices was rejected.
 
     Raises:
-        AssertionError: with another code than 2, without the numbers, or late.
+        AssertionError: the code is not 2, the numbers are missing, or it took too long.
     """
     done.check(2)
     line = the_line(done, "LOCAL_RANK must be below")
@@ -256,25 +258,25 @@ def judge_no_device(done: Done, number: int) -> str:
 
 
 def killed_rank(machine: Machine, folder: Path) -> Shown:
-    """Show that a job ends when one of its ranks is killed in mid-run."""
+    """Check that a job ends when one of its ranks is killed during the run."""
     run, backend = folder / "run", of_two_ranks(machine)
     run.mkdir()
     extra = f"--distributed-backend {backend} --train-iters 5000 {'--bf16' if machine.kind == 'cuda' else '--fp32'}"
-    what = ["nan@0"] if backend == "nccl" or machine.kind == "cpu" else ["one-gpu"]
-    words = [WORKERS, *what, *flags(machine, "gpt2", run, extra)]
+    fault = ["nan@0"] if backend == "nccl" or machine.kind == "cpu" else ["one-gpu"]
+    words = [WORKERS, *fault, *flags(machine, "gpt2", run, extra)]
     live = launched(machine, 2, words, log=folder / "log")
     try:
         live.wait_until(lambda: last_step(run) >= 3, "step 3")
         os.kill(rank_of(live.process.pid, 1), signal.SIGKILL)
-        at = time.monotonic()
+        killed_at = time.monotonic()
         code = live.finish(4 * DEATH_S)
-        return judge_death(code, time.monotonic() - at, live.text), {"seconds": time.monotonic() - at}
+        return judge_death(code, time.monotonic() - killed_at, live.text), {"seconds": time.monotonic() - killed_at}
     finally:
         live.close()
 
 
 def rank_of(launcher: int, rank: int) -> int:
-    """Return the process of this rank among the launcher's children.
+    """Return the process id of a rank among the launcher's children.
 
     Raises:
         AssertionError: there is none.
@@ -286,10 +288,10 @@ def rank_of(launcher: int, rank: int) -> int:
 
 
 def judge_death(code: int, seconds: float, text: str) -> str:
-    """Say how a job ended whose rank 1 was killed.
+    """Check how a job ended whose rank 1 was killed.
 
     Raises:
-        AssertionError: with another code than 4, late, or without naming the rank.
+        AssertionError: the code is not 4, it took too long, or the rank is not named.
     """
     assert code == 4, f"ended with code {code}, not 4: {text[-900:]}"
     assert seconds <= DEATH_S, f"the others ended only after {seconds:.1f} s"
@@ -298,19 +300,19 @@ def judge_death(code: int, seconds: float, text: str) -> str:
 
 
 def spoiled(machine: Machine, folder: Path, *, guard: str) -> Shown:
-    """Show what becomes of a loss that is no number."""
+    """Check the effect of a loss that is not finite."""
     run = folder / "run"
     extra = f"{'--bf16' if machine.kind == 'cuda' else '--fp32'} --stability-guard {guard}"
     words = [WORKERS, f"nan@{SPOILED}", *flags(machine, "gpt2", run, extra)]
-    done = python(machine, *words)
-    return (judge_ended if guard == "off" else judge_skipped)(done, read_run(run)), {"seconds": done.seconds}
+    process = python(machine, *words)
+    return (judge_ended if guard == "off" else judge_skipped)(process, read_run(run)), {"seconds": process.seconds}
 
 
 def judge_ended(done: Done, run: Run) -> str:
-    """Say how a run ended at its step ``SPOILED``.
+    """Check that a run ended at step ``SPOILED``.
 
     Raises:
-        AssertionError: with another code than 5, elsewhere, or without naming step and micro-batch.
+        AssertionError: the code is not 5, it ended elsewhere, or step and micro-batch are not named.
     """
     done.check(5)
     line = the_line(done, f"step {SPOILED} ")
@@ -320,21 +322,21 @@ def judge_ended(done: Done, run: Run) -> str:
 
 
 def judge_skipped(done: Done, run: Run) -> str:
-    """Say how a run went on behind its step ``SPOILED``.
+    """Check that a run continued after step ``SPOILED``.
 
     Raises:
         AssertionError: it did not reach its end, or another step has no loss.
     """
     done.check()
     assert run.steps == (*range(1, STEPS + 1),), f"{len(run.steps)} steps were recorded, not {STEPS}"
-    bad = [step for step, loss in zip(run.steps, run.losses, strict=True) if not math.isfinite(loss)]
-    assert bad == [SPOILED], f"the steps {bad} have no loss, not {SPOILED} alone"
+    non_finite_steps = [step for step, loss in zip(run.steps, run.losses, strict=True) if not math.isfinite(loss)]
+    assert non_finite_steps == [SPOILED], f"the steps {non_finite_steps} have no loss, not {SPOILED} alone"
     assert run.losses[-1] < run.losses[0], "the loss must fall behind the step that was left out"
     return f"step {SPOILED} left out, {STEPS} steps done, {run.losses[0]:.3f} to {run.losses[-1]:.3f}"
 
 
 def cases(machine: Machine) -> Sequence[Case]:
-    """Return the cases, the most telling first."""
+    """Return the cases, the most important first."""
     usual = limit_s(machine)
     number_format = "--bf16" if machine.kind == "cuda" else "--fp32"
     watched = [("gpt2", number_format), ("t5", f"{number_format} --checkpoint-activations")]

@@ -1,6 +1,6 @@
-"""What a part is: named cases, run one or several at a time within a time budget, each ending in a verdict.
+"""Parts of the GPU benchmark: named cases that run one or several at a time within a time budget and end in a verdict.
 
-The verdicts are kept in one JSON file, so that a second start goes on: ``gpu-<device>-<date>.json``:
+The verdicts are saved in one JSON file, ``gpu-<device>-<date>.json``, so that a second start can continue:
 
     {"device": "NVIDIA H200", "kind": "cuda", "date": "2026-11-24", "commit": "...", "versions": {...}, "is_dry": false,
      "parts": {"train": {"seconds": 61.2, "cases": {"gpt2 bf16": {"status": "passed", "text": "...", "figures": {...},
@@ -27,16 +27,17 @@ from typing import IO, Any
 
 PASSED, FAILED, SKIPPED, NOT_RUN = "passed", "failed", "skipped", "not run"
 FINAL = (PASSED, FAILED, SKIPPED)
-"""What a second start does not repeat."""
+"""Verdicts that a second start does not repeat."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a case has shown.
+    """The result of a case.
 
     Args:
-        status: PASSED, FAILED, SKIPPED (cannot be done on this machine, the text says why) or NOT_RUN (no time left).
-        text: one line: what was seen, and against what.
+        status: PASSED, FAILED, SKIPPED (not possible on this machine; the text has the reason) or NOT_RUN (no time
+            left).
+        text: one line with the observation and the requirement.
         figures: numbers for tables, as JSON values.
     """
 
@@ -47,7 +48,7 @@ class Verdict:
 
 
 class Results:
-    """The verdicts of all parts so far, in the file ``path``, which is written anew after each."""
+    """The verdicts of all parts so far, in the file ``path``, which is rewritten after each verdict."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path = path
@@ -55,58 +56,57 @@ class Results:
 
     @classmethod
     def begin_or_go_on(cls, folder: Path, about: Mapping[str, Any]) -> Results:
-        """Return the newest results in ``folder`` of the same device, commit and size, else new ones."""
+        """Return the newest results in ``folder`` of the same device, type, commit and size, otherwise new results."""
         folder.mkdir(parents=True, exist_ok=True)
-        same = ("device", "kind", "commit", "is_dry")
+        compared_keys = ("device", "kind", "commit", "is_dry")
         for path in sorted(folder.glob("gpu-*.json"), reverse=True):
             content = json.loads(path.read_text(encoding="utf-8"))
-            if all(content.get(key) == about[key] for key in same):
+            if all(content.get(key) == about[key] for key in compared_keys):
                 results = cls(path, about)
                 results.content = content
                 return results
         device = re.sub(r"[^a-z0-9]+", "-", about["device"].lower()).strip("-")
         stem = f"gpu-{device}-{about['date']}"
-        number = sum(1 for _ in folder.glob(f"{stem}*.json"))
-        return cls(folder / (f"{stem}.json" if not number else f"{stem}-{number + 1}.json"), about)
+        num_files = sum(1 for _ in folder.glob(f"{stem}*.json"))
+        return cls(folder / (f"{stem}.json" if not num_files else f"{stem}-{num_files + 1}.json"), about)
 
     def add(self, part: str, case: str, verdict: Verdict) -> None:
-        """Keep a verdict, in place of an earlier one of the case."""
+        """Store a verdict, replacing an earlier one of the case."""
         self._part(part)["cases"][case] = asdict(verdict)
         self.save()
 
     def add_seconds(self, part: str, seconds: float) -> None:
-        """Note that a part took ``seconds`` more."""
+        """Add ``seconds`` to the time of a part."""
         self._part(part)["seconds"] = round(self._part(part)["seconds"] + seconds, 1)
         self.save()
 
     def of(self, part: str) -> dict[str, Verdict]:
         """Return the verdicts of a part by case."""
-        return {name: Verdict(**one) for name, one in self._part(part)["cases"].items()}
+        return {name: Verdict(**verdict) for name, verdict in self._part(part)["cases"].items()}
 
     def save(self) -> None:
-        """Write the file; what was there before stays until the new one is whole."""
-        beside = self.path.with_suffix(".tmp")
-        beside.write_text(json.dumps(self.content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(beside, self.path)
+        """Write the file atomically: the previous version remains until the new one is complete."""
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(temporary, self.path)
 
     def _part(self, name: str) -> dict[str, Any]:
         return self.content["parts"].setdefault(name, {"seconds": 0.0, "cases": {}})
 
 
 class Skip(Exception):
-    """A case cannot be done on this machine; the text says why."""
+    """A case cannot run on this machine; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to be shown.
+    """A single check.
 
     Args:
-        run: gets the machine and an empty folder of its own; returns one line of text and figures. Raises
-            AssertionError where what it saw is wrong, ``Skip`` where the machine lacks something, anything else
-            where it broke.
-        limit_s: commands of the case are ended after so long.
-        alone: no other case runs beside it (its times or its memory count).
+        run: called with the machine and an empty folder; returns one line of text and figures. It raises AssertionError
+            if the result is wrong, ``Skip`` if the machine lacks something, and any other error if the case broke.
+        limit_s: seconds after which commands of the case are killed.
+        alone: run exclusively, because time or memory is measured.
     """
 
     name: str
@@ -117,14 +117,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Part:
-    """Cases that belong together, the most telling first.
+    """Related cases, the most important first.
 
     Args:
-        cases: makes them for a machine.
-        budget_s: after so much time all is ended, and in the last eighth of it no case begins; more where the parts
-            before have left some.
-        at_once: cases that may run side by side.
-        is_always: its cases run at each start, for they show what the others have found.
+        cases: function that creates the cases for a machine.
+        budget_s: seconds after which all commands are killed; in its last eighth no case starts. It may be larger if
+            earlier parts left time.
+        at_once: number of cases that may run at the same time.
+        is_always: run its cases at each start, because they present the results of the other parts.
     """
 
     name: str
@@ -137,14 +137,14 @@ class Part:
 
 @dataclass
 class Machine:
-    """The device under test, and what cases share.
+    """The device under test, and the state shared by cases.
 
     Args:
-        kind: "cuda", or "cpu" in the dry form.
-        is_dry: toy sizes, to show that the program works; the figures mean nothing.
+        kind: "cuda", or "cpu" in a dry run.
+        is_dry: toy sizes to test the benchmark itself; the figures have no meaning.
         work: folder for the files of cases.
         out: folder of the JSON file and the tables.
-        end: on ``time.monotonic()``, when all commands must have ended.
+        end: time on ``time.monotonic()`` by which all commands must have ended.
     """
 
     kind: str
@@ -162,7 +162,7 @@ class Machine:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def once(self, key: str, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` returned when it was first called for ``key``; a second caller waits for the first."""
+        """Return the result of the first call of ``make`` for ``key``; a second caller waits for the first."""
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:
@@ -183,32 +183,32 @@ def run_part(
     """Run the cases of a part that have no final verdict yet, and print a line for each.
 
     Args:
-        again: final verdicts that are repeated, too.
-        only: run only cases whose names contain this, and those that are run at each start.
+        again: final verdicts whose cases are repeated.
+        only: run only cases whose names contain this text, and those that run at each start.
     """
     start, known = time.monotonic(), results.of(part.name)
     cases = [case for case in part.cases(machine) if part.is_always or only in case.name]
-    kept = () if part.is_always else [status for status in FINAL if status not in again]
-    to_do = [case for case in cases if case.name not in known or known[case.name].status not in kept]
+    final = () if part.is_always else [status for status in FINAL if status not in again]
+    to_do = [case for case in cases if case.name not in known or known[case.name].status not in final]
     say(f"== {part.name}: {part.about} ({len(to_do)} of {len(cases)} cases to run)")
-    window = (start + part.budget_s * (1 - _NONE_BEGINS), start + part.budget_s)
+    start_window = (start + part.budget_s * (1 - _NONE_BEGINS), start + part.budget_s)
     gate = _Gate()
 
     def take(case: Case) -> None:
         with gate.alone() if case.alone else gate.beside():
-            verdict = _judge(case, machine, part, *window)
+            verdict = _judge(case, machine, part, *start_window)
         with gate.printing:
             results.add(part.name, case.name, verdict)
             say(f"{verdict.status:8} {part.name}: {case.name} ({verdict.seconds:.1f} s): {verdict.text}")
 
     with ThreadPoolExecutor(part.at_once) as pool:
-        for done in [pool.submit(take, case) for case in to_do]:
-            done.result()
+        for future in [pool.submit(take, case) for case in to_do]:
+            future.result()
     results.add_seconds(part.name, time.monotonic() - start)
 
 
 def _judge(case: Case, machine: Machine, part: Part, latest: float, end: float) -> Verdict:
-    """Run a case that may begin until ``latest``, and whose commands end at ``end``."""
+    """Run a case that may start until ``latest`` and whose commands must end by ``end``."""
     start = time.monotonic()
     if start >= latest:
         return Verdict(NOT_RUN, f"the part's {part.budget_s:.0f} s were over; a second start goes on here")
@@ -226,24 +226,24 @@ def _judge(case: Case, machine: Machine, part: Part, latest: float, end: float) 
         (folder / "traceback").write_text(traceback.format_exc(), encoding="utf-8")
         verdict = Verdict(FAILED, _line(f"{type(error).__name__}: {error}"))
     now = time.monotonic()
-    if verdict.status == FAILED and end < own_end and now >= end:  # it may have failed for lack of time alone
+    if verdict.status == FAILED and end < own_end and now >= end:  # it may have failed only for lack of time
         why = f"cut off when the part's {part.budget_s:.0f} s were over; a second start repeats it: {verdict.text}"
         verdict = Verdict(NOT_RUN, why)
     return replace(verdict, seconds=round(now - start, 2))
 
 
 _NONE_BEGINS = 1 / 8
-"""Of a part's time, the last: what began then would be cut off."""
+"""Last fraction of a part's time in which no case starts, because it could not finish."""
 
 
 def _line(text: str) -> str:
-    """Return ``text`` as one line of at most 1,500 characters, its end kept."""
+    """Return ``text`` as one line of at most 1,500 characters; the end is kept if it is longer."""
     line = " | ".join(part.strip() for part in text.splitlines() if part.strip())
     return line if len(line) <= 1500 else "... " + line[-1500:]
 
 
 class _Gate:
-    """Lets cases run beside each other, or one alone."""
+    """Lock for cases that run concurrently or exclusively."""
 
     def __init__(self) -> None:
         self._condition, self._inside, self._is_closed = threading.Condition(), 0, False
@@ -275,7 +275,7 @@ class _Gate:
                 self._condition.notify_all()
 
 
-# Commands of cases: training scripts and tools in processes of their own, ended in time, with what they wrote.
+# Commands of cases: training scripts and tools in separate processes with a time limit and captured output.
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMED_OUT = -1
@@ -284,8 +284,10 @@ _TIED = (
     f"import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {signal.SIGKILL:d}, 0, 0, 0); "  # PR_SET_PDEATHSIG
     "os.execvp(sys.argv[1], sys.argv[1:])"
 )
-"""Becomes the command that follows, which dies with the thread that started it. A program with threads and a GPU should
-not fork to say so itself."""
+"""Program that becomes the following command, which then dies with the thread that started it.
+
+A program with threads and a GPU must not fork in order to set this itself.
+"""
 
 
 @dataclass(frozen=True)
@@ -293,8 +295,8 @@ class Done:
     """A command that has ended.
 
     Args:
-        code: exit code; TIMED_OUT where it had to be ended.
-        text: what it wrote, standard error included.
+        code: exit code; TIMED_OUT if it was killed after the limit.
+        text: its output, including stderr.
     """
 
     code: int
@@ -302,10 +304,10 @@ class Done:
     seconds: float
 
     def check(self, code: int = 0) -> Done:
-        """Return itself.
+        """Return this object if the command ended with ``code``.
 
         Raises:
-            AssertionError: it ended with another code; with its last lines.
+            AssertionError: it ended with another code; the message has its last lines.
         """
         if self.code != code:
             ended = "did not end in time" if self.code == TIMED_OUT else f"ended with code {self.code}, not {code}"
@@ -314,7 +316,7 @@ class Done:
 
 
 def environment(machine: Machine, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a command: no rank variables of another job, the project first on the path."""
+    """Return the environment of a command, without another job's rank variables and with the project in the path."""
     left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -327,9 +329,9 @@ def environment(machine: Machine, more: Mapping[str, str] | None = None) -> dict
 def started(
     machine: Machine, words: Sequence[str], output: int | IO[str], env: Mapping[str, str] | None, cwd: Path = ROOT
 ) -> subprocess.Popen[str]:
-    """Start ``words`` in a process group of their own, which a signal can end as a whole.
+    """Start ``words`` in a separate process group, which a signal can end as a whole.
 
-    They die with the thread that starts them, so that a program which is killed leaves nothing on the device.
+    The processes die with the thread that starts them, so that a killed benchmark leaves nothing on the device.
     """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _TIED, *words],
@@ -344,7 +346,7 @@ def started(
 
 
 def command(machine: Machine, words: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Done:
-    """Run ``words`` until they end or the case's time is over; nothing of them is left then."""
+    """Run ``words`` until they end or the case's time is over; no process is left afterwards."""
     start = time.monotonic()
     process = started(machine, words, subprocess.PIPE, env, cwd)
     try:

@@ -1,4 +1,4 @@
-"""Write results of a GPU into the pages.
+"""Write GPU results into the pages.
 
     python -m benchmarks.gpu.publish runs/gpu/gpu-nvidia-h200-2026-11-24.json
     python -m benchmarks.gpu.publish                 # rewrite the pages from the results in the repository
@@ -106,7 +106,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def block(name: str, results: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text between the markers of a page; the newest results of each device have a table of speeds."""
+    """Return the text between the markers of a page; the newest results of each device include a table of speeds."""
     nothing, explanation = PAGES[name]
     if not results:
         return nothing
@@ -138,7 +138,7 @@ def with_block(text: str, new: str) -> str:
 
 
 def problem_of(path: Path) -> str | None:
-    """Return why a file has no results of a GPU, None if it has."""
+    """Return the reason why a file has no GPU results; None if it has."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["is_dry"] or content["kind"] != "cuda":

@@ -1,29 +1,29 @@
-"""How fast a step is and what it holds: ours beside Hugging Face's model and a plain loop, in the same run.
+"""Speed and memory of a step: ours, Hugging Face's model and a plain loop in the same run.
 
-Each case is one run of ``benchmarks/step_time.py`` (dropout 0, bf16), whose contenders take turns and hold their
-memory at once. Where they do not all find room, the batch gets smaller, then contenders are left out from the end, then
-the model is a smaller slice; at last the case is skipped. Figures of a case:
+Each case is one run of ``benchmarks/step_time.py`` (dropout 0, bf16), whose contenders take turns and are in memory at
+the same time. If they do not fit, first the batch is reduced, then contenders are removed from the end, then the model
+is reduced to a smaller slice; otherwise the case is skipped. Figures of a case:
 
-| key | what it is |
+| key | meaning |
 |---|---|
-| title, family, seq_length, batch_size, sizes, parameters | the model as it was run; ``sizes`` makes it anew |
-| product_flops, sheet_flops | FLOP/s of the matrix products of this run, and of the data sheet (None: not known) |
-| expected_bytes | what all contenders were expected to hold together |
+| title, family, seq_length, batch_size, sizes, parameters | the model of the run; ``sizes`` reconstructs it |
+| product_flops, sheet_flops | FLOP/s of the matrix products of this run, and of the data sheet (None: unknown) |
+| expected_bytes | expected memory of all contenders together |
 | contenders | name -> the row below |
-| kernels, kernels_ms | of one step of ours: name, ms, share, count of the ten longest; ms of all |
-| attention | what torch chose for each shape: kernel, query, key, dtype, has_mask, calls |
-| attention_kernels | names of the kernels that the profiler saw for it |
+| kernels, kernels_ms | of one step of ours: name, ms, share, count of the ten slowest; ms of all |
+| attention | torch's choice for each shape: kernel, query, key, dtype, has_mask, calls |
+| attention_kernels | names of the attention kernels in the profile |
 | look_error | why there is no profile, else None |
 
-| key of a contender | what it is |
+| key of a contender | meaning |
 |---|---|
 | ms, ms_quartiles, tokens_per_s | of a step: median over rounds; quartiles |
-| mfu, mfu_whole, mfu_sheet | over the products, with half of causal attention counted, or all; over the data sheet |
-| allocated_bytes, reserved_bytes | the most that tensors had, and that the allocator had |
+| mfu, mfu_whole, mfu_sheet | relative to the products, counting half of causal attention or all; to the data sheet |
+| allocated_bytes, reserved_bytes | peak memory of tensors, and of the allocator |
 | compile_s, last_loss | |
-| speed_of_ours | of others: how many times as fast ours is, by the median of rounds |
-| estimated_bytes, memory_ratio | of ours: what --dry-run says, and that over allocated_bytes |
-| planner_ms, planner_ratio | of ours: what the planner says of this GPU's data sheet, and that over ms |
+| speed_of_ours | for other contenders: speed of ours relative to theirs, the median over rounds |
+| estimated_bytes, memory_ratio | for ours: estimate of --dry-run, and its ratio to allocated_bytes |
+| planner_ms, planner_ratio | for ours: the planner's estimate from the GPU's data sheet, and its ratio to ms |
 
 Case "planner" calibrates the device as tools/plan.py does: ``machine``, ``seconds``, and ``planned``, case ->
 contender -> ``planner_ms``, ``ms``, ``planner_ratio``.
@@ -56,12 +56,13 @@ from megatron.training.estimates import stage_memory
 OURS, COMPILED, HF, PLAIN = "ours", "ours-compiled", "hf", "plain"
 GIB = 2**30
 OF_A_PROCESS = 0.7 * GIB
-"""Of each contender's process: the driver's context and the libraries' work space."""
+"""Bytes of each contender's process for the driver's context and the libraries' workspaces."""
 USABLE, MARGIN = 0.94, 1.1
-"""Share of the device that processes may fill, and what the allocator adds to ours."""
+"""Share of the device that processes may fill, and the allocator's overhead for ours."""
 WRITTEN_OUT, LOGIT_BYTES, WEIGHT_BYTES = 2.5, 16, 18
-"""Of other people's step under autocast: activations over ours (norms and GELU in fp32, written out), bytes of a logit
-(16-bit and fp32, their softmax, both gradients), bytes of a parameter (fp32 with AdamW, and the copy in 16 bits)."""
+"""Memory of other contenders' steps under autocast: activations relative to ours (norms and GELU materialized in fp32);
+bytes of a logit (16-bit and fp32, their softmax, both gradients); bytes of a parameter (fp32 with AdamW, 16-bit copy).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +70,13 @@ class Model:
     """One case of the part.
 
     Args:
-        name: of the case: model and sequence length.
-        title: of the model, in tables.
-        slices: its sizes, the largest first; more than one where only a part of the model is meant to fit.
-        contenders: the first is always ours.
+        name: name of the case: model and sequence length.
+        title: name of the model, in tables.
+        slices: its sizes, the largest first; more than one if only a part of the model is meant to fit.
+        contenders: names of contenders; the first is always ours.
         batches: sequences in a step, the largest first.
-        steps: in a turn.
-        has_look: one more step of ours is taken under the profiler.
+        steps: steps in a turn.
+        has_look: profile one more step of ours.
     """
 
     name: str
@@ -91,7 +92,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What of a model is run: sizes, sequences in a step, contenders, bytes that they are expected to hold together."""
+    """The configuration of a run that fits: sizes, sequences per step, contenders, and expected bytes in total."""
 
     sizes: Sizes
     batch_size: int
@@ -100,19 +101,19 @@ class Fitted:
 
 
 def gpt2(layers: int, hidden: int, heads: int, length: int) -> tuple[Sizes, ...]:
-    """Return the sizes of a GPT-2 with its vocabulary, padded to a multiple of 64 as everybody has it."""
+    """Return the sizes of a GPT-2 with its vocabulary, padded to a multiple of 64 as is common."""
     return (
         GPTSizes(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=50304, seq_length=length),
     )
 
 
 def t5_base(length: int) -> tuple[Sizes, ...]:
-    """Return the sizes of T5-base with inputs of so many tokens."""
+    """Return the sizes of T5-base with inputs of ``length`` tokens."""
     return (T5Sizes(num_layers=12, hidden_size=768, num_attention_heads=12, enc_seq_length=length),)
 
 
 def llama_7b(length: int) -> tuple[Sizes, ...]:
-    """Return 5 and 2 layers of LLaMA 7B with its width, vocabulary and head."""
+    """Return the sizes of 5 and 2 layers of LLaMA 7B with its width, vocabulary and head."""
     slices = (replace(LARGE["llama"], num_layers=layers, seq_length=length) for layers in (5, 2))
     return tuple(slices)
 
@@ -159,7 +160,7 @@ MODELS = (
         batches=(8, 4, 2, 1), steps=3,
     ),
 )  # fmt: skip
-"""The most telling first."""
+"""Models of all cases, the most important first."""
 
 _TOY = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512}
 TOYS: Mapping[str, tuple[Sizes, str]] = {
@@ -168,11 +169,11 @@ TOYS: Mapping[str, tuple[Sizes, str]] = {
     "gpt2 125m s1024": (GPTSizes(**_TOY, seq_length=32), PLAIN),
     "llama 7b slice s2048": (LlamaSizes(**_TOY, seq_length=32, ff_hidden_size=176), HF),
 }
-"""Case of the dry form -> its sizes and its one contender."""
+"""Case of the dry run -> its sizes and its only contender."""
 
 
 def models(*, is_dry: bool) -> Iterator[Model]:
-    """Yield the cases; of the dry form a few at toy sizes with a contender each."""
+    """Yield the cases; in a dry run, a few at toy sizes with one contender each."""
     for model in MODELS:
         if not is_dry:
             yield model
@@ -184,14 +185,14 @@ def models(*, is_dry: bool) -> Iterator[Model]:
 
 
 def config_for(sizes: Sizes, batch_size: int, kind: str, contender: str = OURS) -> Any:
-    """Return the configuration of a run of ours on that kind of device, in bf16; on a CPU in fp32."""
+    """Return the configuration of our run on that type of device, in bf16, or in fp32 on a CPU."""
     dtype = "fp32" if kind == "cpu" else "bf16"
     compiled = "--compile" if contender == COMPILED else ""
     return config_of(sizes, f"--batch-size {batch_size} --{dtype} --device {kind} --train-iters 1000 {compiled}")
 
 
 def estimated(sizes: Sizes, batch_size: int, kind: str, contender: str = OURS) -> Memory:
-    """Return what ``--dry-run`` says that ours holds."""
+    """Return the memory of our run as estimated by ``--dry-run``."""
     config = config_for(sizes, batch_size, kind, contender)
     bounds = registry.costs_of(config).stage_bounds(1)
     (memory,) = stage_memory(config, Topology(pipe=1, data=1, tensor=1), bounds, config.precision.dtype)
@@ -200,7 +201,7 @@ def estimated(sizes: Sizes, batch_size: int, kind: str, contender: str = OURS) -
 
 @cache
 def expected_bytes(sizes: Sizes, batch_size: int, contender: str) -> float:
-    """Return about how much of a GPU a contender's process takes."""
+    """Return the approximate GPU memory of a contender's process in bytes."""
     memory = estimated(sizes, batch_size, "cuda", contender)
     if contender in (OURS, COMPILED):
         return MARGIN * memory.total + OF_A_PROCESS
@@ -211,17 +212,17 @@ def expected_bytes(sizes: Sizes, batch_size: int, contender: str) -> float:
 
 
 def fitted(model: Model, memory_bytes: int, below: int | None = None) -> Fitted | None:
-    """Return what of ``model`` finds room in so many bytes, None for nothing.
+    """Return the configuration of ``model`` that fits in ``memory_bytes``; None if none fits.
 
     Args:
-        below: only batches of fewer sequences: with ``below`` there was no room after all.
+        below: only consider batches of fewer sequences, because a batch of ``below`` did not fit in practice.
     """
-    room = USABLE * memory_bytes - OF_A_PROCESS  # of the process that multiplies matrices
+    room = USABLE * memory_bytes - OF_A_PROCESS  # minus the process that multiplies matrices
     batches = [batch for batch in model.batches if below is None or batch < below]
     for sizes in model.slices:
-        for number in range(len(model.contenders), 0, -1):
+        for num_contenders in range(len(model.contenders), 0, -1):
             for batch in batches:
-                names = model.contenders[:number]
+                names = model.contenders[:num_contenders]
                 expected = sum(expected_bytes(sizes, batch, name) for name in names)
                 if expected <= room:
                     return Fitted(sizes, batch, names, int(expected))
@@ -230,39 +231,39 @@ def fitted(model: Model, memory_bytes: int, below: int | None = None) -> Fitted 
 
 PLANNER = "planner"
 PLANNED_AFTER = 5
-"""Cases ahead of the planner's, which it is compared with."""
+"""Number of cases before the planner's case, which is compared with them."""
 FAMILIES: Mapping[str, type[Sizes]] = {sizes.family: sizes for sizes in (GPTSizes, T5Sizes, LlamaSizes)}
 OUT_OF_MEMORY = "out of memory"
 
 
 def cases(machine: Machine) -> list[Case]:
-    """Return the cases, the most telling first."""
-    made = [
+    """Return the cases, the most important first."""
+    result = [
         Case(model.name, partial(measure, model), model.limit_s, alone=True) for model in models(is_dry=machine.is_dry)
     ]
-    made.insert(PLANNED_AFTER, Case(PLANNER, plan, limit_s=150.0, alone=True))
-    return made
+    result.insert(PLANNED_AFTER, Case(PLANNER, plan, limit_s=150.0, alone=True))
+    return result
 
 
 def measure(model: Model, machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Time one model; where its memory is not enough after all, again with fewer sequences."""
+    """Time one model; if its memory is not sufficient in practice, repeat with fewer sequences."""
     if machine.kind == "cuda":
         require_bf16()
     run = room_for(model, machine)
-    while (done := timed(model, run, machine, folder)).code and OUT_OF_MEMORY in done.text.lower():
+    while (process := timed(model, run, machine, folder)).code and OUT_OF_MEMORY in process.text.lower():
         smaller = fitted(model, machine.memory_bytes, below=run.batch_size)
         if smaller is None:
             break
         run = smaller
-    done.check()
-    told = json.loads((folder / "step_time.json").read_text(encoding="utf-8"))
-    figures = figures_of(model, run, told, machine)
+    process.check()
+    result = json.loads((folder / "step_time.json").read_text(encoding="utf-8"))
+    figures = figures_of(model, run, result, machine)
     check(figures, machine.kind)
     return line_of(figures), figures
 
 
 def require_bf16() -> None:
-    """Check that the GPU multiplies in bf16 itself.
+    """Check that the GPU supports bf16 products.
 
     Raises:
         Skip: it does not.
@@ -274,25 +275,25 @@ def require_bf16() -> None:
 
 
 def room_for(model: Model, machine: Machine) -> Fitted:
-    """Return what of ``model`` this machine has room for.
+    """Return the configuration of ``model`` that fits on this machine.
 
     Raises:
-        Skip: nothing.
+        Skip: nothing fits.
     """
     if machine.is_dry:
         return Fitted(model.slices[0], model.batches[0], model.contenders, 0)
-    found = fitted(model, machine.memory_bytes)
-    if found is None:
+    fitting = fitted(model, machine.memory_bytes)
+    if fitting is None:
         least = expected_bytes(model.slices[-1], model.batches[-1], OURS)
         raise Skip(
             f"needs about {least / GIB:.1f} GiB for {model.batches[-1]} sequence of "
             f"{model.slices[-1].tokens_per_sample} tokens, the device has {machine.memory_bytes / GIB:.1f} GiB"
         )
-    return found
+    return fitting
 
 
 def timed(model: Model, run: Fitted, machine: Machine, folder: Path) -> Done:
-    """Run the benchmark; its result lies in ``folder``."""
+    """Run the benchmark, which writes its result to ``folder``."""
     words = [word for name, size in vars(run.sizes).items() for word in ("--" + name.replace("_", "-"), str(size))]
     words += ["--model", run.sizes.family, "--batch-size", str(run.batch_size), "--contenders", *run.contenders]
     words += ["--steps", str(model.steps), "--rounds", str(model.rounds), "--device", machine.kind]
@@ -326,8 +327,8 @@ def figures_of(model: Model, run: Fitted, told: Mapping[str, Any], machine: Mach
 
 
 def row_of(name: str, row: Mapping[str, Any], run: Fitted, planned: Planned | None, kind: str) -> dict[str, Any]:
-    """Return the figures of one contender; ``planned`` is the machine as the planner knows it."""
-    found: dict[str, Any] = {
+    """Return the figures of one contender; ``planned`` is the planner's description of the machine."""
+    figures: dict[str, Any] = {
         "ms": row["ms_per_step"],
         "ms_quartiles": row["ms_quartiles"],
         "tokens_per_s": row["tokens_per_s"],
@@ -341,22 +342,22 @@ def row_of(name: str, row: Mapping[str, Any], run: Fitted, planned: Planned | No
     }
     if name not in (OURS, COMPILED):
         ours = row.get("speed_of_ours", {})
-        return found | {"speed_of_ours": {who: middle for who, (_, middle, _) in ours.items()}}
+        return figures | {"speed_of_ours": {our_name: middle for our_name, (_, middle, _) in ours.items()}}
     memory = estimated(run.sizes, run.batch_size, kind, name).total
-    is_counted = kind != "cpu"  # of a CPU the process is measured, libraries included
-    found |= {"estimated_bytes": memory, "memory_ratio": memory / row["peak_memory_bytes"] if is_counted else None}
+    is_counted = kind != "cpu"  # on a CPU the whole process is measured, including libraries
+    figures |= {"estimated_bytes": memory, "memory_ratio": memory / row["peak_memory_bytes"] if is_counted else None}
     ms = None if planned is None else planner_ms(run.sizes, run.batch_size, planned, kind, name)
-    return found | {"planner_ms": ms, "planner_ratio": None if ms is None else ms / row["ms_per_step"]}
+    return figures | {"planner_ms": ms, "planner_ratio": None if ms is None else ms / row["ms_per_step"]}
 
 
 def planner_ms(sizes: Sizes, batch_size: int, planned: Planned, kind: str, contender: str = OURS) -> float:
-    """Return the milliseconds that the planner gives a step of ours on one device of ``planned``."""
+    """Return the planner's estimate of our step on one device of ``planned``, in milliseconds."""
     config = config_for(sizes, batch_size, kind, contender)
     return 1e3 * Planner(config, planned).estimate(layout_of(config, 1)).step_s
 
 
 def sheet_of(name: str, memory_bytes: int) -> str | None:
-    """Return the planner's name of a GPU, of those with the same data sheet the one with memory nearest to this."""
+    """Return the planner's name of a GPU; of those with the same data sheet, the one with the nearest memory size."""
     peak = peak_flops(name)
     words = set(name.upper().replace("-", " ").split())
     known = [
@@ -368,10 +369,10 @@ def sheet_of(name: str, memory_bytes: int) -> str | None:
 
 
 def check(figures: Mapping[str, Any], kind: str) -> None:
-    """Check that the figures can be.
+    """Check that the figures are plausible.
 
     Raises:
-        AssertionError: one of them cannot.
+        AssertionError: a figure is not plausible.
     """
     for name, row in figures["contenders"].items():
         assert math.isfinite(row["last_loss"]), f"the loss of {name} must be a number, got {row['last_loss']}"
@@ -382,49 +383,49 @@ def check(figures: Mapping[str, Any], kind: str) -> None:
 
 
 def line_of(figures: Mapping[str, Any]) -> str:
-    """Return a case in one line."""
+    """Return the summary of a case in one line."""
     parts = [
         f"{figures['title']}, {figures['parameters'] / 1e6:.0f} M parameters, {figures['batch_size']} x "
         f"{figures['seq_length']}",
         *(_contender_line(name, row) for name, row in figures["contenders"].items()),
     ]
-    if chosen := sorted({each["kernel"] for each in figures["attention"]}):
-        parts.append(f"attention {', '.join(chosen)}")
+    if kernels := sorted({shape["kernel"] for shape in figures["attention"]}):
+        parts.append(f"attention {', '.join(kernels)}")
     if figures["look_error"]:
         parts.append(f"no profile: {figures['look_error']}")
     return "; ".join(parts)
 
 
 def _contender_line(name: str, row: Mapping[str, Any]) -> str:
-    told = [f"{name} {row['ms']:.1f} ms, {row['tokens_per_s']:,.0f} tokens/s, MFU {row['mfu']:.3f}"]
+    texts = [f"{name} {row['ms']:.1f} ms, {row['tokens_per_s']:,.0f} tokens/s, MFU {row['mfu']:.3f}"]
     if row["mfu_sheet"] is not None:
-        told.append(f"{row['mfu_sheet']:.3f} of the data sheet")
-    told.append(f"{row['allocated_bytes'] / GIB:.2f} GiB allocated, {row['reserved_bytes'] / GIB:.2f} reserved")
-    for key, what in (("memory_ratio", "memory"), ("planner_ratio", "planner")):
+        texts.append(f"{row['mfu_sheet']:.3f} of the data sheet")
+    texts.append(f"{row['allocated_bytes'] / GIB:.2f} GiB allocated, {row['reserved_bytes'] / GIB:.2f} reserved")
+    for key, title in (("memory_ratio", "memory"), ("planner_ratio", "planner")):
         if row.get(key) is not None:
-            told.append(f"{what} estimated / measured {row[key]:.3f}")
-    return ", ".join(told)
+            texts.append(f"{title} estimated / measured {row[key]:.3f}")
+    return ", ".join(texts)
 
 
 def plan(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Calibrate one device, and compare what the planner then says with what was measured before."""
+    """Calibrate one device, and compare the planner's estimates with the measurements so far."""
     toy = {
         "pace": TimingBudget(window_s=0.01, windows=1, turns=1, largest_side=256, numbers=2**14, widest=64),
         "round_s": 0.01,
     }
     begin = time.monotonic()
-    found = calibrate(1, machine.kind, report=lambda text: None, **(toy if machine.is_dry else {}))
+    calibrated = calibrate(1, machine.kind, report=lambda text: None, **(toy if machine.is_dry else {}))
     seconds = time.monotonic() - begin
-    rows = dict(planned_of(machine, found))
+    rows = dict(planned_of(machine, calibrated))
     ratios = [
         f"{case} {name} {row['planner_ratio']:.3f}" for case, by_name in rows.items() for name, row in by_name.items()
     ]
-    figures = {"machine": json.loads(found.to_json()), "seconds": seconds, "planned": rows}
+    figures = {"machine": json.loads(calibrated.to_json()), "seconds": seconds, "planned": rows}
     return f"calibrated in {seconds:.0f} s; time of a step, planned / measured: {', '.join(ratios) or 'none'}", figures
 
 
 def planned_of(machine: Machine, planned: Planned) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each case that was measured, and the planner's times of ours."""
+    """Yield each measured case, and the planner's times for ours."""
     verdicts = machine.results.of("speed") if machine.results else {}
     for name, verdict in verdicts.items():
         figures = verdict.figures

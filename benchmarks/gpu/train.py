@@ -1,16 +1,16 @@
-"""The training scripts on the device: as the CPU in fp32, to the bit where they say so, stopped, killed and resumed.
+"""The training scripts on the device: compared with the CPU in fp32, bitwise if promised, stopped, killed and resumed.
 
-Ahead of the part ``train`` lie the runs themselves, as users start them on texts of the repository, and how two of them
-are compared.
+The first half of this module runs scripts on texts of the repository, as users start them, and compares two runs. The
+second half defines the part ``train``.
 
-The losses of 20 steps against those of the CPU in fp32, of the same seed, texts and flags. The largest difference that
-is allowed, in nats, beside what was seen on a CPU with these flags:
+The losses of 20 steps are compared with those of the CPU in fp32, with the same seed, texts and flags. The table shows
+the largest allowed difference in nats, and differences that were observed on a CPU with these flags:
 
 | format | allowed | why |
 |---|---|---|
-| fp32 | 2e-4 | other kernels add in another order; TF32 is off. Micro-batches of half the size: GPT-2 1e-6, T5 2.2e-5 |
+| fp32 | 2e-4 | other kernels sum in another order; TF32 is off. Micro-batches of half the size: GPT-2 1e-6, T5 2.2e-5 |
 | bf16 | 1e-2 | 8 bits of each number are kept. On a CPU: GPT-2 and LLaMA 8e-4, T5 2.1e-3, MPT 1.5e-3, BERT 2.3e-3 |
-| fp16 | 2e-3 | 11 bits: an eighth of bf16's rounding. No step may be left out for an overflow |
+| fp16 | 2e-3 | 11 bits: an eighth of bf16's rounding. No step may be skipped for an overflow |
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DEVICE_SIZES = {
     "mpt": "--num-layers 4 --seq-length 128",
     "bert": "--num-layers 4 --seq-length 128 --lr 2e-4",
 }
-"""BERT's rate is low: at 1e-3 its first steps jump, and bf16 on a CPU is 0.36 away in step 4."""
+"""Family -> flags. BERT's learning rate is low: at 1e-3 its loss jumps, and bf16 on a CPU differs by 0.36 in step 4."""
 DRY_SIZES = {
     "gpt2": "--num-layers 2 --seq-length 32 --hidden-bias",
     "t5": "--num-layers 1 --enc-seq-length 32",
@@ -57,13 +57,13 @@ DRY_SIZES = {
 
 
 def limit_s(machine: Machine) -> float:
-    """Return the seconds of a usual case; the dry form may share a few cores with other work."""
+    """Return the time limit of a usual case in seconds; a dry run may share a few cores with other work."""
     return 480.0 if machine.is_dry else 120.0
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has reached its end: its folder, and loss and gradient norm of each step."""
+    """A finished run: its folder, and loss and gradient norm of each step."""
 
     folder: Path
     steps: tuple[int, ...]
@@ -74,19 +74,19 @@ class Run:
 
     @property
     def bits(self) -> list[tuple[int, str, str]]:
-        """(step, loss, norm), each number with all of its bits."""
+        """(step, loss, norm) of each step, with all bits of each number."""
         return [
             (step, loss.hex(), norm.hex()) for step, loss, norm in zip(self.steps, self.losses, self.norms, strict=True)
         ]
 
 
 def texts(machine: Machine) -> Path:
-    """Return the prefix of the token files of examples/corpus, made once; needs no network."""
+    """Return the prefix of the token files of examples/corpus, which are created once without a network."""
     return machine.once("texts", lambda: write_texts(machine.work / "texts"))
 
 
 def write_texts(folder: Path) -> Path:
-    """Tokenize the repository's own texts into ``folder``, as the golden losses have them; return the prefix."""
+    """Tokenize texts of this repository into ``folder``, as for the golden losses; return the prefix."""
     import numpy as np
 
     from megatron.data import IndexedDatasetBuilder
@@ -103,7 +103,7 @@ def write_texts(folder: Path) -> Path:
 
 
 def flags(machine: Machine, family: str, folder: Path, extra: str = "", device: str | None = None) -> list[str]:
-    """Return the command line of a run of ``family`` in the run folder ``folder``; later flags hold."""
+    """Return the command line of a run of ``family`` in the run folder ``folder``; later flags take precedence."""
     sizes = (DRY_SIZES if machine.is_dry else DEVICE_SIZES)[family]
     common = (
         "--hidden-size 32 --batch-size 2 --lr 3e-3" if machine.is_dry else "--hidden-size 256 --batch-size 8 --lr 1e-3"
@@ -116,7 +116,7 @@ def flags(machine: Machine, family: str, folder: Path, extra: str = "", device: 
 
 
 def on_cpu(machine: Machine) -> dict[str, str]:
-    """Return the variables of a run on the CPU beside those on the device."""
+    """Return the environment variables of a run on the CPU that runs at the same time as those on the device."""
     threads = max(1, min(4, machine.num_cores // 4))
     return {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
 
@@ -130,28 +130,28 @@ def start(
     device: str | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Done:
-    """Run the script of ``family`` to its end, whatever that is."""
+    """Run the script of ``family`` to its end, successful or not."""
     variables = (on_cpu(machine) if device == "cpu" else {}) | dict(env or {})
     return python(machine, str(ROOT / SCRIPTS[family]), *flags(machine, family, folder, extra, device), env=variables)
 
 
 def train(machine: Machine, family: str, folder: Path, extra: str = "", **more: Any) -> Run:
-    """Run the script of ``family`` to its last step and return what it has recorded.
+    """Run the script of ``family`` to its last step and return its records.
 
     Raises:
-        AssertionError: it has ended with another code than 0.
+        AssertionError: its exit code is not 0.
     """
     return read_run(folder, start(machine, family, folder, extra, **more).check().seconds)
 
 
 def read_run(folder: Path, seconds: float = 0.0) -> Run:
-    """Return what the run in ``folder`` has recorded."""
+    """Return the records of the run in ``folder``."""
     from megatron.training.callbacks.metrics_writer import read_metrics
 
     records = [record for record in read_metrics(folder / "metrics.jsonl") if record["kind"] == "train"]
-    numbers = [[_number(record[name]) for record in records] for name in ("loss", "grad_norm")]
+    values = [[_number(record[name]) for record in records] for name in ("loss", "grad_norm")]
     num_skipped = max((record["skipped"] for record in records), default=0)
-    return Run(folder, tuple(r["step"] for r in records), tuple(numbers[0]), tuple(numbers[1]), num_skipped, seconds)
+    return Run(folder, tuple(r["step"] for r in records), tuple(values[0]), tuple(values[1]), num_skipped, seconds)
 
 
 def _number(value: float | None) -> float:
@@ -159,54 +159,54 @@ def _number(value: float | None) -> float:
 
 
 def reference(machine: Machine, family: str, extra: str = "") -> Run:
-    """Return the run of ``family`` on the CPU in fp32 with these flags, made once."""
+    """Return the fp32 CPU run of ``family`` with these flags; the result is cached."""
     return kept(machine, f"on cpu {family} {extra}", family, f"--fp32 {extra}", device="cpu")
 
 
 def kept(machine: Machine, name: str, family: str, extra: str, **more: Any) -> Run:
-    """Return the run of that name, made once: cases compare others with it."""
+    """Return the run ``name``, which others are compared with; the result is cached."""
     folder = machine.work / "kept" / "".join(c if c.isalnum() else "-" for c in name)
 
     def make() -> Run:
-        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
+        shutil.rmtree(folder, ignore_errors=True)  # left by a failed attempt
         return train(machine, family, folder, extra, **more)
 
     return machine.once(name, make)
 
 
 def worst(run: Run, other: Run) -> float:
-    """Return the largest difference of the losses of two runs.
+    """Return the largest difference between the losses of two runs.
 
     Raises:
-        AssertionError: they have not done the same steps, or a loss is no number.
+        AssertionError: they have different steps, or a loss is not finite.
     """
     assert run.steps == other.steps, f"the steps {spans(run.steps)} were done, against {spans(other.steps)}"
     assert run.steps, "no step was recorded"
     assert all(map(math.isfinite, run.losses + other.losses)), f"a loss is not finite: {run.losses}"
-    return max(abs(one - two) for one, two in zip(run.losses, other.losses, strict=True))
+    return max(abs(loss - other_loss) for loss, other_loss in zip(run.losses, other.losses, strict=True))
 
 
 def spans(steps: Sequence[int]) -> str:
-    """Return "1 to 20 (20)" of steps."""
+    """Return steps as text, such as "1 to 20 (20)"."""
     return f"{steps[0]} to {steps[-1]} ({len(steps)})" if steps else "none"
 
 
 def judge_losses(run: Run, other: Run, allowed: float, fall: float = 0.3) -> str:
-    """Say how far the losses of ``run`` are from those of ``other``.
+    """Check that the losses of ``run`` are close to those of ``other``.
 
     Args:
-        fall: by which the last loss must be below the first.
+        fall: minimum decrease from the first to the last loss.
 
     Raises:
-        AssertionError: further than ``allowed``, or they have not fallen, or a step was left out.
+        AssertionError: the difference exceeds ``allowed``, the losses have not decreased, or a step was skipped.
     """
     largest = worst(run, other)
     assert not run.num_skipped, f"{run.num_skipped} steps were left out for an overflow"
     fallen = run.losses[0] - run.losses[-1]
-    seen = f"losses within {largest:.2g} of {len(run.steps)} steps, {allowed:.2g} allowed"
-    assert largest <= allowed, f"{seen}: got {_row(run.losses)} against {_row(other.losses)}"
+    summary = f"losses within {largest:.2g} of {len(run.steps)} steps, {allowed:.2g} allowed"
+    assert largest <= allowed, f"{summary}: got {_row(run.losses)} against {_row(other.losses)}"
     assert fallen >= fall, f"the loss must fall by {fall:g}, got {run.losses[0]:.4f} to {run.losses[-1]:.4f}"
-    return f"{seen}; {run.losses[0]:.3f} to {run.losses[-1]:.3f}"
+    return f"{summary}; {run.losses[0]:.3f} to {run.losses[-1]:.3f}"
 
 
 def _row(losses: Sequence[float]) -> str:
@@ -214,32 +214,34 @@ def _row(losses: Sequence[float]) -> str:
 
 
 def judge_bits(run: Run, other: Run) -> str:
-    """Say that losses and gradient norms of two runs are the same bits.
+    """Check that losses and gradient norms of two runs are bitwise identical.
 
     Raises:
-        AssertionError: they are not; with the first step that differs.
+        AssertionError: they are not; the message has the first step that differs.
     """
     assert run.steps == other.steps, f"the steps {spans(run.steps)} were done, against {spans(other.steps)}"
     assert run.steps, "no step was recorded"
-    for one, two in zip(run.bits, other.bits, strict=True):
-        assert one == two, f"step {one[0]} has loss and norm {one[1:]}, against {two[1:]}"
+    for bits, other_bits in zip(run.bits, other.bits, strict=True):
+        assert bits == other_bits, f"step {bits[0]} has loss and norm {bits[1:]}, against {other_bits[1:]}"
     return f"losses and norms of {len(run.steps)} steps equal to the bit"
 
 
 def judge_weights(machine: Machine, one: Path, other: Path) -> str:
-    """Say that two checkpoints hold the same bits, the optimizer's states included.
+    """Check that two checkpoints are bitwise identical, including the optimizer states.
 
     Raises:
-        AssertionError: they do not; with what differs.
+        AssertionError: they are not; the message has the differences.
     """
-    done = python(machine, str(ROOT / "tools" / "inspect_checkpoint.py"), str(one), "--compare", str(other))
-    assert done.code == 0, f"the checkpoints differ or were not compared (code {done.code}): {done.text[-600:]}"
+    process = python(machine, str(ROOT / "tools" / "inspect_checkpoint.py"), str(one), "--compare", str(other))
+    assert process.code == 0, (
+        f"the checkpoints differ or were not compared (code {process.code}): {process.text[-600:]}"
+    )
     return "weights and moments equal to the bit"
 
 
 @dataclass
 class Live:
-    """A script that is under way."""
+    """A script that is running."""
 
     process: subprocess.Popen[str]
     log: Path
@@ -250,10 +252,10 @@ class Live:
         return self.log.read_text(errors="replace")
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Wait for ``what`` while the script goes on.
+        """Wait for ``what`` while the script runs.
 
         Raises:
-            AssertionError: the script ends before, or the case's time.
+            AssertionError: the script or the case's time ends before.
         """
         while not is_so():
             assert self.process.poll() is None, (
@@ -267,10 +269,10 @@ class Live:
         self.process.send_signal(number)
 
     def finish(self, within_s: float = math.inf) -> int:
-        """Return the exit code.
+        """Wait for the script and return its exit code.
 
         Raises:
-            AssertionError: it did not end within so many seconds, or the case's time.
+            AssertionError: it did not end within ``within_s`` seconds or the case's time.
         """
         limit = min(within_s, self.end - time.monotonic())
         try:
@@ -279,21 +281,21 @@ class Live:
             raise AssertionError(f"did not end within {limit:.0f} s: {self.text[-900:]}") from None
 
     def close(self) -> None:
-        """Leave nothing of it behind."""
+        """Kill the script's processes if they still run."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
 
 def begin(machine: Machine, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Live:
-    """Start ``words``, and return at once; ``close`` must be called."""
+    """Start ``words`` and return at once; ``close`` must be called."""
     with open(log, "w") as file:
         process = started(machine, words, file, env)
     return Live(process, log, machine.end)
 
 
 def last_step(folder: Path) -> int:
-    """Return the last step that the run in ``folder`` has recorded; 0: none yet."""
+    """Return the last step that the run in ``folder`` has recorded; 0 if there is none."""
     from megatron.training.callbacks.metrics_writer import read_metrics
 
     return max((r["step"] for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "train"), default=0)
@@ -304,56 +306,58 @@ def last_step(folder: Path) -> int:
 Shown = tuple[str, dict[str, Any]]
 
 TOLERANCES = {"fp32": 2e-4, "bf16": 1e-2, "fp16": 2e-3}
-"""Format -> the largest difference of a loss to the CPU's in fp32."""
+"""Format -> largest allowed difference of a loss from the CPU's in fp32."""
 COMPILED = 5e-3
-"""The same, of a compiled run to the eager one in bf16."""
+"""Largest allowed difference of a loss of a compiled run from the eager run in bf16."""
 USUAL_FALL, DRY_FALL = 0.3, 0.05
-"""By which the loss of the last step must be below that of the first; GPT-2 falls by 1.0, T5 by 3.3 at device sizes."""
+"""Minimum decrease from the first to the last loss; GPT-2's decreases by 1.0 and T5's by 3.3 at device sizes."""
 LEAST_FALL = {"bert": 0.1}
-"""Of families that fall by less: BERT by 0.22, at its low rate."""
+"""Families with a smaller minimum decrease: BERT's loss decreases by 0.22, at its low learning rate."""
 FORMATS = {"fp32": "--fp32", "bf16": "--bf16", "fp16": "--fp16 --initial-scale-power 12"}
 REPEATED = "--deterministic --hidden-dropout 0.1 --attention-dropout 0.1"
-"""Of runs that are compared to the bit; torch's own dropout, so that its random state must come back, too."""
+"""Flags of runs that are compared bitwise. They use torch's dropout, so that its random state must be restored, too."""
 
 
 def on_device(machine: Machine, family: str, number_format: str) -> Run:
-    """Return the run of ``family`` on the device, made once."""
+    """Return the run of ``family`` on the device; the result is cached."""
     if machine.kind == "cpu" and number_format == "fp16":
         raise Skip("a CPU trains in fp32 and bf16; fp16 needs a GPU")
     return kept(machine, f"on device {family} {number_format}", family, FORMATS[number_format])
 
 
 def as_reference(machine: Machine, folder: Path, *, family: str, number_format: str) -> Shown:
-    """Show that the losses on the device are those of the CPU in fp32."""
+    """Check that the losses on the device agree with those of the CPU in fp32."""
     run = on_device(machine, family, number_format)
     fall = LEAST_FALL.get(family, USUAL_FALL)
     return compared(run, reference(machine, family), TOLERANCES[number_format], machine, fall)
 
 
 def compared(run: Run, other: Run, allowed: float, machine: Machine, fall: float = USUAL_FALL) -> Shown:
-    """Return what ``judge_losses`` says, and the figures."""
+    """Return the text of ``judge_losses`` and the figures."""
     text = judge_losses(run, other, allowed, fall=DRY_FALL if machine.is_dry else fall)
     return text, {"worst": worst(run, other), "allowed": allowed, "last_loss": run.losses[-1], "seconds": run.seconds}
 
 
 def same_masks(machine: Machine, folder: Path) -> Shown:
-    """Show that --layout-independent-dropout drops the same on the device and on the CPU."""
+    """Check that --layout-independent-dropout drops the same elements on the device and on the CPU."""
     run = train(machine, "gpt2", folder / "run", f"--fp32 {DROPOUT}")
     plain, other = reference(machine, "gpt2"), reference(machine, "gpt2", DROPOUT)
-    apart = worst(plain, other)
-    assert apart > 2 * TOLERANCES["fp32"] or machine.is_dry, f"dropout changes the losses by no more than {apart:.2g}"
+    difference = worst(plain, other)
+    assert difference > 2 * TOLERANCES["fp32"] or machine.is_dry, (
+        f"dropout changes the losses by no more than {difference:.2g}"
+    )
     text, figures = compared(run, other, TOLERANCES["fp32"], machine)
-    return f"{text}; without dropout they are {apart:.2g} apart", figures
+    return f"{text}; without dropout they are {difference:.2g} apart", figures
 
 
 def compiled(machine: Machine, folder: Path, *, family: str) -> Shown:
-    """Show that --compile gives the losses of the eager run."""
+    """Check that --compile gives the losses of the eager run."""
     run = train(machine, family, folder / "run", f"{FORMATS['bf16']} --compile")
     return compared(run, on_device(machine, family, "bf16"), COMPILED, machine)
 
 
 def offloaded(machine: Machine, folder: Path) -> Shown:
-    """Show that an optimizer on the host gives the losses of one on the device; on a CPU to the bit."""
+    """Check that an offloaded optimizer gives the losses of one on the device; bitwise on a CPU."""
     run = train(machine, "gpt2", folder / "run", f"{FORMATS['fp32']} --offload-optimizer")
     plain = on_device(machine, "gpt2", "fp32")
     if machine.kind == "cpu":
@@ -362,35 +366,35 @@ def offloaded(machine: Machine, folder: Path) -> Shown:
 
 
 def num_steps(machine: Machine) -> int:
-    """Return the steps of runs that are ended in between: enough for a signal to come in time."""
+    """Return the number of steps of runs that are interrupted: enough for a signal to arrive in time."""
     return 80 if machine.is_dry else 240
 
 
 def repeated_flags(machine: Machine, extra: str = "") -> str:
-    """Return the flags of runs that are compared to the bit; they save four times."""
+    """Return the flags of runs that are compared bitwise; they save four times."""
     steps = num_steps(machine)
     return f"--bf16 {REPEATED} --train-iters {steps} --save-interval {steps // 4} {extra}"
 
 
 def whole(machine: Machine, family: str = "gpt2") -> Run:
-    """Return the run that the others are compared with, made once."""
+    """Return the uninterrupted run with which others are compared; the result is cached."""
     return kept(machine, f"whole {family}", family, repeated_flags(machine))
 
 
 def repeats(machine: Machine, folder: Path, *, family: str) -> Shown:
-    """Show that --deterministic gives the same bits twice."""
+    """Check that --deterministic gives the same bits twice."""
     run = train(machine, family, folder / "run", repeated_flags(machine))
     return same_bits(machine, run, whole(machine, family))
 
 
 def same_bits(machine: Machine, run: Run, other: Run) -> Shown:
-    """Show that two runs are the same bits: losses, norms, weights and moments."""
+    """Check that two runs are bitwise identical: losses, norms, weights and moments."""
     text = judge_bits(run, other)
     return f"{text}; {judge_weights(machine, run.folder, other.folder)}", {"steps": len(run.steps)}
 
 
 def saved_beside(machine: Machine, folder: Path) -> Shown:
-    """Show that --async-save writes what a plain save does, and leaves the numbers alone."""
+    """Check that --async-save writes the same checkpoints as a plain save and does not change the losses."""
     run, other = train(machine, "gpt2", folder / "run", repeated_flags(machine, "--async-save")), whole(machine)
     text, figures = same_bits(machine, run, other)
     name = f"checkpoints/step-{num_steps(machine) // 2:08d}"
@@ -402,11 +406,11 @@ def saved_beside(machine: Machine, folder: Path) -> Shown:
 def cut_off(
     machine: Machine, folder: Path, *, number: signal.Signals, code: int, is_due: Callable[[Machine, Path], bool]
 ) -> Shown:
-    """Show that a run which a signal ends goes on to the bit with the same command.
+    """Check that a run that was ended by a signal resumes with the same command and bitwise the same results.
 
     Args:
-        code: that it must end with.
-        is_due: says of the run folder whether to send the signal now.
+        code: expected exit code.
+        is_due: function of the run folder that returns True when the signal should be sent.
     """
     run, extra = folder / "run", repeated_flags(machine, "--resume --load-if-exists")
     run.mkdir()
@@ -415,30 +419,30 @@ def cut_off(
     try:
         live.wait_until(lambda: is_due(machine, run), "the moment of the signal")
         live.signal(number)
-        ended = live.finish(limit_s(machine) / 2)
-        assert ended == code, f"ended with code {ended}, not {code}: {live.text[-900:]}"
+        exit_code = live.finish(limit_s(machine) / 2)
+        assert exit_code == code, f"ended with code {exit_code}, not {code}: {live.text[-900:]}"
     finally:
         live.close()
-    cut = last_step(run)
-    assert cut < num_steps(machine), f"all {cut} steps were done before {number.name} came"
+    last = last_step(run)
+    assert last < num_steps(machine), f"all {last} steps were done before {number.name} came"
     train(machine, "gpt2", run, extra)
     text, figures = same_bits(machine, read_run(run), whole(machine))
-    return f"{number.name} behind step {cut}, code {ended}; resumed: {text}", figures | {"cut": cut}
+    return f"{number.name} behind step {last}, code {exit_code}; resumed: {text}", figures | {"cut": last}
 
 
 def is_under_way(machine: Machine, run: Path) -> bool:
-    """Whether some steps are done, and the next save is not due."""
+    """Return True if some steps are done and the next save is not due."""
     return last_step(run) >= num_steps(machine) // 8
 
 
 def has_saved(machine: Machine, run: Path) -> bool:
-    """Whether steps are done behind the first checkpoint, which a kill then loses."""
+    """Return True if steps are done after the first checkpoint, which a kill then loses."""
     first = num_steps(machine) // 4
     return (run / "checkpoints" / f"step-{first:08d}").is_dir() and last_step(run) >= first + 2
 
 
 def cases(machine: Machine) -> Sequence[Case]:
-    """Return the cases, the most telling first."""
+    """Return the cases, the most important first."""
     usual, long = limit_s(machine), 2 * limit_s(machine)
     stop = functools.partial(cut_off, number=signal.SIGTERM, code=75, is_due=is_under_way)
     kill = functools.partial(cut_off, number=signal.SIGKILL, code=-signal.SIGKILL, is_due=has_saved)

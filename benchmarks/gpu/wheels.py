@@ -1,12 +1,12 @@
-"""Gather the wheels that another machine's Python lacks, for a machine without a network.
+"""Collect the wheels that another machine's Python lacks, for a machine without a network.
 
     bash benchmarks/gpu/run.sh wheels                                # for Python 3.12 on x86-64 Linux, into .gpu-wheels
     bash benchmarks/gpu/run.sh wheels --python 3.11 --have there.txt # there: `python3 -m pip list --format=freeze`
     bash benchmarks/gpu/run.sh wheels --check                        # fetch nothing, judge what .gpu-wheels holds
 
-Follows what pyproject.toml and its extra `test` require, and what that requires in turn, past the packages that are
-there. A package without a wheel (DeepSpeed) is built from its source, and must be pure Python. torch, CUDA and triton
-are never carried. Ends with code 1, and leaves the folder as it was, where something is missing or does not fit.
+The tool resolves the requirements of pyproject.toml and its extra `test`, except for the packages that the other
+machine has. A package without a wheel (DeepSpeed) is built from its source and must be pure Python. torch, CUDA and
+triton are never included. If a wheel is missing or does not fit, the exit code is 1 and the folder is unchanged.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ THERE = dict.fromkeys(
     """.split(),
     "",
 )
-"""Packages that the Python of a GPU machine is taken to have, in versions that fit."""
+"""Packages that the Python of a GPU machine is assumed to have, in suitable versions."""
 GLIBC = 28
-"""Wheels for glibc 2.28 and older are taken, which is what every Linux of the last years has."""
+"""Wheels for glibc 2.28 and older are accepted, which every Linux distribution of recent years has."""
 NEVER = re.compile(r"torch|torchvision|triton|(nvidia|cuda|cupy)-.*")
-"""Of the machine's own driver and GPU: gigabytes that must be there."""
+"""Packages that depend on the machine's driver and GPU; they are gigabytes large and must be installed already."""
 LEFT_OUT = {
     *("jieba", "rjieba", "gigatoken"),  # for preprocessing and CPM's vocabularies
     *("mkdocs", "mkdocs-material"),  # for the site of docs/
@@ -58,19 +58,19 @@ Fetch = Callable[[Requirement], None]
 
 
 class Target(NamedTuple):
-    """The Python that the wheels are for."""
+    """The Python for which the wheels are meant."""
 
     python: str
 
     @property
     def version(self) -> tuple[int, int]:
-        """As (3, 12)."""
+        """The version as a tuple, such as (3, 12)."""
         major, minor = self.python.split(".")
         return int(major), int(minor)
 
     @property
     def platforms(self) -> list[str]:
-        """Platform tags of wheels that run there, the newest first."""
+        """Platform tags of wheels that run on the target, the newest first."""
         return [
             *(f"manylinux_2_{minor}_x86_64" for minor in range(GLIBC, 4, -1)),
             *(f"manylinux{name}_x86_64" for name in ("2014", "2010", "1")),
@@ -78,7 +78,7 @@ class Target(NamedTuple):
 
     @property
     def tags(self) -> frozenset[tags.Tag]:
-        """Tags of wheels that this Python installs."""
+        """Tags of wheels that this Python can install."""
         return frozenset(
             (
                 *tags.cpython_tags(self.version, platforms=self.platforms),
@@ -87,9 +87,9 @@ class Target(NamedTuple):
         )
 
     def needs(self, requirement: Requirement, extras: Sequence[str] = ()) -> bool:
-        """Whether a requirement holds there, by its marker."""
+        """Return True if the marker of a requirement applies to the target."""
         marker = requirement.marker
-        there = {
+        target_environment = {
             "python_version": self.python,
             "python_full_version": f"{self.python}.0",
             "implementation_name": "cpython",
@@ -99,24 +99,24 @@ class Target(NamedTuple):
             "sys_platform": "linux",
             "os_name": "posix",
         }
-        return marker is None or any(marker.evaluate({**there, "extra": extra}) for extra in ("", *extras))
+        return marker is None or any(marker.evaluate({**target_environment, "extra": extra}) for extra in ("", *extras))
 
 
 class Wheel:
-    """A wheel file and what it says of itself."""
+    """A wheel file and its metadata."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         name, self.version, _, self.tags = parse_wheel_filename(path.name)
         self.name = str(name)
         with zipfile.ZipFile(path) as archive:
-            inside = {one.split("/")[0] for one in archive.namelist() if one.endswith(".dist-info/METADATA")}
-            self._about = importlib.metadata.PathDistribution(zipfile.Path(path, f"{min(inside)}/"))
+            dist_infos = {entry.split("/")[0] for entry in archive.namelist() if entry.endswith(".dist-info/METADATA")}
+            self._about = importlib.metadata.PathDistribution(zipfile.Path(path, f"{min(dist_infos)}/"))
             self.python = SpecifierSet(self._about.metadata.get("Requires-Python") or "")
-            self.requires = [Requirement(one) for one in self._about.requires or ()]
+            self.requires = [Requirement(entry) for entry in self._about.requires or ()]
 
     def unfit(self, target: Target) -> str:
-        """Return why this wheel cannot be installed there, or ""."""
+        """Return the reason why this wheel cannot be installed on the target, or ""."""
         if not self.tags & target.tags:
             return f"{self.path.name} does not install on Python {target.python} on x86-64 Linux"
         if not self.python.contains(f"{target.python}.0"):
@@ -125,28 +125,28 @@ class Wheel:
 
 
 def required(root: Path = ROOT) -> list[Requirement]:
-    """Return what pyproject.toml requires for training and for its tests, each as it stands there."""
+    """Return the requirements of pyproject.toml for training and tests, as written."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    return [Requirement(one) for one in (*project["dependencies"], *project["optional-dependencies"]["test"])]
+    return [Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["test"])]
 
 
 def read_there(path: Path) -> dict[str, str]:
-    """Return the packages of a list with a line NAME or NAME==VERSION for each; "" for a version that is not known."""
-    there = {}
+    """Parse a list of packages with lines NAME or NAME==VERSION; an unknown version is ""."""
+    versions = {}
     for line in path.read_text().splitlines():
         name, _, version = line.partition("#")[0].strip().partition("==")
         if name:
-            there[canonicalize_name(name.partition(" @ ")[0])] = version.strip()
-    return there
+            versions[canonicalize_name(name.partition(" @ ")[0])] = version.strip()
+    return versions
 
 
 def wheels_in(folder: Path) -> dict[str, list[Wheel]]:
-    """Return the wheels of a folder by the names of their packages."""
-    found: dict[str, list[Wheel]] = {}
+    """Return package name -> wheels in a folder."""
+    wheels: dict[str, list[Wheel]] = {}
     for path in sorted(folder.glob("*.whl")):
         wheel = Wheel(path)
-        found.setdefault(wheel.name, []).append(wheel)
-    return found
+        wheels.setdefault(wheel.name, []).append(wheel)
+    return wheels
 
 
 def amiss(
@@ -156,39 +156,43 @@ def amiss(
     target: Target,
     fetch: Fetch | None = None,
 ) -> list[str]:
-    """Return what is wrong with the wheels of a folder: missing, unfit, superfluous. Nothing if all is well.
+    """Return the problems of the wheels in a folder: missing, unfit or superfluous wheels.
 
     Args:
-        there: packages that the machine has; "" is a version that is not known and taken to fit.
-        fetch: brings a wheel that is missing into the folder.
+        there: packages that the machine has; the version "" is unknown and assumed to fit.
+        fetch: function that puts a missing wheel into the folder.
     """
     problems, met = [], set()
-    queue = [(one, "pyproject.toml") for one in wanted]
+    queue = [(requirement, "pyproject.toml") for requirement in wanted]
     while queue:
-        one, by = queue.pop(0)
-        name = str(canonicalize_name(one.name))
-        version, what = there.get(name), f"{one.name}{one.specifier}"
-        if version == "" or (version and one.specifier.contains(version, prereleases=True)):
+        requirement, required_by = queue.pop(0)
+        name = str(canonicalize_name(requirement.name))
+        version, text = there.get(name), f"{requirement.name}{requirement.specifier}"
+        if version == "" or (version and requirement.specifier.contains(version, prereleases=True)):
             continue
         if NEVER.fullmatch(name):
-            problems.append(f"{by} requires {what}, which is not carried and must be there" + _but(version))
+            problems.append(f"{required_by} requires {text}, which is not carried and must be there" + _but(version))
             continue
         if fetch is not None and name not in wheels_in(folder):
-            fetch(one)
+            fetch(requirement)
         wheels = wheels_in(folder).get(name, [])
         if not wheels:
-            problems.append(f"{by} requires {what}, which is neither carried nor there" + _but(version))
+            problems.append(f"{required_by} requires {text}, which is neither carried nor there" + _but(version))
         for wheel in wheels:
-            if not one.specifier.contains(wheel.version, prereleases=True):
-                problems.append(f"{by} requires {what}, carried is {wheel.version}")
-            if (name, *sorted(one.extras)) not in met:
-                queue += [(need, name) for need in wheel.requires if target.needs(need, sorted(one.extras))]
-        met.add((name, *sorted(one.extras)))
+            if not requirement.specifier.contains(wheel.version, prereleases=True):
+                problems.append(f"{required_by} requires {text}, carried is {wheel.version}")
+            if (name, *sorted(requirement.extras)) not in met:
+                queue += [(need, name) for need in wheel.requires if target.needs(need, sorted(requirement.extras))]
+        met.add((name, *sorted(requirement.extras)))
     carried = wheels_in(folder)
     reached = {name for name, *_ in met}
     problems += [f"{name} is carried, but nothing requires it" for name in carried if name not in reached]
-    problems += [f"{name} is carried {len(all_of)} times" for name, all_of in carried.items() if len(all_of) > 1]
-    problems += filter(None, (wheel.unfit(target) for all_of in carried.values() for wheel in all_of))
+    problems += [
+        f"{name} is carried {len(package_wheels)} times"
+        for name, package_wheels in carried.items()
+        if len(package_wheels) > 1
+    ]
+    problems += filter(None, (wheel.unfit(target) for package_wheels in carried.values() for wheel in package_wheels))
     return problems
 
 
@@ -197,7 +201,7 @@ def _but(version: str | None) -> str:
 
 
 def exact(requirement: Requirement) -> str:
-    """Return the requirement with the version that is installed here, which was tested, if that one is allowed."""
+    """Return the requirement pinned to the version installed here, which was tested, if that version is allowed."""
     try:
         version = importlib.metadata.version(requirement.name)
     except importlib.metadata.PackageNotFoundError:
@@ -208,33 +212,36 @@ def exact(requirement: Requirement) -> str:
 
 
 def fetch_into(folder: Path, target: Target) -> Fetch:
-    """Return what puts a wheel for ``target`` into a folder: one from pip's index, or else one built from source."""
+    """Return a function that puts a wheel for ``target`` into a folder, from pip's index or else built from source."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 
     def fetch(requirement: Requirement) -> None:
-        what = exact(requirement)
+        spec = exact(requirement)
         platforms = [word for name in target.platforms for word in ("--platform", name)]
-        kind = ["--only-binary=:all:", "--python-version", target.python, "--implementation", "cp", *platforms]
-        errors = _run([*pip, "download", "--no-deps", "--dest", str(folder), *kind, what])
+        options = ["--only-binary=:all:", "--python-version", target.python, "--implementation", "cp", *platforms]
+        errors = _run([*pip, "download", "--no-deps", "--dest", str(folder), *options, spec])
         if errors:
-            print(f"{what}: no wheel, building one", flush=True)
+            print(f"{spec}: no wheel, building one", flush=True)
             source = ["--no-deps", "--no-binary", requirement.name, "--wheel-dir", str(folder)]
-            errors += _run([*pip, "wheel", *source, what])
+            errors += _run([*pip, "wheel", *source, spec])
             if not any(canonicalize_name(requirement.name) == name for name in wheels_in(folder)):
-                raise SystemExit(f"error: {what} can neither be fetched nor built:\n{errors}")
+                raise SystemExit(f"error: {spec} can neither be fetched nor built:\n{errors}")
 
     return fetch
 
 
 def _run(command: list[str]) -> str:
-    """Return the errors of a command that failed, else ""."""
-    plain = {**os.environ, "DS_BUILD_OPS": "0"}  # DeepSpeed without compiled operators, as its set-up here
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=plain)
-    return f"{done.stdout}{done.stderr}\n" if done.returncode else ""
+    """Return the output of a command that failed, otherwise ""."""
+    env = {
+        **os.environ,
+        "DS_BUILD_OPS": "0",
+    }  # builds DeepSpeed without compiled operators, as the set-up of this project does
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    return f"{process.stdout}{process.stderr}\n" if process.returncode else ""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="benchmarks/gpu/run.sh wheels",
         allow_abbrev=False,
@@ -258,18 +265,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Gather or judge; return the exit code."""
+    """Collect or check the wheels; return the exit code."""
     args = parse_args(argv)
-    target, there = Target(args.python), read_there(args.have) if args.have else THERE
-    wanted = [one for one in required() if one.name not in LEFT_OUT]
+    target, installed = Target(args.python), read_there(args.have) if args.have else THERE
+    requirements = [requirement for requirement in required() if requirement.name not in LEFT_OUT]
     if args.check:
-        problems = amiss(wanted, args.out, there, target)
+        problems = amiss(requirements, args.out, installed, target)
         folder = args.out
     else:
         args.out.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(dir=args.out)
         folder = Path(scratch.name)
-        problems = amiss(wanted, folder, there, target, fetch_into(folder, target))
+        problems = amiss(requirements, folder, installed, target, fetch_into(folder, target))
     sizes = {path.name: path.stat().st_size / 1e6 for path in sorted(folder.glob("*.whl"))}
     print(*(f"{size:6.1f} MB  {name}" for name, size in sizes.items()), sep="\n")
     print(f"{sum(sizes.values()):6.1f} MB: {len(sizes)} wheels for Python {target.python}", flush=True)

@@ -1,4 +1,4 @@
-"""What cases of part ``faults`` start in processes of their own; the first word says what.
+"""Programs that cases of part ``faults`` start in separate processes; the first word selects the program.
 
     python benchmarks/gpu/workers.py reads FILE gpt2 --device cuda --bf16 --gas 4           # where the host waits
     python benchmarks/gpu/workers.py pressure FILE gpt2 --device cuda --bf16 --deterministic
@@ -8,12 +8,12 @@
     python benchmarks/gpu/workers.py nan@5 FLAGS...     # pretrain_gpt2.py: the losses of step 5 are no numbers
     python benchmarks/gpu/workers.py one-gpu FLAGS...   # the same: every rank takes the first GPU that it sees
 
-The first five write what was seen to FILE as JSON. "pressure" limits torch's allocator from the third step on, "ease"
-does not. In "pause" the layers of a pipeline of tds wait for the whole device and give cached memory back, in the midst
-of messages, in "plain" they do not; on a CPU neither does. BACKEND is nccl, gloo on a CPU, or host_copies, by which two
+The first five write their results to FILE as JSON. "pressure" limits torch's allocator from the third step on, "ease"
+does not. In "pause" the layers of a tds pipeline synchronize with the device and free cached memory while messages are
+in flight; in "plain" they do not. On a CPU neither does. BACKEND is nccl, gloo on a CPU, or host_copies, with which two
 ranks can share a GPU. "one-gpu" is for ranks that the launcher starts.
 
-The project and DeepSpeed are imported by what needs them: DeepSpeed reads LOCAL_RANK then.
+The project and DeepSpeed are imported by the functions that need them, because DeepSpeed reads LOCAL_RANK on import.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)  # in place of this folder, whose files have names that others may have
+sys.path[0] = str(ROOT)  # replaces this folder, whose files may have the names of other modules
 
 import torch  # noqa: E402
 
 OURS = (f"{ROOT}/megatron/", f"{ROOT}/tds/")
 VOCAB = 512
 WATCHED = range(1, 3)
-"""Steps 2 and 3, counted from 0."""
+"""Steps 2 and 3, as indices from 0."""
 PRESSED = range(2, 6)
 MIB = 2**20
 SMALL = 2**19
-"""Bytes of what fills torch's small blocks, of which no larger tensor is made."""
+"""Bytes of the blocks that fill torch's pool of small blocks, from which no larger tensor is allocated."""
 SLACK = 64 * MIB
 
 
@@ -60,15 +60,15 @@ def engine_of(family: str, argv: list[str]) -> tuple[Any, Any]:
         *argv,
     ]
     config = parse(argv, world_size=1, family=family, defaults=getattr(script, "DEFAULTS", None)).with_vocab(VOCAB)
-    here = initialize.start(config)
-    streams = make_streams(config, here)
+    world = initialize.start(config)
+    streams = make_streams(config, world)
     global_vars.set_current(config, mock_tokenizer(config), streams)
-    engine = build_engine(config, here, streams, script.model_provider, script.forward_step)
-    return engine, RunData({"train": random_data(config)}, None).batches("train", config, here)
+    engine = build_engine(config, world, streams, script.model_provider, script.forward_step)
+    return engine, RunData({"train": random_data(config)}, None).batches("train", config, world)
 
 
 def place() -> str:
-    """Return the innermost function of the project that is being run, as "tds/loss_reduction.py:read"."""
+    """Return the innermost active function of the project, such as "tds/loss_reduction.py:read"."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -80,23 +80,23 @@ def place() -> str:
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """Yield a list that gets a line for each time that the host waits for CUDA: by CUDA's own watch.
+    """Yield a list that receives a line for each time that the host waits for CUDA, by CUDA's own detection.
 
-    That leaves waits for the whole device alone, so these are counted by their calls.
+    CUDA does not detect waits for the whole device, so these calls are counted separately.
     """
     from deepspeed.accelerator import get_accelerator
 
-    found: list[str] = []
+    waits: list[str] = []
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
         if "called a synchronizing" in str(message):
-            found.append(f"wait in {place()}")
+            waits.append(f"wait in {place()}")
 
     def whole(*_: Any, **__: Any) -> None:
-        found.append(f"synchronize in {place()}")
+        waits.append(f"synchronize in {place()}")
 
     owners = (torch.cuda, torch.accelerator, get_accelerator())
-    plain = [owner.synchronize for owner in owners]
+    originals = [owner.synchronize for owner in owners]
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = note
@@ -104,56 +104,56 @@ def warned() -> Iterator[list[str]]:
         try:
             for owner in owners:
                 owner.synchronize = whole
-            yield found
+            yield waits
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            for owner, call in zip(owners, plain, strict=True):
+            for owner, call in zip(owners, originals, strict=True):
                 owner.synchronize = call
 
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """The same on a CPU, where the calls that would wait are counted."""
+    """Yield the same list on a CPU, where the calls that would wait on a GPU are counted."""
     from tests.helpers import host_reads
 
-    with host_reads.counted() as found:
-        yield found
+    with host_reads.counted() as waits:
+        yield waits
 
 
 def reads(family: str, argv: list[str]) -> dict[str, Any]:
-    """Return how often the host waited in steps 2 and 3 together, by place, and whether a wait is noticed at all."""
+    """Return the number of host waits in steps 2 and 3 by location, and whether a wait is detected at all."""
     engine, batches = engine_of(family, argv)
     is_cuda = engine.device.type == "cuda" if isinstance(engine.device, torch.device) else "cuda" in str(engine.device)
-    number = engine.share.num_micro_batches * WATCHED.stop
-    batches = iter([next(batches) for _ in range(number)])  # what is read of samples is of the host
+    num_batches = engine.share.num_micro_batches * WATCHED.stop
+    batches = iter([next(batches) for _ in range(num_batches)])  # reading samples is host work and does not count
     for step in range(WATCHED.start):
         engine.train_step(batches, step)
     watch = warned if is_cuda else counted
-    with watch() as found:
+    with watch() as waits:
         for step in WATCHED:
             engine.train_step(batches, step)
     with watch() as planted:
         torch.ones(1, device=engine.device).item()
-    return {"steps": len(WATCHED), "found": Counter(found), "is_noticed": len(planted) == 1}
+    return {"steps": len(WATCHED), "found": Counter(waits), "is_noticed": len(planted) == 1}
 
 
 def squeeze(peak: int) -> int:
-    """Leave torch's allocator too little for a step unless it frees what it keeps, and then enough; return its limit.
+    """Leave torch's allocator too little memory for a step unless it frees cached blocks; return the limit in bytes.
 
-    What it keeps are small blocks, which no larger tensor can have. The limit is that of this process: it fails as a
-    full device does, whatever the size of the device.
+    The cached blocks are small ones that no larger tensor can use. The limit applies to this process, so allocations
+    fail as on a full device, whatever the size of the device.
     """
     torch.cuda.empty_cache()
-    held = torch.cuda.memory_reserved()
-    garbage = [torch.empty(SMALL, dtype=torch.uint8, device="cuda") for _ in range((peak - held + SLACK) // SMALL)]
-    del garbage
+    reserved = torch.cuda.memory_reserved()
+    blocks = [torch.empty(SMALL, dtype=torch.uint8, device="cuda") for _ in range((peak - reserved + SLACK) // SMALL)]
+    del blocks
     limit = torch.cuda.memory_reserved() + 4 * MIB
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
     return limit
 
 
 def under_pressure(family: str, argv: list[str], *, is_pressed: bool) -> dict[str, Any]:
-    """Return the losses of six steps, and what the allocator did in the last four."""
+    """Return the losses of six steps, and the allocator's retries in the last four."""
     engine, batches = engine_of(family, argv)
     losses = [engine.train_step(batches, step).loss.hex() for step in range(PRESSED.start)]
     peak = torch.cuda.max_memory_reserved()
@@ -165,11 +165,11 @@ def under_pressure(family: str, argv: list[str], *, is_pressed: bool) -> dict[st
 
 
 STEPS, MICRO_BATCHES, WIDTH, LAYERS = 6, 8, 256, 8
-"""Of the pipeline."""
+"""Steps, micro-batches, width and layers of the pipeline."""
 
 
 class Paused(torch.nn.Module):
-    """A layer that, if ``pauses``, waits for all that its device was given, and frees what is cached, on both ways."""
+    """A layer that, if ``pauses``, synchronizes with the device and frees cached memory in forward and backward."""
 
     def __init__(self, width: int, *, pauses: bool) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Paused(torch.nn.Module):
 
 
 def free_device() -> None:
-    """Wait for the device, those kernels included that wait for a message, and free what torch caches."""
+    """Wait for the device, including kernels that wait for a message, and free torch's cached memory."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 
@@ -194,7 +194,7 @@ def free_device() -> None:
 def pipeline_losses(backend: str, schedule: str, *, pauses: bool) -> list[str]:
     """Return the losses of a pipeline of two stages whose layers may pause. Collective."""
     if torch.cuda.device_count() == 1:
-        os.environ["LOCAL_RANK"] = "0"  # both stages on the one GPU; ahead of DeepSpeed, which reads it
+        os.environ["LOCAL_RANK"] = "0"  # both stages on the one GPU; set before DeepSpeed reads it
     import tds as deepspeed
 
     if torch.cuda.is_available():
@@ -223,7 +223,7 @@ def pipeline_losses(backend: str, schedule: str, *, pauses: bool) -> list[str]:
 
 
 def spoiled_in(step: int) -> Any:
-    """Return GPT-2's forward step whose losses in this step, counted from 1, are NaN."""
+    """Return GPT-2's forward step with NaN losses in the given step, counted from 1."""
     import pretrain_gpt2
     from megatron.training import get_config
 
@@ -231,15 +231,15 @@ def spoiled_in(step: int) -> Any:
 
     def forward_step(data_iterator: Any, model: Any) -> tuple[Any, dict[str, Any]]:
         (total, number_of_tokens), _ = pretrain_gpt2.forward_step(data_iterator, model)
-        number = next(calls) // get_config().batch.gas + 1
-        loss = (total * float("nan") if number == step else total, number_of_tokens)
+        current_step = next(calls) // get_config().batch.gas + 1
+        loss = (total * float("nan") if current_step == step else total, number_of_tokens)
         return loss, {"lm loss": loss}
 
     return forward_step
 
 
 def train(what: str) -> None:
-    """Train ``pretrain_gpt2.py`` with the rest of the command line, and something wrong in it."""
+    """Train ``pretrain_gpt2.py`` with the rest of the command line and the fault ``what``."""
     import pretrain_gpt2
     from megatron.training import pretrain
 
@@ -252,23 +252,27 @@ def train(what: str) -> None:
 
 
 def main() -> None:
-    """Do what the command line says."""
-    what = sys.argv.pop(1)
-    if what in ("pause", "plain"):
+    """Run the program that the command line selects."""
+    program = sys.argv.pop(1)
+    if program in ("pause", "plain"):
         file, backend, schedule = sys.argv[1:]
-        losses = pipeline_losses(backend, schedule, pauses=what == "pause")
+        losses = pipeline_losses(backend, schedule, pauses=program == "pause")
         if torch.distributed.get_rank() == 0:
             Path(file).write_text(json.dumps(losses))
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
-    elif what in ("reads", "pressure", "ease"):
+    elif program in ("reads", "pressure", "ease"):
         file, family, *argv = sys.argv[1:]
-        seen = reads(family, argv) if what == "reads" else under_pressure(family, argv, is_pressed=what == "pressure")
-        Path(file).write_text(json.dumps(seen))
+        results = (
+            reads(family, argv)
+            if program == "reads"
+            else under_pressure(family, argv, is_pressed=program == "pressure")
+        )
+        Path(file).write_text(json.dumps(results))
         sys.stdout.flush()
-        os._exit(0)  # no group of one rank to be left
+        os._exit(0)  # skips the shutdown of the group of one rank
     else:
-        train(what)
+        train(program)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The model, cases and contenders of ``pipeline.py``; each contender is built into ``step(batches) -> loss``.
 
 The model is a GPT of plain ``torch.nn`` layers on [b, s, h]. Attention and feed-forward are separate layers, so that
-a cut may fall between them. The head is not tied. Each layer initializes its weights from its index, so all
+a chunk may end after either. The head is not tied. Each layer initializes its weights from its index, so all
 contenders start from the same weights. They use torch's fused AdamW and do not clip gradients.
 
 | kind | engine |
@@ -37,7 +37,7 @@ class Case:
     """A comparison in which all contenders take turns.
 
     Args:
-        bar: speed required of our best, relative to two processes side by side; None: reported without bars.
+        bar: required speed of our best contender, relative to two processes side by side; None to report without bars.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Contender:
 
 
 class Embedding(nn.Module):
-    """Tokens [b, s] to [b, s, h]."""
+    """Maps tokens [b, s] to hidden states [b, s, h]."""
 
     def __init__(self, vocab_size: int, seq_length: int, h: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Mlp(nn.Module):
 
 
 class Head(nn.Linear):
-    """[b, s, h] to logits [b, s, v]."""
+    """Maps hidden states [b, s, h] to logits [b, s, v]."""
 
     def __init__(self, h: int, vocab_size: int) -> None:
         super().__init__(h, vocab_size, bias=False)
@@ -168,7 +168,7 @@ def chain(specs: Iterable[LayerSpec]) -> nn.Sequential:
 
 @dataclass
 class Built:
-    """A contender on this rank: its step, which returns None where the loss is not known, and its layers."""
+    """A contender on this rank: its step, which returns None if the loss is unknown, and its layers."""
 
     step: Callable[[list[Batch]], float | None]
     module: Any

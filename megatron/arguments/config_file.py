@@ -86,10 +86,10 @@ def _read_toml(path: str) -> FileText:
     except tomllib.TOMLDecodeError as error:
         match = re.search(r"line (\d+)", str(error))
         line = text.splitlines()[int(match[1]) - 1].strip() if match else ""
-        at = f"{path}:{match[1]}" if match else path
+        location = f"{path}:{match[1]}" if match else path
         if "overwrite" in str(error) or "twice" in str(error):
-            raise ConfigError(f"{at}: a key may stand once, got {line!r} again. Remove one") from error
-        raise ConfigError(f"{at}: must be TOML, got {error}") from error
+            raise ConfigError(f"{location}: a key may stand once, got {line!r} again. Remove one") from error
+        raise ConfigError(f"{location}: must be TOML, got {error}") from error
     lines: dict[tuple[str, ...], int] = {}
     heading: tuple[str, ...] = ()
     for line_number, line in enumerate(text.splitlines(), 1):
@@ -109,8 +109,8 @@ def _read_yaml(path: str) -> FileText:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        at = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
-        raise ConfigError(f"{at}: must be YAML, got {error.problem or error.context}") from error
+        location = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
+        raise ConfigError(f"{location}: must be YAML, got {error.problem or error.context}") from error
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}: must be YAML, got {error}") from error
     if not isinstance(root, yaml.MappingNode):
@@ -131,15 +131,15 @@ _CORE = (
 
 def _mapping(node: Any, keys: tuple[str, ...], path: str, lines: dict[tuple[str, ...], int], seen: set[int]) -> Any:
     """Return the value of a YAML node, and add the lines of its keys to ``lines``."""
-    at = f"{path}:{node.start_mark.line + 1}"
+    location = f"{path}:{node.start_mark.line + 1}"
     if node.id == "scalar":
         if node.style is None and node.tag.startswith("tag:yaml.org,2002:"):
             return next((make(node.value) for pattern, make in _CORE if pattern.fullmatch(node.value)), node.value)
         if not node.tag.startswith("tag:yaml.org,2002:"):
-            raise ConfigError(f"{at}: a value must have no tag, got {node.tag}. Remove it")
+            raise ConfigError(f"{location}: a value must have no tag, got {node.tag}. Remove it")
         return node.value
     if id(node) in seen:
-        raise ConfigError(f"{at}: lists and mappings must be written out, got an alias for one. Write it out")
+        raise ConfigError(f"{location}: lists and mappings must be written out, got an alias for one. Write it out")
     seen.add(id(node))
     if node.id == "sequence":
         return [_mapping(item, keys, path, lines, seen) for item in node.value]
@@ -316,35 +316,35 @@ class _Reader:
         )
 
     def _read_key(self, keys: tuple[str, ...], value: Any) -> None:
-        key, place = keys[-1], self.text.where(*keys)
+        key, location = keys[-1], self.text.where(*keys)
         name = _normal(key)
         if keys[0] == "extra" or name in self.extras:
             self.rest += _words(self.extras.get(name, f"--{key}"), value) if name in self.extras else []
         elif name == "config":
             if not self.is_of_run:
-                self.problems.append(f"{place}: {key} must stand on the command line alone. Remove it here")
+                self.problems.append(f"{location}: {key} must stand on the command line alone. Remove it here")
         elif name in self.known:
-            self._take(*self.known[name], key, place, value)
+            self._take(*self.known[name], key, location, value)
         elif not (self.is_of_run and (name in self.foreign or key in UNNAMED)):
-            self._pass_on(name, key, place, value)
+            self._pass_on(name, key, location, value)
 
     def _take(self, option: Option, flag: str, key: str, place: str, value: Any) -> None:
-        where = f"{place}: {key}"
+        label = f"{place}: {key}"
         try:
             is_set, value = self._value_of(option, flag, value)
         except ValueError as error:
-            self.problems.append(f"{where} must be {error}")
+            self.problems.append(f"{label} must be {error}")
             return
         if not is_set:
             return
         if option.name in self.places and option.name not in self.yielded:
             self.problems.append(
-                f"{where} says what {self.places[option.name]} has said: a flag may stand once. Remove one"
+                f"{label} says what {self.places[option.name]} has said: a flag may stand once. Remove one"
             )
             return
-        self.places[option.name] = where
+        self.places[option.name] = label
         self.yielded.discard(option.name)
-        problem = option.problem(value, where)
+        problem = option.problem(value, label)
         if problem and not (self.is_of_run and is_derived(option, value)):
             self.problems.append(problem)
         else:
@@ -402,7 +402,7 @@ class _Reader:
             scanned = scan([flag, str(value).lower()], (), self.family)
         elif value is None or value is False:
             problems = scan([flag], (), self.family).problems  # nothing to set, but the name must exist
-            scanned = Scan(self.family, problems=[one for one in problems if one.startswith("unknown ")])
+            scanned = Scan(self.family, problems=[text for text in problems if text.startswith("unknown ")])
         else:
             scanned = scan(_words(flag, value), (), self.family)
         for problem in scanned.problems:

@@ -114,7 +114,7 @@ def _hint(text: str, position: int) -> str:
 
 def _key_places(path: str, text: str) -> dict[tuple[str, ...], tuple[int, int]]:
     """Return the line and column of each key of each object in valid JSON text."""
-    places: dict[tuple[str, ...], tuple[int, int]] = {}
+    positions: dict[tuple[str, ...], tuple[int, int]] = {}
     stack: list[str] = []  # enclosing keys; "" for the root and for array elements
     previous = ("", 0)
     for match in _WORD.finditer(text):
@@ -122,19 +122,19 @@ def _key_places(path: str, text: str) -> dict[tuple[str, ...], tuple[int, int]]:
         if token == ":":
             keys = (*stack[1:], json.loads(previous[0]))
             position = _line_and_column(text, previous[1])
-            if keys in places and "" not in keys:
+            if keys in positions and "" not in keys:
                 raise ConfigError(
                     f"{path}:{position[0]}:{position[1]}: a key may stand once, got {keys[-1]!r} again "
-                    f"(first on line {places[keys][0]}). Remove one"
+                    f"(first on line {positions[keys][0]}). Remove one"
                 )
-            places[keys] = position
+            positions[keys] = position
             pending = keys[-1]
         elif token in "{[":
             stack.append(pending if stack and previous[0] == ":" else "")
         elif token in "}]":
             stack.pop()
         previous = (token, match.start())
-    return places
+    return positions
 
 
 def _line_and_column(text: str, position: int) -> tuple[int, int]:
@@ -157,7 +157,7 @@ def read(path: str) -> tuple[dict[str, Any], list[str], dict[str, str]]:
 
 def good_keys(text: JsonText) -> tuple[dict[str, Any], list[str], dict[str, str]]:
     """Return the JSON object without invalid keys, the problems, and ignored key (with dots) -> reason."""
-    good: dict[str, Any] = {}
+    valid: dict[str, Any] = {}
     problems: list[str] = []
     ignored: dict[str, str] = {}
     for name, value in _without_comments(text.values, ignored).items():
@@ -168,8 +168,8 @@ def good_keys(text: JsonText) -> tuple[dict[str, Any], list[str], dict[str, str]
         key_problems = list(_key_problems(text, name, value))
         problems += key_problems
         if not key_problems:
-            good[deepspeed_keys.RENAMED.get(name, name)] = value
-    return good, problems, ignored | dict(_ignored_keys(good))
+            valid[deepspeed_keys.RENAMED.get(name, name)] = value
+    return valid, problems, ignored | dict(_ignored_keys(valid))
 
 
 UNKNOWN = "unknown key"
@@ -182,14 +182,14 @@ def _is_known(name: str) -> bool:
 
 def _without_comments(section: Mapping[str, Any], ignored: dict[str, str], path: str = "") -> dict[str, Any]:
     """Return the section without keys that start with "_", "#" or "//", which are added to ``ignored``."""
-    kept: dict[str, Any] = {}
+    remaining: dict[str, Any] = {}
     for name, value in section.items():
         if name.startswith(("_", "#", "//")):
             ignored[f"{path}{name}"] = "a comment"
         else:
             is_section = isinstance(value, dict)
-            kept[name] = _without_comments(value, ignored, f"{path}{name}.") if is_section else value
-    return kept
+            remaining[name] = _without_comments(value, ignored, f"{path}{name}.") if is_section else value
+    return remaining
 
 
 def _with_whole_numbers(path: str, value: Any) -> Any:
@@ -246,15 +246,15 @@ def _is_off(name: str, value: Any) -> bool:
 
 
 def _key_problems(text: JsonText, name: str, value: Any) -> Iterator[str]:
-    place = text.where(name)
+    location = text.where(name)
     renamed = deepspeed_keys.RENAMED.get(name, name)
     if name == "scheduler" and deepspeed_scheduler.is_supported(value):
-        yield from (f"{place}: {problem}" for problem in deepspeed_scheduler.problems(value))
+        yield from (f"{location}: {problem}" for problem in deepspeed_scheduler.problems(value))
     elif name in deepspeed_keys.REJECTED:
         if not _is_off(name, value):
-            yield f"{place}: key {name} is not supported: {deepspeed_keys.REJECTED[name]}"
+            yield f"{location}: key {name} is not supported: {deepspeed_keys.REJECTED[name]}"
     elif name in deepspeed_keys.IGNORED:
-        yield from _value_problems(place, name, deepspeed_keys.IGNORED[name], value)
+        yield from _value_problems(location, name, deepspeed_keys.IGNORED[name], value)
     elif name == "optimizer" and isinstance(value, dict) and list(_optimizer_problems(text, value)):
         yield from _optimizer_problems(text, value)  # valid params depend on the type
     elif renamed in deepspeed_keys.SECTIONS:
@@ -264,10 +264,12 @@ def _key_problems(text: JsonText, name: str, value: Any) -> Iterator[str]:
     elif name in deepspeed_keys.INNER:
         yield from _section_problems(text, (name,), deepspeed_keys.INNER[name], value)
     elif name in deepspeed_keys.VALUES or name in deepspeed_keys.PASSED:
-        yield from _value_problems(place, name, deepspeed_keys.VALUES.get(name) or deepspeed_keys.PASSED[name], value)
+        yield from _value_problems(
+            location, name, deepspeed_keys.VALUES.get(name) or deepspeed_keys.PASSED[name], value
+        )
     else:
         problem = unknown("key", name, deepspeed_keys.KNOWN).replace("--help-all lists all flags", "remove it")
-        yield f"{place}: {problem}"
+        yield f"{location}: {problem}"
 
 
 def _section_problems(
@@ -278,21 +280,21 @@ def _section_problems(
         yield f"{text.where(*path)}: {name} must be an object {{...}}, got {section!r}"
         return
     for inner, value in section.items():
-        place = text.where(*path, inner)
+        location = text.where(*path, inner)
         full_name = f"{name}.{inner}"
         if full_name in deepspeed_keys.INNER:
             yield from _section_problems(text, (*path, inner), deepspeed_keys.INNER[full_name], value)
         elif inner in known:
-            yield from _value_problems(place, full_name, known[inner], value)
+            yield from _value_problems(location, full_name, known[inner], value)
         else:
             rule = deepspeed_keys.REJECTED_IN.get(name) or f"it takes {', '.join(known)}"
-            yield f"{place}: {unknown('key', inner, known).partition('; --help-all')[0]} in {name}: {rule}"
+            yield f"{location}: {unknown('key', inner, known).partition('; --help-all')[0]} in {name}: {rule}"
 
 
 def _value_problems(place: str, name: str, key: deepspeed_keys.Key, value: Any) -> Iterator[str]:
     if value == "auto" and not name.startswith("pipeline.") and key.kind != deepspeed_keys.OBJECT:
         return
-    if key.is_ignored and key.holds and not any(value is one or value == one for one in key.holds):
+    if key.is_ignored and key.holds and not any(value is allowed or value == allowed for allowed in key.holds):
         yield f"{place}: {name} {text_of_value(value)} is not supported: {key.otherwise}"
     is_number = _is_number(value)
     is_integer = isinstance(value, int) and is_number and abs(value) <= LARGEST_INT
@@ -300,7 +302,7 @@ def _value_problems(place: str, name: str, key: deepspeed_keys.Key, value: Any) 
         if value not in key.choices:
             yield f"{place}: {name} must be one of {', '.join(key.choices)}, got {value!r}"
         return
-    good = {
+    is_valid = {
         deepspeed_keys.ANY: True,
         deepspeed_keys.POSITIVE: is_integer and value >= 1,
         deepspeed_keys.INTEGER: is_integer and value >= 0,
@@ -313,7 +315,7 @@ def _value_problems(place: str, name: str, key: deepspeed_keys.Key, value: Any) 
         deepspeed_keys.DEPTH: is_integer and value >= -1,
         deepspeed_keys.BETAS: isinstance(value, list) and len(value) == 2 and all(_is_number(v) for v in value),
     }
-    if not good[key.kind]:
+    if not is_valid[key.kind]:
         yield f"{place}: {name} must be {key.kind}, got {value!r}"
 
 
@@ -324,14 +326,14 @@ def _is_number(value: Any) -> bool:
 def _optimizer_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str]:
     optimizer, params = section.get("type", "AdamW"), section.get("params", {})
     if isinstance(params, dict) and "max_grad_norm" in params:
-        place = text.where("optimizer", "params", "max_grad_norm")
-        yield f"{place}: optimizer.params.max_grad_norm is rejected, as by DeepSpeed. Use gradient_clipping"
+        location = text.where("optimizer", "params", "max_grad_norm")
+        yield f"{location}: optimizer.params.max_grad_norm is rejected, as by DeepSpeed. Use gradient_clipping"
     if isinstance(optimizer, str) and optimizer.lower() in deepspeed_keys.OPTIMIZER_TYPES and isinstance(params, dict):
         rejected = deepspeed_keys.OTHER_PARAMS[deepspeed_keys.OPTIMIZER_TYPES[optimizer.lower()]]
         for name in params:
             if name in rejected:
-                place = text.where("optimizer", "params", name)
-                yield f"{place}: optimizer.params.{name} is no parameter of {optimizer} in DeepSpeed. Remove the key"
+                location = text.where("optimizer", "params", name)
+                yield f"{location}: optimizer.params.{name} is no parameter of {optimizer} in DeepSpeed. Remove the key"
     if isinstance(optimizer, str) and optimizer.lower() not in deepspeed_keys.OPTIMIZER_TYPES:
         yield (
             f"{text.where('optimizer', 'type')}: optimizer.type must be AdamW, Adam (which DeepSpeed runs as AdamW), "
@@ -344,9 +346,9 @@ def _zero_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str]:
         name: section[name].get("pin_memory") for name in deepspeed_keys.OFFLOADS if isinstance(section.get(name), dict)
     }
     if len(set(pins.values()) - {None, "auto"}) > 1:
-        place = text.where("zero_optimization", "offload_param")
+        location = text.where("zero_optimization", "offload_param")
         yield (
-            f"{place}: pin_memory must be the same in {' and '.join(deepspeed_keys.OFFLOADS)}, got {pins}. "
+            f"{location}: pin_memory must be the same in {' and '.join(deepspeed_keys.OFFLOADS)}, got {pins}. "
             "Change one of them"
         )
 
@@ -388,15 +390,17 @@ def layer_of(
     """
     options = {option.name: option for _, option in all_options()}
     has_pipeline = flags.get("pipe_parallel_size", defaults.get("pipe_parallel_size", 0)) > 1
-    stated = _json_values(json, problems) | (_pipeline_values(json) if has_pipeline else {})
-    lr = flags.get("lr", stated["lr"][1] if "lr" in stated else defaults.get("lr", options["lr"].default))
-    stated |= deepspeed_scheduler.values(json, lr)
-    invalid = {name: options[name].problem(value, f"{key} in the JSON") for name, (key, value) in stated.items()}
+    keyed_values = _json_values(json, problems) | (_pipeline_values(json) if has_pipeline else {})
+    lr = flags.get("lr", keyed_values["lr"][1] if "lr" in keyed_values else defaults.get("lr", options["lr"].default))
+    keyed_values |= deepspeed_scheduler.values(json, lr)
+    invalid = {name: options[name].problem(value, f"{key} in the JSON") for name, (key, value) in keyed_values.items()}
     return Layer(
         DEEPSPEED_JSON,
-        values={name: value for name, (_, value) in stated.items()},
-        written={name: f"{key} {text_of_value(value)}{_origin(key, json)}" for name, (key, value) in stated.items()},
-        keys={name: key for name, (key, _) in stated.items()},
+        values={name: value for name, (_, value) in keyed_values.items()},
+        written={
+            name: f"{key} {text_of_value(value)}{_origin(key, json)}" for name, (key, value) in keyed_values.items()
+        },
+        keys={name: key for name, (key, _) in keyed_values.items()},
         invalid={name: problem for name, problem in invalid.items() if problem},
         excluded={"dtype": excluded(json)},
     )
@@ -416,25 +420,25 @@ def excluded(json: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tuple[str, Any]]:
     """Return field -> (key, value) for every value that the JSON states."""
-    stated = {
+    keyed_values = {
         key.field: (name, json[name]) for name, key in deepspeed_keys.VALUES.items() if _is_stated(json.get(name))
     }
     fp16, bf16 = json.get("fp16", {}), json.get("bf16", {})
     if fp16.get("enabled") is True and bf16.get("enabled") is True:
         problems.append("fp16 and bf16 exclude each other, got both enabled in the JSON. Disable one")
     elif fp16.get("enabled") is True:
-        stated["dtype"] = ("fp16.enabled true, that is", "fp16")
+        keyed_values["dtype"] = ("fp16.enabled true, that is", "fp16")
     elif bf16.get("enabled") is True:
-        stated["dtype"] = ("bf16.enabled true, that is", "bf16")
+        keyed_values["dtype"] = ("bf16.enabled true, that is", "bf16")
     if fp16.get("enabled") is not False:
-        stated |= {
+        keyed_values |= {
             k.field: (f"fp16.{n}", fp16[n])
             for n, k in deepspeed_keys.FP16.items()
             if k.field and _is_stated(fp16.get(n))
         }
-    stated |= dict(_zero_values(json))
+    keyed_values |= dict(_zero_values(json))
     activations = json.get("activation_checkpointing", {})
-    stated |= {
+    keyed_values |= {
         k.field: (f"activation_checkpointing.{n}", activations[n])
         for n, k in deepspeed_keys.ACTIVATIONS.items()
         if k.field and _is_stated(activations.get(n))
@@ -442,14 +446,14 @@ def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tupl
     section = json.get("optimizer", {})
     params = section.get("params", {})
     if _is_stated(section.get("type")):
-        stated["optimizer"] = ("optimizer.type", deepspeed_keys.OPTIMIZER_TYPES[section["type"].lower()])
+        keyed_values["optimizer"] = ("optimizer.type", deepspeed_keys.OPTIMIZER_TYPES[section["type"].lower()])
     for name, key in deepspeed_keys.OPTIMIZER_PARAMS.items():
         if key.field and _is_stated(params.get(name)):
-            stated[_field_of(section, name)] = (f"optimizer.params.{name}", params[name])
+            keyed_values[_field_of(section, name)] = (f"optimizer.params.{name}", params[name])
     if _is_stated(params.get("betas")):
-        stated["adam_beta1"] = ("optimizer.params.betas[0]", params["betas"][0])
-        stated["adam_beta2"] = ("optimizer.params.betas[1]", params["betas"][1])
-    return stated
+        keyed_values["adam_beta1"] = ("optimizer.params.betas[0]", params["betas"][0])
+        keyed_values["adam_beta2"] = ("optimizer.params.betas[1]", params["betas"][1])
+    return keyed_values
 
 
 def implied_values(json: Mapping[str, Any], known: Container[str]) -> dict[str, Any]:
@@ -480,12 +484,12 @@ def _field_of(section: Mapping[str, Any], param: str) -> str:
 def _pipeline_values(json: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     """Return field -> (key, value) for each value that "pipeline" states; "auto" is a valid schedule."""
     section = json.get("pipeline", {})
-    stated = [
+    names = [
         name
         for name in deepspeed_keys.PIPELINE
         if name in section and (name == "schedule" or _is_stated(section[name]))
     ]
-    return {deepspeed_keys.PIPELINE[name].field: (f"pipeline.{name}", section[name]) for name in stated}
+    return {deepspeed_keys.PIPELINE[name].field: (f"pipeline.{name}", section[name]) for name in names}
 
 
 def _is_stated(value: Any) -> bool:

@@ -56,19 +56,19 @@ def problems(section: Mapping[str, Any]) -> Iterator[str]:
     name = section["type"]
     known, params = SCHEDULERS[name].params, section["params"]
     for key, value in params.items():
-        where = f"scheduler.params.{key}"
+        full_key = f"scheduler.params.{key}"
         if key not in known:
-            yield f"{where} is no parameter of {name}: it takes {', '.join(known)}"
+            yield f"{full_key} is no parameter of {name}: it takes {', '.join(known)}"
         elif key == "warmup_type" or value == AUTO:
             continue
         elif not isinstance(value, (int, float)) or isinstance(value, bool):
-            yield f"{where} must be a number, got {value!r}"
+            yield f"{full_key} must be a number, got {value!r}"
         elif key in START and value != 0:
-            yield f"{where} {value} is not supported: the warm-up starts at 0. Use 0"
+            yield f"{full_key} {value} is not supported: the warm-up starts at 0. Use 0"
         elif key == "last_batch_iteration" and value != -1:
-            yield f"{where} {value} is not supported: a checkpoint determines the step. Use -1"
+            yield f"{full_key} {value} is not supported: a checkpoint determines the step. Use -1"
         elif key.endswith("num_steps") and (value < 1 or value != int(value)):
-            yield f"{where} must be a positive integer, got {value}"
+            yield f"{full_key} must be a positive integer, got {value}"
     if "total_num_steps" in known and "total_num_steps" not in params:
         yield f"scheduler.params.total_num_steps is required by {name}"
 
@@ -84,20 +84,20 @@ def values(json: Mapping[str, Any], lr: float) -> dict[str, tuple[str, Any]]:
         return {}
     style, known = SCHEDULERS[section["type"]]
     params = {**known, **section["params"]}
-    stated: dict[str, tuple[str, Any]] = {"lr_decay_style": ("scheduler.type", style)}
+    keyed_values: dict[str, tuple[str, Any]] = {"lr_decay_style": ("scheduler.type", style)}
 
     if style == "linear":
-        stated["min_lr"] = ("scheduler.type", 0.0)
+        keyed_values["min_lr"] = ("scheduler.type", 0.0)
     for key, value in params.items():
         if value in (AUTO, None):
             continue
-        where = f"scheduler.params.{key}"
+        full_key = f"scheduler.params.{key}"
         if key == "warmup_max_lr":
-            stated["lr"] = (where, value)
+            keyed_values["lr"] = (full_key, value)
         elif key == "warmup_num_steps":
-            stated["lr_warmup_iters"] = (where, max(2, int(value)))
+            keyed_values["lr_warmup_iters"] = (full_key, max(2, int(value)))
         elif key == "total_num_steps":
-            stated["lr_decay_iters"] = (where, int(value))
+            keyed_values["lr_decay_iters"] = (full_key, int(value))
         elif key == "cos_min_ratio":
-            stated["min_lr"] = (where, lr * value)
-    return stated
+            keyed_values["min_lr"] = (full_key, lr * value)
+    return keyed_values

@@ -1,4 +1,4 @@
-"""Fit the configuration of an elastic job to the ranks that are present. No torch."""
+"""Fit the configuration of an elastic job to the ranks that are present. Does not import torch."""
 
 from __future__ import annotations
 

@@ -148,9 +148,9 @@ def _take_foreign(found: Scan, row: ForeignFlag, values: list[str]) -> None:
 
 def _inapplicable_field(family: str, row: ForeignFlag) -> Option | None:
     """Return a field that the flag sets and that ``family`` does not have; None if there is none."""
-    others = {option.name: option for section, option in all_options() if not takes(family, section, option)}
+    inapplicable = {option.name: option for section, option in all_options() if not takes(family, section, option)}
     accepted = {option.name for option in options_in(family)}
-    return next((others[name] for name in row.fields if name in others and name not in accepted), None)
+    return next((inapplicable[name] for name in row.fields if name in inapplicable and name not in accepted), None)
 
 
 def rejected_flags(family: str) -> Mapping[str, str]:

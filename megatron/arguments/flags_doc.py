@@ -118,7 +118,9 @@ def classify(flag: str) -> tuple[str, str]:
         names = _flags_of_fields()
         text = f"{' '.join(f'`{names[name]}`' for name in row.fields)}: {text}"
     reasons = {family.title: family.config.REFUSED for family in FAMILIES.values()}
-    return row.rule, text + "".join(f"; {title}: {of[flag]}" for title, of in reasons.items() if flag in of)
+    return row.rule, text + "".join(
+        f"; {title}: {rejected[flag]}" for title, rejected in reasons.items() if flag in rejected
+    )
 
 
 def _names(section: str, option: Option) -> str:

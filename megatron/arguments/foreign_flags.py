@@ -111,7 +111,7 @@ def foreign_flags() -> Mapping[str, ForeignFlag]:
     """Return flag -> row. The table is read on the first call, which runs without foreign flags never reach."""
     lines = TABLE.read_text(encoding="utf-8").splitlines()[1:]
     rows = [line.split("\t") for line in lines]
-    return {flag: ForeignFlag(flag, tuple(programs.split(",")), *rest) for flag, programs, *rest in rows}
+    return {flag: ForeignFlag(flag, tuple(programs.split(",")), *cells) for flag, programs, *cells in rows}
 
 
 def foreign_flag(flag: str) -> ForeignFlag | None:
@@ -137,6 +137,6 @@ def _is_among(value: str, accepted: Iterable[str]) -> bool:
     if value in accepted:
         return True
     try:
-        return any(float(value) == float(one) for one in accepted)
+        return any(float(value) == float(candidate) for candidate in accepted)
     except ValueError:
         return False

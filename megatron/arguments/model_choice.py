@@ -3,12 +3,12 @@
 The family determines the available flags, so ``--model`` is read before all other flags. The first source that names a
 model decides:
 
-| source | family | settings of its architecture |
+| source | family | precedence of its architecture settings |
 |---|---|---|
-| --model on the command line | of the name | yield to flags of the command line, replace those of the file and below |
-| config.json of a run, by --config | of the run | the file has all of them |
-| model in another file of --config | of the name | yield to the file, replace those of MEGATRON_DEFAULTS and below |
-| --model in MEGATRON_DEFAULTS | of the name | yield to MEGATRON_DEFAULTS, replace those of the program |
+| --model on the command line | of the named model | below flags of the command line, above the file |
+| config.json of a run, by --config | of the run | the file has all settings |
+| model in another file of --config | of the named model | below the file, above MEGATRON_DEFAULTS |
+| --model in MEGATRON_DEFAULTS | of the named model | below MEGATRON_DEFAULTS, above the program |
 | the program | of the program | |
 
 A name has no effect if the next weaker source gives the same one: ``pretrain_gpt.py --model gpt2`` keeps Megatron's
@@ -114,12 +114,12 @@ def _named(name: str | None, source: Source, weaker: ModelChoice) -> ModelChoice
     """Return the choice of the model ``name``, or ``weaker`` if there is no name or it is the same model."""
     if not name or name in weaker.names:
         return weaker
-    chosen = architecture(name)
-    if chosen is None:
+    arch = architecture(name)
+    if arch is None:
         return replace(weaker, problem=problem_of(name))
-    recipe = chosen.family if source is RUN_SCRIPT else weaker.recipe or weaker.family
+    recipe = arch.family if source is RUN_SCRIPT else weaker.recipe or weaker.family
     return ModelChoice(
-        family=chosen.family, program=weaker.program, source=source, named=chosen, names=(name,), recipe=recipe
+        family=arch.family, program=weaker.program, source=source, named=arch, names=(name,), recipe=recipe
     )
 
 
@@ -170,7 +170,11 @@ def _words_of(env: Mapping[str, str]) -> list[str]:
 
 def _name_in(values: Mapping[str, Any]) -> str | None:
     """Return the model that a file of flags names, at the top level or in a section."""
-    sections = [each for key, each in values.items() if isinstance(each, dict) and key in all_sections()]
+    sections = [
+        section_values
+        for key, section_values in values.items()
+        if isinstance(section_values, dict) and key in all_sections()
+    ]
     for section in (values, *sections):
         for key in ("model", FLAG, FIELD):
             if isinstance(section.get(key), str):

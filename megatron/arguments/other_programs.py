@@ -79,7 +79,7 @@ def defaults_of(found: Scan, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
                 "positions come with --position-embedding-type relative"
             )
         defaults = T5
-    found.follows_megatron = any(dict(defaults) == dict(one) for one in (GPT, BERT, T5))
+    found.follows_megatron = any(dict(defaults) == dict(known) for known in (GPT, BERT, T5))
     left_out = {"tokenizer_type"} if "tokenizer_path" in found.values else set()
     may_be_first = "load" in found.values and not {"--exit-on-missing-checkpoint", "--skip-train"} & set(
         found.converted

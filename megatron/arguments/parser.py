@@ -135,8 +135,8 @@ def _plugin_problems(env: Mapping[str, str]) -> list[str]:
 
 def _shadowed(config: Config, found: Scan) -> dict[str, str]:
     """Return flag as typed -> reason for each flag without effect that is not listed as ignored yet."""
-    named = {found.spelling.get(name, _flag_of(name)): why for name, why in shadowed_fields(config)}
-    return {name: why for name, why in named.items() if name not in found.ignored}
+    reason_of_flag = {found.spelling.get(name, _flag_of(name)): why for name, why in shadowed_fields(config)}
+    return {name: why for name, why in reason_of_flag.items() if name not in found.ignored}
 
 
 def _flag_of(field: str) -> str:

@@ -131,7 +131,7 @@ def drop_contradicting_defaults(defaults: dict[str, Any], explicit: Mapping[str,
         notes.append(
             f"the default --min-lr {defaults.pop('min_lr'):g} is above --lr {explicit['lr']:g}, so --min-lr is 0"
         )
-    splitting = [name for name, whole in WHOLE.items() if explicit.get(name, defaults.get(name, whole)) != whole]
+    splitting = [name for name, unsplit in WHOLE.items() if explicit.get(name, defaults.get(name, unsplit)) != unsplit]
     if "sample_prompts" in defaults and splitting:
         del defaults["sample_prompts"]
         flag = f"--{splitting[0].replace('_', '-')}"

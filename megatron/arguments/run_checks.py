@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 def debug_problems(config: Config) -> Iterator[str]:
     """Yield debugging flags that have no effect or do not work with another flag."""
     debug = config.debug
-    named = [_flag(name) for name in DUMP_ONLY if name in config.given]
-    if named and debug.debug_dump is None:
-        yield f"{', '.join(named)} acts with --debug-dump only. Add --debug-dump FOLDER, or leave it out"
+    flags = [_flag(name) for name in DUMP_ONLY if name in config.given]
+    if flags and debug.debug_dump is None:
+        yield f"{', '.join(flags)} acts with --debug-dump only. Add --debug-dump FOLDER, or leave it out"
     if debug.debug_nan and config.stability.is_guarded:
         yield (
             f"--debug-nan ends the run at the first NaN, --stability-guard {config.stability.stability_guard} goes on "
             "behind it. Leave one of them out; --debug-dump names the module, too, and lets the guard go on"
         )
     yield from _dumped_beyond_run(config)
-    named = [_flag(name) for name in DEBUG_IN_TRAINING if name in config.given]
-    if named and config.checkpoint.eval_only:
-        yield f"{', '.join(named)} acts in training only, got --eval-only. Leave one out"
+    flags = [_flag(name) for name in DEBUG_IN_TRAINING if name in config.given]
+    if flags and config.checkpoint.eval_only:
+        yield f"{', '.join(flags)} acts in training only, got --eval-only. Leave one out"
     if debug.is_on and config.parallel.compile:
         yield (
             f"{'--debug-dump' if debug.debug_dump else '--debug-nan'} looks into layers, and compiled ones have no "
@@ -63,18 +63,18 @@ def _flag(name: str) -> str:
 def logging_problems(config: Config) -> Iterator[str]:
     """Yield logging flags that have no effect, do not work with another flag, or need a missing package."""
     seeing = config.seeing
-    named = [_flag(name) for name in WANDB_ONLY if name in config.given]
-    if named and not seeing.wandb_project:
-        yield f"{', '.join(named)} acts with --wandb-project only. Add --wandb-project NAME, or leave it out"
+    flags = [_flag(name) for name in WANDB_ONLY if name in config.given]
+    if flags and not seeing.wandb_project:
+        yield f"{', '.join(flags)} acts with --wandb-project only. Add --wandb-project NAME, or leave it out"
     if seeing.wandb_project and os.environ.get("RANK", "0") == "0" and not _has("wandb"):  # only rank 0 imports it
         yield (
             "--wandb-project needs the package wandb, which is not installed here. Run pip install "
             "-e '.[wandb]' or pip install wandb, or leave the flag out: metrics.jsonl and TensorBoard's files "
             "are written anyway"
         )
-    named = [_flag(name) for name in LOGGING_IN_TRAINING if name in config.given]
-    if named and config.checkpoint.eval_only:
-        yield f"{', '.join(named)} acts in training only, got --eval-only. Leave one out"
+    flags = [_flag(name) for name in LOGGING_IN_TRAINING if name in config.given]
+    if flags and config.checkpoint.eval_only:
+        yield f"{', '.join(flags)} acts in training only, got --eval-only. Leave one out"
     parallel = config.parallel
     split_by = {
         "--sequence-parallel": parallel.sequence_parallel,

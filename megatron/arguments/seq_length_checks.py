@@ -45,8 +45,8 @@ def _order_problems(steps: tuple[tuple[int, int], ...]) -> Iterator[str]:
 def _size_problems(steps: tuple[tuple[int, int], ...], full: int) -> Iterator[str]:
     largest = max(length for _, length in steps)
     for length in dict.fromkeys(length for _, length in steps if full % length and length < full):
-        works = [each for each in range(1, full + 1) if full % each == 0]
-        nearest = sorted(sorted(works, key=lambda each: abs(each - length))[:3])
+        divisors = [each for each in range(1, full + 1) if full % each == 0]
+        nearest = sorted(sorted(divisors, key=lambda each: abs(each - length))[:3])
         yield (
             f"each length of {FLAG} must divide --seq-length, so that a sample is cut into whole pieces, got {length} "
             f"and {full} ({full} / {length} = {full / length:g}). Near it are {', '.join(map(str, nearest))}"

@@ -169,18 +169,18 @@ def merge(layers: Sequence[Layer], found: Scan) -> dict[str, Setting]:
         layers: layers in order of precedence, the strongest first.
         found: receives problems, notes and ignored flags.
     """
-    stated = _first_of((layer for layer in layers if not layer.source.is_default), found)
+    explicit = _first_of((layer for layer in layers if not layer.source.is_default), found)
     defaults = _first_of((layer for layer in layers if layer.source.is_default), found)
     for layer in layers:
         for name, values in layer.excluded.items():
-            if name in stated and stated[name].value in values:
-                found.problems.append(_excluded_problem(stated[name]))
+            if name in explicit and explicit[name].value in values:
+                found.problems.append(_excluded_problem(explicit[name]))
             if name in defaults and defaults[name].value in values:
                 del defaults[name]
     usable = {name: setting.value for name, setting in defaults.items()}
     if usable:
-        drop_contradicting_defaults(usable, {name: setting.value for name, setting in stated.items()}, found.notes)
-    return {**{name: setting for name, setting in defaults.items() if name in usable}, **stated}
+        drop_contradicting_defaults(usable, {name: setting.value for name, setting in explicit.items()}, found.notes)
+    return {**{name: setting for name, setting in defaults.items() if name in usable}, **explicit}
 
 
 def _first_of(layers: Iterable[Layer], found: Scan) -> dict[str, Setting]:

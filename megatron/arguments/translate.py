@@ -181,11 +181,11 @@ CHECKPOINT_SCHEDULE = tuple(
 
 def _zero_stage(found: Scan) -> None:
     """Set the ZeRO stage that FSDP or the distributed optimizer implies, unless a stage is given."""
-    asked, stage, origin = found.converted, 0, ""
-    strategy = asked.get("--data-parallel-sharding-strategy")
-    if "--use-torch-fsdp2" in asked:
+    converted, stage, origin = found.converted, 0, ""
+    strategy = converted.get("--data-parallel-sharding-strategy")
+    if "--use-torch-fsdp2" in converted:
         stage, origin = 3, "--use-torch-fsdp2"
-    elif "--use-megatron-fsdp" in asked and strategy is not None:
+    elif "--use-megatron-fsdp" in converted and strategy is not None:
         stage, origin = SHARDING.get(strategy, -1), f"--data-parallel-sharding-strategy {strategy}"
         if stage < 0:
             found.problems.append(
@@ -193,28 +193,28 @@ def _zero_stage(found: Scan) -> None:
             )
     elif strategy is not None:
         found.ignored["--data-parallel-sharding-strategy"] = "it acts with --use-megatron-fsdp only"
-    if stage == 0 and "--use-distributed-optimizer" in asked:
+    if stage == 0 and "--use-distributed-optimizer" in converted:
         stage, origin = 1, "--use-distributed-optimizer"
     if stage > 0 and "zero_stage" not in found.values:
         found.set("zero_stage", stage, origin)
-    elif "--use-distributed-optimizer" in asked and origin != "--use-distributed-optimizer":
+    elif "--use-distributed-optimizer" in converted and origin != "--use-distributed-optimizer":
         found.ignored["--use-distributed-optimizer"] = "the ZeRO stage is said otherwise"
 
 
 def _profile_steps(found: Scan) -> None:
     """Set the steps to profile: START + 1 to END, as in Megatron."""
     first, last = "--profile-step-start", "--profile-step-end"
-    named = [flag for flag in (first, last) if flag in found.converted]
-    if not named:
+    flags = [flag for flag in (first, last) if flag in found.converted]
+    if not flags:
         return
     if "profile" not in found.values:
-        found.ignored |= dict.fromkeys(named, "it acts with --profile only")
+        found.ignored |= dict.fromkeys(flags, "it acts with --profile only")
         return
     start, end = found.converted.get(first, 10), found.converted.get(last, 12)
     steps = f"{start + 1}-{end}"
     if found.values["profile"] not in (PROFILE_ALONE, steps):
         found.problems.append(
-            f"{' and '.join(named)} must agree with --profile, got the steps {steps} and {found.values['profile']}. "
+            f"{' and '.join(flags)} must agree with --profile, got the steps {steps} and {found.values['profile']}. "
             "Leave one out"
         )
     found.values["profile"], found.spelling["profile"] = steps, f"--profile {steps}"
@@ -222,17 +222,17 @@ def _profile_steps(found: Scan) -> None:
 
 def _paths(found: Scan) -> None:
     """Set the corpora named by path files and by weighted split paths."""
-    asked = found.converted
+    converted = found.converted
     for field in ("data_path", *EACH):
         if isinstance(text := found.values.get(field), str):
             found.values[field] = with_weights(text, found.notes)
     try:
-        if path := asked.get("--data-args-path"):
+        if path := converted.get("--data-args-path"):
             found.set("data_path", paths_of_file(path), f"--data-args-path {path}")
-        if path := asked.get("--per-split-data-args-path"):
+        if path := converted.get("--per-split-data-args-path"):
             for field, text in paths_of_json(path).items():
                 found.set(field, text, f"--per-split-data-args-path {path}")
-        for field, text in weighted_paths(asked).items():
+        for field, text in weighted_paths(converted).items():
             if field == "split":  # the weighted paths also override --split in the original program
                 found.values["split"] = text
             else:
@@ -257,8 +257,8 @@ def skip_train(found: Scan, defaults: Mapping[str, Any]) -> tuple[str, ...]:
     """
     if "--skip-train" not in found.converted:
         return ()
-    both = {**defaults, **found.values}
-    if both.get("load") or both.get("resume"):
+    merged = {**defaults, **found.values}
+    if merged.get("load") or merged.get("resume"):
         found.values["eval_only"], found.spelling["eval_only"] = True, "--skip-train"
         unused: tuple[str, ...] = TRAINING_ONLY
     else:
@@ -285,35 +285,39 @@ def lengths(found: Scan, values: dict[str, Any], world_size: int) -> dict[str, A
     Returns:
         Fields of ``BatchConfig`` without a flag: the limits of the run in samples and tokens.
     """
-    asked = {flag: found.converted[flag] for flag in LENGTH_FLAGS if flag in found.converted}
-    is_by_tokens = asked.keys() & {"--train-samples", "--train-tokens"} == {"--train-tokens"}
+    length_flags = {flag: found.converted[flag] for flag in LENGTH_FLAGS if flag in found.converted}
+    is_by_tokens = length_flags.keys() & {"--train-samples", "--train-tokens"} == {"--train-tokens"}
     is_by_tokens = is_by_tokens and "train_iters" not in found.values
     is_exact = is_by_tokens and values.get("train_tokens_lr_unit", OptimizerConfig().train_tokens_lr_unit) == "samples"
     lengths_in_samples = [name for name in SAMPLES if "wsd" not in name or values.get("lr_decay_style") == "wsd"]
-    in_samples = bool(asked.keys() - {"--train-tokens"}) or any(
+    in_samples = bool(length_flags.keys() - {"--train-tokens"}) or any(
         values.get(name) is not None for name in lengths_in_samples
     )
     in_samples = in_samples or (is_exact and "lr_decay_iters" not in found.values)
-    has_decay = "--lr-decay-tokens" in asked or found.values.keys() & {"lr_decay_iters", "lr_decay_samples"}
+    has_decay = "--lr-decay-tokens" in length_flags or found.values.keys() & {"lr_decay_iters", "lr_decay_samples"}
     if "train_tokens_lr_unit" in found.values and (has_decay or not is_by_tokens):
         found.ignored[found.spelling["train_tokens_lr_unit"]] = (
             "it acts where --train-tokens is the only length of the run and of the decay"
         )
-    if not asked and not in_samples:
+    if not length_flags and not in_samples:
         return {}
     sizes = _sizes(values, world_size)
     if sizes is None:  # reported by the checks of the layout
         return {}
     tokens = Fraction(_tokens_per_sample(values, found.family))
     limits = {
-        flag[2:].replace("-", "_"): asked[flag] for flag in ("--train-samples", "--train-tokens") if flag in asked
+        flag[2:].replace("-", "_"): length_flags[flag]
+        for flag in ("--train-samples", "--train-tokens")
+        if flag in length_flags
     }
     if "train_iters" in found.values and limits.keys() == {"train_tokens"}:
         limits["requested_train_iters"] = found.values["train_iters"]
-    steps = _train_iters(found, values, asked, sizes, tokens)
+    steps = _train_iters(found, values, length_flags, sizes, tokens)
     if in_samples:
-        samples = Fraction(asked.get("--train-samples", sizes.consumed_after(steps)))
-        _in_samples(found, values, asked, sizes, tokens, asked["--train-tokens"] / tokens if is_exact else samples)
+        samples = Fraction(length_flags.get("--train-samples", sizes.consumed_after(steps)))
+        _in_samples(
+            found, values, length_flags, sizes, tokens, length_flags["--train-tokens"] / tokens if is_exact else samples
+        )
     return limits
 
 
@@ -349,12 +353,12 @@ def _train_iters(
     found: Scan, values: dict[str, Any], asked: Mapping[str, int], sizes: BatchSizes, tokens: Fraction
 ) -> int:
     """Set ``train_iters``; return the steps that are given or follow from samples, without the limit in tokens."""
-    given, samples, limit = (
+    explicit, samples, limit = (
         found.values.get("train_iters"),
         asked.get("--train-samples"),
         asked.get("--train-tokens"),
     )
-    steps = given
+    steps = explicit
     if samples is not None:
         steps = sizes.steps_within(samples)
         first = sizes.at(0)
@@ -362,9 +366,9 @@ def _train_iters(
             found.problems.append(
                 f"--train-samples must hold a step, got {samples} samples and {first} in the first step. Raise it"
             )
-        if given not in (None, steps):
+        if explicit not in (None, steps):
             found.problems.append(
-                f"--train-iters and --train-samples must agree, got {given} steps and {samples} samples, which are "
+                f"--train-iters and --train-samples must agree, got {explicit} steps and {samples} samples, which are "
                 f"{steps} steps of {sizes.full}. Leave one of them out"
             )
     last = steps
@@ -452,8 +456,8 @@ SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis
 
 def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
     """Resolve settings that depend on other settings: change ``values``, and add unused flags to ``found.ignored``."""
-    asked, t = found.converted, values.get("model_parallel_size", 1)
-    if "--swiglu" in asked and "ff_hidden_size" not in values and "hidden_size" in values:
+    converted, t = found.converted, values.get("model_parallel_size", 1)
+    if "--swiglu" in converted and "ff_hidden_size" not in values and "hidden_size" in values:
         values["ff_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3) // 64 * 64 or 64
     _gelu(found, values)
     _linear_biases(found, values)
@@ -476,8 +480,8 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
             del values[name], found.values[name]
             found.ignored[found.spelling[name]] = "no layers are computed again"
     if values.get("dtype") not in (None, "fp16"):
-        if "--initial-loss-scale" in asked and "initial_scale_power" not in found.values:
-            found.ignored[f"--initial-loss-scale {asked['--initial-loss-scale']}"] = (
+        if "--initial-loss-scale" in converted and "initial_scale_power" not in found.values:
+            found.ignored[f"--initial-loss-scale {converted['--initial-loss-scale']}"] = (
                 f"only fp16 has a loss scale, and this run is {values['dtype']}"
             )
         for name in SCALING:
@@ -485,8 +489,8 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
                 values.pop(name, None)
                 del found.values[name]
                 found.ignored[found.spelling[name]] = f"only fp16 has a loss scale, and this run is {values['dtype']}"
-    elif "--initial-loss-scale" in asked and "initial_scale_power" not in found.values:
-        scale = asked["--initial-loss-scale"]
+    elif "--initial-loss-scale" in converted and "initial_scale_power" not in found.values:
+        scale = converted["--initial-loss-scale"]
         found.problems.append(f"--initial-loss-scale must be a power of 2, got {scale:g}. Use --initial-scale-power")
     for name, is_unused, reason in (
         ("moe_router_pre_softmax", values.get("moe_router_score_function") == "sigmoid", "the router uses sigmoid"),
@@ -500,7 +504,7 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
             found.ignored[found.spelling[name]] = reason
     _tokenizer_type(found, values)
     for flag in CHECKPOINT_SCHEDULE if "load" not in values and "resume" not in values else ():
-        if flag in asked:
+        if flag in converted:
             found.ignored[flag] = "no checkpoint is loaded"
     for optimizer in ("muon", "sgd"):
         if values.get("optimizer") == optimizer:
@@ -512,19 +516,19 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
     for name in OF_TOKEN_FILES if values.get("data_path") == MOCK_DATA else ():
         if name in found.values:
             found.ignored[found.spelling[name]] = "random tokens come from no file"
-    if "--no-pipeline-parallel" in asked:
+    if "--no-pipeline-parallel" in converted:
         stages = values.get("pipe_parallel_size", 0)
         if stages > 1:
             found.problems.append(
                 f"--no-pipeline-parallel needs one stage, got --pipe-parallel-size {stages}. Leave one of them out"
             )
         found.ignored["--no-pipeline-parallel"] = "there is no pipeline"
-    if "--num-unique-layers" in asked:
+    if "--num-unique-layers" in converted:
         layers = values.get("num_layers")
-        if layers is not None and asked["--num-unique-layers"] != layers:
+        if layers is not None and converted["--num-unique-layers"] != layers:
             found.problems.append(
                 f"--num-unique-layers must be --num-layers, for layers share no weights, got "
-                f"{asked['--num-unique-layers']} and {layers}. Leave it out"
+                f"{converted['--num-unique-layers']} and {layers}. Leave it out"
             )
         found.ignored["--num-unique-layers"] = "layers share no weights"
     relative = values.get("position_embedding_type", "relative") == "relative"
@@ -535,12 +539,12 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
 
 def _tokenizer_type(found: Scan, values: Mapping[str, Any]) -> None:
     """Ignore an unknown tokenizer type if the tokenizer's files determine the type."""
-    given = found.unknown_tokenizer_type
-    if given and values.get("tokenizer_path"):
-        found.ignored[f"--tokenizer-type {given}"] = "the files of --tokenizer-path determine the type"
-    elif given:
+    name = found.unknown_tokenizer_type
+    if name and values.get("tokenizer_path"):
+        found.ignored[f"--tokenizer-type {name}"] = "the files of --tokenizer-path determine the type"
+    elif name:
         found.problems.append(
-            f"--tokenizer-type must be one of {', '.join(TOKENIZERS)}, got {given!r}. With --tokenizer-path it can be "
+            f"--tokenizer-type must be one of {', '.join(TOKENIZERS)}, got {name!r}. With --tokenizer-path it can be "
             "left out"
         )
 
@@ -551,9 +555,9 @@ def _dense_only(found: Scan, values: Mapping[str, Any]) -> None:
         return
     flags = [name for name in found.ignored if name.startswith("--")]
     rows = [foreign_flags()[flag] for flag in flags if flag in foreign_flags()]
-    if named := [row.flag for row in rows if row.rule == DENSE_ONLY]:
+    if names := [row.flag for row in rows if row.rule == DENSE_ONLY]:
         found.problems.append(
-            f"not supported with --num-experts, since the results would change: {', '.join(named)}. Use the "
+            f"not supported with --num-experts, since the results would change: {', '.join(names)}. Use the "
             "--moe-* flags of docs/flags.md"
         )
 
@@ -580,8 +584,8 @@ def _linear_biases(found: Scan, values: dict[str, Any]) -> None:
 
     A missing switch counts as true, as in GPT-NeoX.
     """
-    named = [flag for flag in ("--use-bias-in-attn-linear", "--use-bias-in-mlp") if flag in found.converted]
-    if not named:
+    flags = [flag for flag in ("--use-bias-in-attn-linear", "--use-bias-in-mlp") if flag in found.converted]
+    if not flags:
         return
     attention, mlp = (found.converted.get(f"--use-bias-in-{part}", True) for part in ("attn-linear", "mlp"))
     if attention != mlp:
@@ -590,7 +594,7 @@ def _linear_biases(found: Scan, values: dict[str, Any]) -> None:
             "(a missing one is true): --hidden-bias gives all linear layers biases. Set both to the same value"
         )
         return
-    _set_agreeing(found, values, "hidden_bias", attention, f"{named[0]} {_word(attention)}")
+    _set_agreeing(found, values, "hidden_bias", attention, f"{flags[0]} {_word(attention)}")
 
 
 def _norm_bias(found: Scan, values: dict[str, Any], family: str) -> None:

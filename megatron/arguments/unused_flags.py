@@ -41,9 +41,9 @@ def data_problems(config: Config) -> Iterator[str]:
     given, data = config.given, config.data
     yield from _path_problems(config)
     yield from _sft_problems(config)
-    named = [*_flags(config, OF_TOKEN_FILES), *_flags(config, ("mixture_schedule",))]
-    if named and data.is_own:
-        yield f"{', '.join(named)} acts on token files only, got --data-path {OWN_DATA}. Leave it out, or give a path"
+    flags = [*_flags(config, OF_TOKEN_FILES), *_flags(config, ("mixture_schedule",))]
+    if flags and data.is_own:
+        yield f"{', '.join(flags)} acts on token files only, got --data-path {OWN_DATA}. Leave it out, or give a path"
     elif "mixture_schedule" in given and data.training_path is None:
         yield (
             "--mixture-schedule changes the weights of several corpora, got no --data-path. Leave it out, or give "
@@ -97,29 +97,29 @@ def splits_read(config: Config) -> dict[str, bool]:
 def _sft_problems(config: Config) -> Iterator[str]:
     data = config.data
     if data.sft is None:
-        named = _flags(config, OF_CONVERSATIONS)
-        if named:
-            yield f"{', '.join(named)} acts with --sft only. Leave it out, or add --sft FILE"
+        flags = _flags(config, OF_CONVERSATIONS)
+        if flags:
+            yield f"{', '.join(flags)} acts with --sft only. Leave it out, or add --sft FILE"
         return
-    named = _flags(config, NOT_OF_CONVERSATIONS)
-    if named:
+    flags = _flags(config, NOT_OF_CONVERSATIONS)
+    if flags:
         yield (
-            f"{', '.join(named)} acts on token files, got --sft: conversations are packed best-fit, kept apart, each "
+            f"{', '.join(flags)} acts on token files, got --sft: conversations are packed best-fit, kept apart, each "
             "with positions from 0. Leave it out"
         )
-    named = _flags(config, ("split", "split_by")) if data.valid_sft is not None else []
-    if named:
-        yield f"{', '.join(named)} cuts the files of --sft, got --valid-sft too, which is read whole. Leave one out"
+    flags = _flags(config, ("split", "split_by")) if data.valid_sft is not None else []
+    if flags:
+        yield f"{', '.join(flags)} cuts the files of --sft, got --valid-sft too, which is read whole. Leave one out"
 
 
 def _path_problems(config: Config) -> Iterator[str]:
-    data, named = config.data, _flags(config, ("split", "split_by"))
+    data, flags = config.data, _flags(config, ("split", "split_by"))
     given_paths = [name for name in EACH if getattr(data, name) is not None]
     if not given_paths or data.data_path is not None:
         return
-    if named:
+    if flags:
         yield (
-            f"{', '.join(named)} acts on --data-path only, got a path for each split. Leave it out, or give --data-path"
+            f"{', '.join(flags)} acts on --data-path only, got a path for each split. Leave it out, or give --data-path"
         )
     missing = [PATHS[name] for name, is_read in splits_read(config).items() if is_read and name not in given_paths]
     if (
@@ -216,11 +216,11 @@ def unused_flag_problems(config: Config) -> Iterator[str]:
         )
     if optimizer.optimizer not in ("adamw", "muon"):
         params = config.deepspeed.get("optimizer", {}).get("params", {})
-        stated = [f"optimizer.params.{name}" for name in ("betas", "eps") if params.get(name, "auto") != "auto"]
-        named = [*_flags(config, ADAM), *stated]
-        if named:
+        json_keys = [f"optimizer.params.{name}" for name in ("betas", "eps") if params.get(name, "auto") != "auto"]
+        flags = [*_flags(config, ADAM), *json_keys]
+        if flags:
             got = f"got --optimizer {optimizer.optimizer}"
-            yield f"{', '.join(named)} acts on AdamW only, {got}. Leave it out, or use --optimizer adamw"
+            yield f"{', '.join(flags)} acts on AdamW only, {got}. Leave it out, or use --optimizer adamw"
     yield from data_problems(config)
     model = config.model
     if model.layout_independent_dropout and not (model.attention_dropout or model.hidden_dropout):
@@ -236,10 +236,10 @@ def unused_flag_problems(config: Config) -> Iterator[str]:
     yield from format_problems(config)
     if config.checkpoint.eval_only and config.batch.eval_iters == 0:
         yield "--eval-only needs steps to evaluate, got --eval-iters 0. Raise --eval-iters"
-    named = [flag for name, flag in PIPELINE.items() if name in given]
-    if named and not config.parallel.has_pipeline:
+    flags = [flag for name, flag in PIPELINE.items() if name in given]
+    if flags and not config.parallel.has_pipeline:
         yield (
-            f"{', '.join(named)} acts on a pipeline only, got --pipe-parallel-size "
+            f"{', '.join(flags)} acts on a pipeline only, got --pipe-parallel-size "
             f"{config.parallel.pipe_parallel_size}. Leave it out, or use --pipe-parallel-size 2 or more"
         )
     has_steps = config.parallel.has_pipeline and "trace_steps" in config.deepspeed.get("pipeline", {})
@@ -247,9 +247,9 @@ def unused_flag_problems(config: Config) -> Iterator[str]:
         yield "pipeline.trace_steps in the JSON acts with a trace only. Add --pipeline-trace FOLDER"
     if config.checkpoint.eval_only and "pipeline_trace" in given:
         yield "--pipeline-trace shows training steps, got --eval-only. Leave one out"
-    named = _flags(config, IN_TRAINING) if config.checkpoint.eval_only else []
-    if named:
-        yield f"{', '.join(named)} acts in training only, got --eval-only. Leave one out"
+    flags = _flags(config, IN_TRAINING) if config.checkpoint.eval_only else []
+    if flags:
+        yield f"{', '.join(flags)} acts in training only, got --eval-only. Leave one out"
 
 
 def format_problems(config: Config) -> Iterator[str]:
@@ -263,10 +263,10 @@ def format_problems(config: Config) -> Iterator[str]:
                 "out; in a folder with checkpoints in DeepSpeed's layout also give --save another folder"
             )
     by_name = ("lr_embedding", "lr_head", "decoupled_lr", "lr_by_name", "weight_decay_by_name")
-    if named := _flags(config, by_name):
+    if flags := _flags(config, by_name):
         yield (
             "--checkpoint-format deepspeed holds states by their number in groups of one rate, got "
-            f"{', '.join(named)}, which makes other groups. Use --checkpoint-format native, or leave it out"
+            f"{', '.join(flags)}, which makes other groups. Use --checkpoint-format native, or leave it out"
         )
     if config.optimizer.zero_stage:
         yield (
@@ -284,10 +284,10 @@ def format_problems(config: Config) -> Iterator[str]:
 def kept_notes(config: Config) -> Iterator[str]:
     """Yield notes if the JSON or the defaults control saved layer inputs, but none are saved or none can be sharded."""
     parallel = config.parallel
-    named = [flag for name, flag in KEPT.items() if getattr(parallel, name) and name not in config.given]
-    if named and not parallel.checkpoint_activations:
-        yield f"{', '.join(named)} in the JSON or the defaults has no effect without --checkpoint-activations"
-    elif KEPT["partition_activations"] in named and parallel.model_parallel_size == 1:
+    flags = [flag for name, flag in KEPT.items() if getattr(parallel, name) and name not in config.given]
+    if flags and not parallel.checkpoint_activations:
+        yield f"{', '.join(flags)} in the JSON or the defaults has no effect without --checkpoint-activations"
+    elif KEPT["partition_activations"] in flags and parallel.model_parallel_size == 1:
         yield "--partition-activations in the JSON or the defaults has no effect with one tensor rank"
 
 
@@ -349,9 +349,9 @@ def scaling_notes(config: Config) -> Iterator[str]:
     )
     if dynamic_keys and _may_be_fp16(config):
         yield f"{', '.join(dynamic_keys)} in the JSON: no effect with the fixed {_scale_text(config)}"
-    named = [*_flags(config, (*SCALING, *SCALING_COURSE)), *_stated_scaling(config.deepspeed)]
-    if named and dtype not in (None, "fp16"):
-        yield f"{', '.join(named)}: no effect, for only fp16 has a loss scale and this run is {dtype}"
+    unused = [*_flags(config, (*SCALING, *SCALING_COURSE)), *_stated_scaling(config.deepspeed)]
+    if unused and dtype not in (None, "fp16"):
+        yield f"{', '.join(unused)}: no effect, for only fp16 has a loss scale and this run is {dtype}"
 
 
 def _may_be_fp16(config: Config) -> bool:

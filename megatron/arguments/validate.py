@@ -66,11 +66,11 @@ def zero_problems(config: Config) -> Iterator[str]:
         )
     if optimizer.cpu_adam == "deepspeed" and optimizer.offload_optimizer:
         yield from _adam_problems(config)
-    named = [flag for name, flag in OFFLOAD.items() if name in config.given]
+    flags = [flag for name, flag in OFFLOAD.items() if name in config.given]
     if "no_pin_memory" in config.given and optimizer.offload_parameters:
-        named.remove(OFFLOAD["no_pin_memory"])
-    if named and not optimizer.offload_optimizer:
-        yield f"{', '.join(named)} acts with --offload-optimizer only. Add that flag, or leave this one out"
+        flags.remove(OFFLOAD["no_pin_memory"])
+    if flags and not optimizer.offload_optimizer:
+        yield f"{', '.join(flags)} acts with --offload-optimizer only. Add that flag, or leave this one out"
 
 
 def _name(config: Config) -> str:
@@ -236,9 +236,9 @@ def _world_problems(config: Config, world_size: int) -> Iterator[str]:
         yield f"--model-parallel-size must not exceed the world size, {got}. Start {ranks} processes, or lower it"
     elif world_size % ranks:
         below = world_size // ranks * ranks
-        works = " or ".join(str(n) for n in (below, below + ranks) if n)
+        sizes = " or ".join(str(n) for n in (below, below + ranks) if n)
         yield (
-            f"world size must be a multiple of {axes_text(c)}, {got}. Start {works} processes, or lower one of the "
+            f"world size must be a multiple of {axes_text(c)}, {got}. Start {sizes} processes, or lower one of the "
             f"{'two' if c == 1 else 'three'}"
         )
     else:
@@ -259,11 +259,11 @@ def _ramp_problems(config: Config, replicas: int) -> Iterator[str]:
         yield str(error)
         return
     micro = config.batch.batch_size
-    wrong = run_length.indivisible(sizes, micro * replicas)
-    if wrong:
+    invalid = run_length.indivisible(sizes, micro * replicas)
+    if invalid:
         yield (
             f"every size on the way of --rampup-batch-size {config.batch.rampup_batch_size} must be a multiple of "
-            f"micro-batch x replicas = {micro} x {replicas} = {micro * replicas}, got {', '.join(map(str, wrong))} "
+            f"micro-batch x replicas = {micro} x {replicas} = {micro * replicas}, got {', '.join(map(str, invalid))} "
             f"among {', '.join(map(str, sizes))}. Change START or INCREMENT, or lower --batch-size"
         )
 
@@ -294,18 +294,18 @@ def _stage_problems(config: Config) -> Iterator[str]:
     has_sides = config.own.is_encoder_decoder
     if has_sides:
         got = f"{config.own.enc_layers} encoder and {config.own.dec_layers} decoder layers"
-    more = f"{p * chunks} layers or more in all" if has_sides else f"--num-layers {p * chunks} or more"
+    minimum = f"{p * chunks} layers or more in all" if has_sides else f"--num-layers {p * chunks} or more"
     if p > layers:
         allowed = f"0 to {layers}" if layers > 1 else "0 or 1"
         yield (
             f"every pipeline stage must hold a layer, got {got} on --pipe-parallel-size {p}. "
-            f"Use --pipe-parallel-size {allowed}, or {more}"
+            f"Use --pipe-parallel-size {allowed}, or {minimum}"
         )
     elif chunks > 1 and p * chunks > layers:
         allowed = f"1 to {layers // p}" if layers // p > 1 else "1"
         yield (
             f"every chunk of every pipeline stage must hold a layer, got {got} on --pipe-parallel-size {p} x "
-            f"--pipeline-chunks {chunks} = {p * chunks}. Use --pipeline-chunks {allowed}, or {more}"
+            f"--pipeline-chunks {chunks} = {p * chunks}. Use --pipeline-chunks {allowed}, or {minimum}"
         )
 
 
@@ -313,10 +313,10 @@ def _head_problems(config: Config) -> Iterator[str]:
     model = config.model
     h, a = model.hidden_size, model.num_attention_heads
     if h % a and "kv_hidden_size" not in config.given and model.kv_hidden_size == h // a:
-        works = [n for n in range(1, min(h, 4 * a) + 1) if h % n == 0]
+        divisors = [n for n in range(1, min(h, 4 * a) + 1) if h % n == 0]
         yield (
             f"--hidden-size must be a multiple of --num-attention-heads, got {h} and {a} ({h} / {a} = {h / a:g}). "
-            f"Use one of {works} heads, or set --kv-hidden-size, the size of one head"
+            f"Use one of {divisors} heads, or set --kv-hidden-size, the size of one head"
         )
 
 
@@ -330,10 +330,12 @@ def _cut_problems(config: Config) -> Iterator[str]:
     }
     for name, size in split_sizes.items():
         if size % t:
-            works = [n for n in range(1, min(size, 64) + 1) if all(other % n == 0 for other in split_sizes.values())]
+            allowed = [
+                n for n in range(1, min(size, 64) + 1) if all(dimension % n == 0 for dimension in split_sizes.values())
+            ]
             yield (
                 f"{name} must be a multiple of --model-parallel-size, got {size} and {t} ({size} / {t} = "
-                f"{size / t:g}). For these sizes --model-parallel-size may be one of {works}"
+                f"{size / t:g}). For these sizes --model-parallel-size may be one of {allowed}"
             )
 
 

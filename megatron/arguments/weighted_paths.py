@@ -115,17 +115,17 @@ def weighted_paths(asked: Mapping[str, Any]) -> dict[str, str]:
 
 def _parts(flag: str, texts: list[str]) -> list[Part]:
     text = " ".join(texts)
-    wrong = f"{flag} {_RULE}; got {text!r}"
-    name, colon, rest = text.partition(":")
+    message = f"{flag} {_RULE}; got {text!r}"
+    name, colon, entries = text.partition(":")
     if not colon or " " in name.strip():
-        raise ConfigError(wrong)
+        raise ConfigError(message)
     parts = []
-    for entry in rest.split(","):
+    for entry in entries.split(","):
         words = entry.split()
         if len(words) != 3:
             is_group = any(word.endswith(":") for word in words)
             several = ", where a second group begins. Evaluate the others by --eval-only --test-data-path"
-            raise ConfigError(wrong + (several if is_group else ""))
+            raise ConfigError(message + (several if is_group else ""))
         weight, bounds, path = words
         try:
             start, end = (Fraction(share) for share in bounds.split(":"))
@@ -133,7 +133,7 @@ def _parts(flag: str, texts: list[str]) -> list[Part]:
         except (ValueError, ZeroDivisionError):
             is_valid = False
         if not is_valid:
-            raise ConfigError(f"{wrong}, where {entry.strip()!r} is none of these")
+            raise ConfigError(f"{message}, where {entry.strip()!r} is none of these")
         parts.append(Part(weight, (start, end), path))
     return parts
 

@@ -19,7 +19,7 @@ class ChangedDefault(NamedTuple):
         field: field of that section.
         former: value of runs whose saved configuration has no such field.
         optimizer: the only optimizer that uses the field; "" if every run uses it.
-        is_reported: False if the code that resolves the setting reports it, because the value alone is not informative.
+        is_reported: False if the code that resolves the setting reports it, because the value alone is uninformative.
     """
 
     section: str

@@ -291,10 +291,10 @@ class DataConfig:
             if text is not None:
                 yield from _problem_of(partial(parse_paths, text, flag))
                 yield from _space_problems(text, flag)
-        given = [PATHS[name] for name in EACH if getattr(self, name) is not None]
-        if given and self.data_path is not None:
+        flags = [PATHS[name] for name in EACH if getattr(self, name) is not None]
+        if flags and self.data_path is not None:
             yield (
-                f"--data-path, which --split cuts into three, excludes {', '.join(given)}, got both. Leave --data-path "
+                f"--data-path, which --split cuts into three, excludes {', '.join(flags)}, got both. Leave --data-path "
                 "out, or the others"
             )
 
@@ -302,9 +302,9 @@ class DataConfig:
         for flag, text in (("--sft", self.sft), ("--valid-sft", self.valid_sft)):
             if text is not None:
                 yield from _problem_of(partial(parse_paths, text, flag))
-        others = [flag for name, flag in PATHS.items() if getattr(self, name) is not None]
-        if self.sft is not None and others:
-            yield f"--sft reads conversations in place of token files, got {', '.join(others)} too. Leave one out"
+        flags = [flag for name, flag in PATHS.items() if getattr(self, name) is not None]
+        if self.sft is not None and flags:
+            yield f"--sft reads conversations in place of token files, got {', '.join(flags)} too. Leave one out"
 
     def _schedule_problems(self) -> Iterator[str]:
         if self.mixture_schedule is None or self.training_path is None:

@@ -30,17 +30,19 @@ def parse_paths(text: str, flag: str = DATA_FLAG) -> tuple[tuple[float, str], ..
     Raises:
         ValueError: the text has another form, or repeats a path; the message names ``flag``.
     """
-    wrong = f"{flag} {_PATHS_RULE}; got {text!r}"
-    words = _words(text, wrong)
+    message = f"{flag} {_PATHS_RULE}; got {text!r}"
+    words = _words(text, message)
     if len(words) == 1:
         return ((1.0, words[0]),)
     if len(words) % 2:
-        raise ValueError(f"{wrong}, {len(words)} words. Give each path its weight; a path with a space needs quotes")
-    weights = _weights(words[::2], wrong)
+        raise ValueError(f"{message}, {len(words)} words. Give each path its weight; a path with a space needs quotes")
+    weights = _weights(words[::2], message)
     paths = words[1::2]
     repeated = next((path for path in paths if paths.count(path) > 1), None)
     if repeated is not None:
-        raise ValueError(f"{wrong}, where {repeated} stands more than once. Give it once, with the sum of its weights")
+        raise ValueError(
+            f"{message}, where {repeated} stands more than once. Give it once, with the sum of its weights"
+        )
     return tuple(zip(weights, paths, strict=True))
 
 
@@ -50,13 +52,13 @@ def parse_schedule(text: str, num_corpora: int) -> tuple[tuple[int, tuple[float,
     Raises:
         ValueError: the text has another form, tokens do not increase, or the number of weights is not ``num_corpora``.
     """
-    wrong = f"{SCHEDULE_FLAG} {_SCHEDULE_RULE}; got {text!r}"
-    steps = [_step(part, num_corpora, wrong) for part in text.split(";") if part.strip()]
+    message = f"{SCHEDULE_FLAG} {_SCHEDULE_RULE}; got {text!r}"
+    steps = [_step(part, num_corpora, message) for part in text.split(";") if part.strip()]
     if not steps:
-        raise ValueError(f"{wrong}, without a step. Leave it out, or write one")
+        raise ValueError(f"{message}, without a step. Leave it out, or write one")
     for (before, _), (after, _) in zip(steps, steps[1:], strict=False):
         if before >= after:
-            raise ValueError(f"{wrong}, where {after} tokens follow {before}. Let the tokens rise")
+            raise ValueError(f"{message}, where {after} tokens follow {before}. Let the tokens rise")
     return tuple(steps)
 
 
@@ -76,16 +78,16 @@ def one_word(path: str) -> str:
 
 
 def _step(part: str, num_corpora: int, wrong: str) -> tuple[int, tuple[float, ...]]:
-    tokens, colon, weights = (piece.strip() for piece in part.partition(":"))
+    tokens, colon, weights = (part_text.strip() for part_text in part.partition(":"))
     if not colon:
         raise ValueError(f"{wrong}, where {part.strip()!r} has no colon")
-    number = float(tokens) if _is_number(tokens) else math.nan
-    if not 0 < number <= LARGEST_TOKENS or number != int(number):
+    num_tokens = float(tokens) if _is_number(tokens) else math.nan
+    if not 0 < num_tokens <= LARGEST_TOKENS or num_tokens != int(num_tokens):
         raise ValueError(f"{wrong}, where {tokens!r} is no whole number of tokens above 0")
     words = weights.split()
     if len(words) != num_corpora:
         raise ValueError(f"{wrong}, where {part.strip()!r} has {len(words)} weights for {num_corpora} corpora")
-    return int(tokens) if tokens.isdigit() else int(number), _weights(words, wrong)
+    return int(tokens) if tokens.isdigit() else int(num_tokens), _weights(words, wrong)
 
 
 def _words(text: str, wrong: str) -> list[str]:

@@ -340,18 +340,18 @@ def unused_features(config: Any) -> Iterator[str]:
         ((ROPE,), _ROTARY),
         ((ALIBI,), ("alibi_bias_max",)),
     ):
-        named = [_flag(name) for name in names if name in given]
-        if named and model.position_embedding_type not in position_types:
+        flags = [_flag(name) for name in names if name in given]
+        if flags and model.position_embedding_type not in position_types:
             yield (
-                f"{', '.join(named)} acts with --position-embedding-type {position_types[0]} only, got "
+                f"{', '.join(flags)} acts with --position-embedding-type {position_types[0]} only, got "
                 f"{model.position_embedding_type}. Leave it out, or add that"
             )
     if model.position_embedding_type == ROPE:
         for allowed in sorted(set(_SCALINGS.values()), key=len, reverse=True):
-            named = [_flag(name) for name, scalings in _SCALINGS.items() if scalings == allowed and name in given]
-            if named and model.rotary_scaling not in allowed:
+            flags = [_flag(name) for name, scalings in _SCALINGS.items() if scalings == allowed and name in given]
+            if flags and model.rotary_scaling not in allowed:
                 yield (
-                    f"{', '.join(named)} acts with --rotary-scaling {' or '.join(allowed)} only, got "
+                    f"{', '.join(flags)} acts with --rotary-scaling {' or '.join(allowed)} only, got "
                     f"{model.rotary_scaling}. Leave it out, or add that"
                 )
     if "norm_bias" in given and model.normalization != "LayerNorm":
@@ -384,17 +384,17 @@ def window_notes(config: Any) -> Iterator[str]:
 def _group_problems(model: Any, t: int) -> Iterator[str]:
     heads, groups = model.num_attention_heads, model.num_query_groups
     if heads % groups:
-        works = [n for n in range(1, heads + 1) if heads % n == 0]
+        divisors = [n for n in range(1, heads + 1) if heads % n == 0]
         yield (
             f"--num-attention-heads must be a multiple of --num-query-groups, got {heads} and {groups}: each head "
-            f"of keys serves as many query heads. Use one of {works} groups"
+            f"of keys serves as many query heads. Use one of {divisors} groups"
         )
     elif groups % t and heads % t == 0:
-        works = [n for n in range(1, groups + 1) if groups % n == 0]
+        divisors = [n for n in range(1, groups + 1) if groups % n == 0]
         yield (
             f"--num-query-groups must be a multiple of --model-parallel-size, got {groups} and {t}: a head of keys "
             "and values on several ranks would have to be computed on each of them, and its gradient summed over "
-            f"them. Use --model-parallel-size with one of {works}, or more groups"
+            f"them. Use --model-parallel-size with one of {divisors}, or more groups"
         )
 
 

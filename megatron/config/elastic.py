@@ -9,7 +9,7 @@ The layout is a function of the flags and the number of ranks only, so every ran
   in every step. If the micro-batches of a step cannot be divided evenly, the first replicas run one more.
 * Replicas that communicate within a micro-batch (with experts, and with ZeRO 2 and 3) need equal numbers of
   micro-batches, so there may be fewer replicas. The same applies if the batch grows (--rampup-batch-size).
-* The remaining ranks have no work. They exit immediately, and their nodes stand by.
+* The remaining ranks have no work. They exit immediately, and their nodes remain on standby.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def expert_problems(config: Any) -> Iterator[str]:
 
 
 def _router_problems(model: Any) -> Iterator[str]:
-    experts, k, groups, kept = (
+    experts, k, groups, top = (
         model.num_experts, model.moe_router_topk, model.moe_router_num_groups, model.moe_router_group_topk
     )  # fmt: skip
     if k > experts:
@@ -226,15 +226,15 @@ def _router_problems(model: Any) -> Iterator[str]:
             "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, whose scores do not hang "
             "together, got softmax. Add that, or balance by --moe-aux-loss-coeff"
         )
-    if bool(groups) != bool(kept):
+    if bool(groups) != bool(top):
         yield (
             "--moe-router-num-groups and --moe-router-group-topk go together, got "
-            f"{groups} and {kept}. Give both, or none"
+            f"{groups} and {top}. Give both, or none"
         )
-    elif groups and (experts % groups or k % kept or kept > groups or k // kept > experts // groups):
+    elif groups and (experts % groups or k % top or top > groups or k // top > experts // groups):
         yield (
             "--moe-router-num-groups must divide --num-experts, --moe-router-group-topk be no more than it and divide "
-            f"--moe-router-topk, and a group have as many experts as it gives, got {groups}, {experts}, {kept} and {k}"
+            f"--moe-router-topk, and a group have as many experts as it gives, got {groups}, {experts}, {top} and {k}"
         )
 
 
@@ -248,10 +248,10 @@ def _layout_problems(config: Any) -> Iterator[str]:
             yield f"{flag} must be a multiple of --model-parallel-size, got {size} and {t}. Change one of them"
     ep, zero = parallel.expert_model_parallel_size, config.optimizer.zero_stage
     if model.num_experts % ep:
-        works = [n for n in range(1, model.num_experts + 1) if model.num_experts % n == 0]
+        divisors = [n for n in range(1, model.num_experts + 1) if model.num_experts % n == 0]
         yield (
             f"--expert-model-parallel-size must divide --num-experts, got {ep} and {model.num_experts}. Use one of "
-            f"{works}"
+            f"{divisors}"
         )
     if ep > 1 and zero > 1:
         yield (

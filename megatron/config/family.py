@@ -89,7 +89,7 @@ class FamilyConfig:
         return self
 
     def problems(self) -> Iterator[str]:
-        """Yield the problems of this section alone."""
+        """Yield the problems within this section."""
         yield from ()
 
     def model_problems(self, config: Any) -> Iterator[str]:

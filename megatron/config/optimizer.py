@@ -19,8 +19,8 @@ def read_table(text: str) -> dict[str, float]:
     """
     table: dict[str, float] = {}
     for word in text.split(","):
-        pattern, sign, number = (part.strip() for part in word.rpartition("="))
-        if not (pattern and sign) or pattern in table or not 0 <= (value := float(number)) < math.inf:
+        pattern, sign, value_text = (part.strip() for part in word.rpartition("="))
+        if not (pattern and sign) or pattern in table or not 0 <= (value := float(value_text)) < math.inf:
             raise ValueError(word)
         table[pattern] = value
     return table
@@ -256,7 +256,7 @@ class OptimizerConfig:
         return "momentum" if self.optimizer == "sgd" and self.sgd_momentum else self.optimizer
 
     def problems(self) -> Iterator[str]:
-        """Yield the problems of the optimizer alone."""
+        """Yield the problems within this section."""
         yield from self._state_problems()
         if self.zero_stage and self.optimizer == "adafactor":
             yield (

@@ -127,12 +127,12 @@ def options_of(section: type) -> tuple[Option, ...]:
 def _option_of(field: dataclasses.Field[Any]) -> Option:
     facts = dict(field.metadata)
     flag = facts.pop("flag")
-    kind = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+    annotation = field.type.__name__ if isinstance(field.type, type) else str(field.type)
     shown_default = facts.pop("shown_default") or ("" if field.default in (None, False, "") else str(field.default))
     return Option(
         name=field.name,
         flag="--" + field.name.replace("_", "-") if flag is None else flag,
-        kind=kind.split(" ")[0],
+        kind=annotation.split(" ")[0],
         default=field.default,
         shown_default=shown_default,
         **facts,

@@ -344,7 +344,7 @@ class ParallelConfig:
         return 60.0 * self.phase_timeout_minutes
 
     def problems(self) -> Iterator[str]:
-        """Yield the problems of the layout alone."""
+        """Yield the problems within this section."""
         if unknown := accelerators.problem(self.device):
             yield unknown
         method = self.partition_method
@@ -355,8 +355,8 @@ class ParallelConfig:
                 yield f"--partition-method type:REGEX needs a regular expression, got {method!r}: {error}"
         elif method not in METHODS:
             yield f"--partition-method must be one of {', '.join(METHODS)}, or type:REGEX, got {method!r}"
-        if self.has_pipeline and (wrong := self._file_problem() or self._layout_problem()):
-            yield wrong
+        if self.has_pipeline and (problem := self._file_problem() or self._layout_problem()):
+            yield problem
             return  # the checks below need valid chunks
         if self.has_pipeline:
             yield from self._schedule_problems()
@@ -380,7 +380,7 @@ class ParallelConfig:
             )
 
     def _file_problem(self) -> str | None:
-        """Return the problem of the schedule file with the layout alone, or None."""
+        """Return the conflict of the schedule file with this section, or None."""
         if self.pipeline_schedule_file is None:
             return None
         exclusive = {
@@ -390,8 +390,8 @@ class ParallelConfig:
             "--pipeline-placement": self.pipeline_placement is not None,
             "--microbatch-group-size-per-virtual-pipeline-stage": bool(self.micro_batch_group_size),
         }
-        if given := [flag for flag, is_said in exclusive.items() if is_said]:
-            return f"--pipeline-schedule-file says how chunks lie and run, got {', '.join(given)} too. Leave it out"
+        if flags := [flag for flag, is_said in exclusive.items() if is_said]:
+            return f"--pipeline-schedule-file says how chunks lie and run, got {', '.join(flags)} too. Leave it out"
         try:
             stages = read_schedule(self.pipeline_schedule_file).placement.num_stages
         except (OSError, ValueError) as error:
@@ -412,8 +412,8 @@ class ParallelConfig:
             "--num-layers-per-virtual-pipeline-stage": bool(self.layers_per_chunk),
             "--partition-method": self.partition_method != "balanced",
         }
-        if given := [flag for flag, is_said in exclusive.items() if is_said]:
-            return f"--pipeline-model-parallel-layout says the chunks, got {', '.join(given)} too. Leave it out"
+        if flags := [flag for flag, is_said in exclusive.items() if is_said]:
+            return f"--pipeline-model-parallel-layout says the chunks, got {', '.join(flags)} too. Leave it out"
         try:
             num_pieces = len(parse_layout(self.pipeline_layout))
         except ValueError as error:
@@ -427,18 +427,18 @@ class ParallelConfig:
 
     def _auto_problem(self) -> str | None:
         """Return the reason why "auto" cannot choose among the named schedules, or None."""
-        flag, named = "--pipeline-auto-schedules", self.pipeline_auto_schedules
-        if named is None:
+        flag, names = "--pipeline-auto-schedules", self.pipeline_auto_schedules
+        if names is None:
             return None
         possible = candidates(AUTO, self.chunks, self.placement)
         if self.pipeline_schedule != AUTO:
-            return f"{flag} needs --pipeline-schedule auto, got {flag} {named} and {self.schedule}. Leave one out"
+            return f"{flag} needs --pipeline-schedule auto, got {flag} {names} and {self.schedule}. Leave one out"
         known = [name for name in SCHEDULES if name != AUTO]
         if not self.auto_schedules or not set(self.auto_schedules) <= set(known):
-            return f"{flag} must be some of {', '.join(known)}, with commas between them, got {flag} {named}"
+            return f"{flag} must be some of {', '.join(known)}, with commas between them, got {flag} {names}"
         if not set(self.auto_schedules) & set(possible):
             return (
-                f"{flag} must name some of {', '.join(possible)} for chunks that lie as these, got {flag} {named}. "
+                f"{flag} must name some of {', '.join(possible)} for chunks that lie as these, got {flag} {names}. "
                 "Name others, or lay chunks out by --pipeline-chunks and --pipeline-placement"
             )
         return None
@@ -446,8 +446,8 @@ class ParallelConfig:
     def _schedule_problems(self) -> Iterator[str]:
         if self.pipeline_schedule_file is not None:
             return
-        if wrong := self._auto_problem():
-            yield wrong
+        if problem := self._auto_problem():
+            yield problem
             return
         schedule, chunks = self.schedule, self.chunks
         got = f"got --pipeline-schedule {schedule}, --pipeline-chunks {chunks}"

@@ -72,10 +72,10 @@ def parse_lengths(text: str) -> tuple[tuple[int, int], ...]:
     Raises:
         ValueError: the text has another form.
     """
-    wrong = f"{FLAG} {_RULE}; got {text!r}"
-    steps = tuple(_entry(part.strip(), wrong) for part in text.split(";") if part.strip())
+    message = f"{FLAG} {_RULE}; got {text!r}"
+    steps = tuple(_entry(part.strip(), message) for part in text.split(";") if part.strip())
     if not steps:
-        raise ValueError(f"{wrong}, without a step. Leave it out, or write one")
+        raise ValueError(f"{message}, without a step. Leave it out, or write one")
     return steps
 
 
@@ -96,8 +96,8 @@ def _whole(word: str) -> int | None:
     if word.isdecimal():
         return int(word) if int(word) <= LARGEST_TOKENS else None
     try:
-        number = float(word)
+        value = float(word)
     except ValueError:
         return None
-    is_whole = math.isfinite(number) and number == int(number) and 0 <= number <= LARGEST_TOKENS
-    return int(number) if is_whole else None
+    is_whole = math.isfinite(value) and value == int(value) and 0 <= value <= LARGEST_TOKENS
+    return int(value) if is_whole else None

@@ -1,4 +1,4 @@
-"""Bytes of tensors that are alive, counted at every operation."""
+"""Bytes of live tensors, counted at every operation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
-    """Within it ``peak`` is the most bytes that tensors made here have had on a kind of device at one time.
+    """Tracks the memory of tensors created in the block on a type of device.
 
-    ``largest`` is the most that one of them has had.
+    ``peak`` is the maximum number of live bytes, and ``largest`` the size of the largest tensor.
     """
 
     def __init__(self, kind: str) -> None:
@@ -33,5 +33,5 @@ class Alive(TorchDispatchMode):
         return result
 
     def now(self) -> int:
-        """Return the bytes of what is alive."""
+        """Return the number of live bytes."""
         return sum({storage._cdata: storage.nbytes() for storage in self._storages}.values())

@@ -9,7 +9,7 @@ import torch
 
 from megatron.models.bert.model import BertModelArgs
 
-VOCAB, SEQ, BATCH = 101, 13, 4  # 101 is a prime: padded for every tensor size
+VOCAB, SEQ, BATCH = 101, 13, 4  # 101 is a prime, so that every tensor size needs padding
 SMALL = {
     "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": VOCAB, "max_position_embeddings": 16,
     "kv_hidden_size": 8, "ff_hidden_size": 40, "layernorm_epsilon": 1e-12,
@@ -17,13 +17,13 @@ SMALL = {
 
 
 def bert_sizes(**changes: Any) -> BertModelArgs:
-    """Return the sizes of the small model, with ``changes``."""
+    """Return the args of the small model, with ``changes``."""
     return BertModelArgs(**{**SMALL, **changes})
 
 
 @dataclass
 class BertBatch:
-    """What ``BertModel.forward`` takes."""
+    """Arguments of ``BertModel.forward``."""
 
     tokens: torch.Tensor
     token_types: torch.Tensor
@@ -34,15 +34,17 @@ class BertBatch:
 
 
 def bert_batch(seed: int = 0, *, is_padded: bool = True, rows: int = BATCH, length: int = SEQ) -> BertBatch:
-    """Return random samples of two segments, of unequal lengths if they are padded, with some tokens to predict."""
+    """Return random samples of two segments with some tokens to predict; their lengths differ if they are padded."""
     generator = torch.Generator().manual_seed(seed)
-    # Not 0, Hugging Face's padding: its row gets no gradient as an input there, whether it pads or not.
+    # Without id 0, which is Hugging Face's padding: its row gets no gradient as an input there, padded or not.
     tokens, labels = (torch.randint(1, VOCAB, (rows, length), generator=generator) for _ in range(2))
-    places = torch.arange(length).expand(rows, length)
-    seam = torch.randint(2, length - 4, (rows, 1), generator=generator)
-    real = places < torch.randint(length - 3, length, (rows, 1), generator=generator) if is_padded else places >= 0
-    mask = (torch.rand(rows, length, generator=generator) < 0.2 + 0.1 * (seed % 4)) & real
+    positions = torch.arange(length).expand(rows, length)
+    boundaries = torch.randint(2, length - 4, (rows, 1), generator=generator)
+    is_real = (
+        positions < torch.randint(length - 3, length, (rows, 1), generator=generator) if is_padded else positions >= 0
+    )
+    mask = (torch.rand(rows, length, generator=generator) < 0.2 + 0.1 * (seed % 4)) & is_real
     mask[:, 1] = True
     is_random = torch.randint(0, 2, (rows,), generator=generator)
-    segments = real.int() - 1 if is_padded else None
-    return BertBatch(tokens, (places >= seam).long(), segments, labels, mask.float(), is_random)
+    segments = is_real.int() - 1 if is_padded else None
+    return BertBatch(tokens, (positions >= boundaries).long(), segments, labels, mask.float(), is_random)

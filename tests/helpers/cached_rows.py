@@ -1,4 +1,4 @@
-"""Rows of tokens of several lengths, which a cache reads together, and how far their logits lie from each alone."""
+"""Rows of tokens of several lengths that a cache reads together, and their difference from separate reads."""
 
 from __future__ import annotations
 
@@ -18,28 +18,33 @@ def rows_of(lengths: list[int], seed: int) -> list[torch.Tensor]:
 
 def differ(found: torch.Tensor | None, wanted: list[torch.Tensor]) -> float:
     assert found is not None
-    whole = torch.stack(wanted)
-    return float((found[:, :VOCAB] - whole[:, :VOCAB]).abs().max() / whole.abs().max())
+    expected = torch.stack(wanted)
+    return float((found[:, :VOCAB] - expected[:, :VOCAB]).abs().max() / expected.abs().max())
 
 
 def check_passes(reader: DecoderReader, rows: list[torch.Tensor], alone: list[torch.Tensor]) -> None:
-    """Read the three ``rows``, of ``LENGTHS`` and then a token a pass, the second one left after two passes.
+    """Read the three ``rows`` of ``LENGTHS``, then one token per pass; the second row is dropped after two passes.
 
     Args:
-        alone: the logits of each row by itself, without a cache: [s, v].
+        alone: expected logits [s, v] of each row, computed separately and without a cache.
     """
     tokens = torch.full((3, max(LENGTHS)), 7)
-    for row, length, own in zip(rows, LENGTHS, tokens, strict=True):
-        own[:length] = row[:length]
-    last = torch.tensor(LENGTHS) - 1
-    found = reader.read(tokens, torch.arange(max(LENGTHS)).expand(tokens.shape), last)
-    assert differ(found, [own[length - 1] for own, length in zip(alone, LENGTHS, strict=True)]) < ROUNDING
-    held = [0, 1, 2]
+    for row, length, padded in zip(rows, LENGTHS, tokens, strict=True):
+        padded[:length] = row[:length]
+    last_positions = torch.tensor(LENGTHS) - 1
+    logits = reader.read(tokens, torch.arange(max(LENGTHS)).expand(tokens.shape), last_positions)
+    assert differ(logits, [padded[length - 1] for padded, length in zip(alone, LENGTHS, strict=True)]) < ROUNDING
+    active_rows = [0, 1, 2]
     for step in range(STEPS):
         if step == 2:
             reader.keep([0, 2])
-            held = [0, 2]
-        places = [LENGTHS[row] + step for row in held]
-        tokens = torch.stack([rows[row][place] for row, place in zip(held, places, strict=True)])[:, None]
-        found = reader.read(tokens, torch.tensor(places)[:, None], torch.zeros(len(held), dtype=torch.long))
-        assert differ(found, [alone[row][place] for row, place in zip(held, places, strict=True)]) < ROUNDING
+            active_rows = [0, 2]
+        positions = [LENGTHS[row] + step for row in active_rows]
+        tokens = torch.stack([rows[row][position] for row, position in zip(active_rows, positions, strict=True)])[
+            :, None
+        ]
+        logits = reader.read(tokens, torch.tensor(positions)[:, None], torch.zeros(len(active_rows), dtype=torch.long))
+        assert (
+            differ(logits, [alone[row][position] for row, position in zip(active_rows, positions, strict=True)])
+            < ROUNDING
+        )

@@ -35,31 +35,31 @@ MARKED = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-"""As Qwen's, with marks, tools and reasoning that earlier turns lose."""
+"""Template like Qwen's, with generation marks, tools, and reasoning that is removed from earlier turns."""
 LLAMA3 = (
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
     "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 FORGETTING = MARKED.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
-"""Without marks; only the last turn keeps its reasoning, so what a prefix renders is not the beginning of the whole."""
+"""Template without marks that keeps only the last turn's reasoning, so a rendered prefix is no prefix of the whole."""
 ALTERNATING = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate user and assistant') }}{% endif %}"
     "{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content + eos_token }}{% endfor %}"
 )
-"""Without a generation prompt, as Llama 2's."""
+"""Template without a generation prompt, like Llama 2's."""
 TEMPLATES = {"chatml": CHATML, "marked": MARKED, "llama3": LLAMA3, "alternating": ALTERNATING}
 SPECIAL = {"bos_token": "<|begin_of_text|>", "eos_token": "<|endoftext|>", "pad_token": "<pad>"}
 
 
 def write_tokenizer(folder: Path, template: str | None = None) -> Path:
-    """Write a tokenizer of bytes and some words with ``CONTROL``, and its template, as a Hugging Face folder."""
+    """Write a tokenizer of bytes, some words and ``CONTROL``, and its template, as a Hugging Face folder."""
     folder.mkdir(parents=True, exist_ok=True)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("a", "s"), ("Ġ", "a"), ("Ċ", "Ċ"), ("e", "r"), ("u", "s"), ("us", "er")]
     words = [*letters, *("".join(pair) for pair in merges)]
-    library = tokenizers.Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, merges))
+    library = tokenizers.Tokenizer(models.BPE({word: token_id for token_id, word in enumerate(words)}, merges))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(list(CONTROL))
@@ -72,15 +72,17 @@ def write_tokenizer(folder: Path, template: str | None = None) -> Path:
 
 
 def turns(*texts: str, system: str | None = None) -> list[dict[str, str]]:
-    """Return the messages of user and assistant in turn."""
+    """Return messages that alternate between user and assistant."""
     roles = ("user", "assistant")
-    found = [{"role": roles[place % 2], "content": text} for place, text in enumerate(texts)]
-    return [{"role": "system", "content": system}, *found] if system is not None else found
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+    return [{"role": "system", "content": system}, *messages] if system is not None else messages
 
 
 def write_conversations(path: Path, conversations: list[list[dict[str, str]]]) -> Path:
-    """Write each as a line."""
-    path.write_text("".join(json.dumps({"messages": one}, ensure_ascii=False) + "\n" for one in conversations))
+    """Write each conversation as a line of JSON."""
+    path.write_text(
+        "".join(json.dumps({"messages": conversation}, ensure_ascii=False) + "\n" for conversation in conversations)
+    )
     return path
 
 

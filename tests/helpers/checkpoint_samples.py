@@ -1,4 +1,4 @@
-"""Small global tensors, cut over any number of tensor ranks as the layers do, for the tests of this folder."""
+"""Small global tensors, sharded over any number of tensor ranks like layers, for the checkpoint tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.checkpoint.saving import save
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import Shard
 
-# name -> (global tensor, dimension along which tensor ranks cut it)
+# name -> dimension along which tensor ranks shard the tensor
 CUTS = {
     "embedding.word.weight": 0,
     "layers.0.mlp.up.weight": 0,
@@ -27,7 +27,7 @@ CUTS = {
 
 
 def whole_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return the global tensors; a vocabulary of 13 needs padding on 2 and 4 ranks."""
+    """Return the global tensors; the vocabulary of 13 needs padding on 2 and 4 ranks."""
     rng = torch.Generator().manual_seed(seed)
     return {
         "embedding.word.weight": torch.randn(13, 4, generator=rng),
@@ -42,18 +42,18 @@ def whole_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def shard_for(name: str, whole: torch.Tensor, rank: int, size: int) -> tuple[Shard, int]:
-    """Return rank ``rank``'s shard of ``size`` and how many padding rows its local tensor has."""
+    """Return rank ``rank``'s shard of ``size``, and the number of padding rows of its local tensor."""
     dim = CUTS[name]
     if dim is None:
         return Shard(tuple(whole.shape)), 0
-    each = -(-whole.shape[dim] // size)
-    start = min(rank * each, whole.shape[dim])
-    length = min(each, whole.shape[dim] - start)
-    return Shard(tuple(whole.shape), dim, start, length), each - length
+    rows_per_rank = -(-whole.shape[dim] // size)
+    start = min(rank * rows_per_rank, whole.shape[dim])
+    length = min(rows_per_rank, whole.shape[dim] - start)
+    return Shard(tuple(whole.shape), dim, start, length), rows_per_rank - length
 
 
 def records_for(rank: int, size: int, seed: int = 0) -> list[TensorRecord]:
-    """Return what tensor rank ``rank`` of ``size`` hands to ``save``."""
+    """Return the records that tensor rank ``rank`` of ``size`` passes to ``save``."""
     records = []
     for name, whole in whole_tensors(seed).items():
         shard, padding = shard_for(name, whole, rank, size)
@@ -65,29 +65,29 @@ def records_for(rank: int, size: int, seed: int = 0) -> list[TensorRecord]:
 
 
 def save_alone(root: Path, step: int, seed: int | None = None, **retention: Any) -> Path:
-    """Save the sample from this one process; by default the seed is the step."""
+    """Save the sample from this process only; by default the seed is the step."""
     seed = step if seed is None else seed
     state = {"step": step, "seed": seed}
     return save(root, step, records_for(0, 1, seed), state, SINGLE, RetentionPolicy(**retention))
 
 
 def assert_holds(checkpoint: Checkpoint, seed: int) -> None:
-    """Every global tensor in ``checkpoint`` is bit for bit the sample of ``seed``."""
+    """Assert that every global tensor in ``checkpoint`` equals the sample of ``seed`` bit for bit."""
     expected = whole_tensors(seed)
     assert sorted(checkpoint.names()) == sorted(expected)
     for name, whole in expected.items():
-        found = checkpoint.read(name, Shard(tuple(whole.shape)))
-        assert found.dtype == whole.dtype and torch.equal(found, whole), name
+        loaded = checkpoint.read(name, Shard(tuple(whole.shape)))
+        assert loaded.dtype == whole.dtype and torch.equal(loaded, whole), name
 
 
 def world_of(rank: int, size: int) -> Group:
-    """Return the world group of a rank that ``run_ranks`` forked."""
+    """Return the world group of a rank forked by ``run_ranks``."""
     handle = torch.distributed.group.WORLD if size > 1 else None
     return Group(ranks=tuple(range(size)), rank=rank, handle=handle)
 
 
 class FailAt:
-    """A ``files.before_operation`` that calls ``fault`` once, ahead of the ``k``-th operation, counted from 0."""
+    """A ``files.before_operation`` that calls ``fault`` once, before the ``k``-th operation, counted from 0."""
 
     def __init__(self, k: int, fault: object, only: str | None = None) -> None:
         self.k, self.fault, self.only = k, fault, only

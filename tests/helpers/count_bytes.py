@@ -15,38 +15,38 @@ from megatron.mpu import context_parallel
 
 @contextmanager
 def bytes_kept(model: torch.nn.Module) -> Iterator[dict[int, int]]:
-    """Yield the bytes of each memory that autograd keeps of what is done within, the weights of ``model`` aside."""
-    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
-    kept: dict[int, int] = {}
-    held: list[torch.Tensor] = []  # so that no place in memory is used twice
+    """Yield the bytes of each storage that autograd saves in the block, without the weights of ``model``."""
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    saved_bytes: dict[int, int] = {}
+    saved_tensors: list[torch.Tensor] = []  # prevents reuse of an address
 
     def keep(x: torch.Tensor) -> torch.Tensor:
         memory = x.untyped_storage()
         if memory.data_ptr() not in weights:
-            kept[memory.data_ptr()] = memory.nbytes()
-            held.append(x)
+            saved_bytes[memory.data_ptr()] = memory.nbytes()
+            saved_tensors.append(x)
         return x
 
     pack = context_attention._KeptAsPart.pack
 
     def pack_part(self: Any, x: torch.Tensor) -> Any:
-        found = pack(self, x)
-        keep(found if isinstance(found, torch.Tensor) else self._part)
-        return found
+        packed = pack(self, x)
+        keep(packed if isinstance(packed, torch.Tensor) else self._part)
+        return packed
 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
     with hooks, patch.object(context_attention._KeptAsPart, "pack", pack_part):
-        yield kept
+        yield saved_bytes
 
 
 @contextmanager
 def bytes_sent(size: int, sent: list[float] | None = None) -> Iterator[list[float]]:
-    """Yield the bytes that each exchange over ``size`` context ranks sends from this one, added to ``sent``."""
-    found = [] if sent is None else sent
+    """Yield the list, extended in the block, of the bytes that each exchange over ``size`` context ranks sends."""
+    log = [] if sent is None else sent
 
     def counting(call: Callable[..., Any], number: int) -> Callable[..., Any]:
         def counted(*tensors: torch.Tensor, **how: Any) -> Any:
-            found.append(tensors[number].nbytes * (size - 1) / size)
+            log.append(tensors[number].nbytes * (size - 1) / size)
             return call(*tensors, **how)
 
         return counted
@@ -57,4 +57,4 @@ def bytes_sent(size: int, sent: list[float] | None = None) -> Iterator[list[floa
             (context_parallel.dist, "all_to_all_single", 0),
         ):  # fmt: skip
             stack.enter_context(patch.object(module, name, counting(getattr(module, name), number)))
-        yield found
+        yield log

@@ -1,7 +1,7 @@
-"""A decoder of theirs and ours with the same weights: logits, loss, every gradient, and weights after 20 steps.
+"""Compare Hugging Face's decoder and ours with the same weights: logits, loss, gradients, weights after 20 steps.
 
-The reference is made from a random configuration; nothing is downloaded. Its loss is taken from its logits here,
-because ``labels=`` would cast them to fp32.
+The reference has a random configuration; nothing is downloaded. Its loss is computed here from its logits, because
+``labels=`` would cast them to fp32.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tests.helpers.whole import fill, whole_world
 from tests.models.gpt2.test_against_huggingface import ALLOWED, BATCH, DTYPES, LR, SEQ, STEPS, VOCAB, text
 
 TRAINED = "fp64"
-"""The kind that is compared after the steps as well."""
+"""The case that is also compared after the steps."""
 
 
 def reference_loss(model: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return their logits and the loss of a step."""
+    """Return Hugging Face's logits and the loss of a step."""
     tokens, labels = text(step)
     logits = model(tokens, use_cache=False).logits
     return logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def our_loss(model: torch.nn.Module, step: int) -> torch.Tensor:
-    """Return the loss of a step."""
+    """Return our loss of a step."""
     tokens, labels = text(step)
     total, count = model(tokens, labels=labels, loss_mask=torch.ones(BATCH, SEQ))
     return total / count
@@ -46,14 +46,14 @@ def our_loss(model: torch.nn.Module, step: int) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Against:
-    """A family and its kinds.
+    """The comparison of a family, in several cases.
 
     Args:
-        form: how weights go both ways, and how ours is built.
-        dtypes: number format of each kind.
-        make_reference: their model of a kind, and our configuration of it.
-        in_its_own_dtype: a context in which their model computes in fp64 all that it casts to fp32.
-        allowed: number format -> what logits, loss, gradients and trained weights may differ by.
+        form: conversion of the weights in both directions, and construction of our model.
+        dtypes: number format of each case.
+        make_reference: returns Hugging Face's model of a case, and our configuration for it.
+        in_its_own_dtype: context in which Hugging Face's model computes in fp64 what it would cast to fp32.
+        allowed: number format -> bounds for the differences in logits, loss, gradients and trained weights.
     """
 
     form: HFFormat
@@ -64,7 +64,7 @@ class Against:
 
     @functools.cache  # noqa: B019 - for a session, and a family has one
     def reference(self, kind: str) -> tuple[Any, ...]:
-        """Return configuration, weights before, logits, loss, gradients, and weights after, under their names."""
+        """Return config, initial weights, logits, loss, gradients and trained weights, by Hugging Face's names."""
         model, config = self.make_reference(kind)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         with self.in_its_own_dtype() if self.dtypes[kind] == "fp64" else nullcontext():
@@ -81,7 +81,7 @@ class Against:
         return config, before, logits.detach(), loss.item(), gradients, after
 
     def ours(self, rank: int, size: int) -> dict[str, Any]:
-        """Return what this rank sees for each kind: logits, loss, gradients, weights after the steps."""
+        """Return this rank's results for each case: logits, loss, gradients and trained weights."""
         return {kind: self._one(whole_world(rank, size), kind) for kind in self.dtypes}
 
     def _one(self, group: Any, kind: str) -> Any:
@@ -110,50 +110,50 @@ class Against:
 
     @functools.cache  # noqa: B019
     def seen(self, size: int) -> dict[str, list[Any]]:
-        """Return, for each kind, the results of all ranks."""
+        """Return the results of all ranks for each case."""
         for kind in self.dtypes:
-            self.reference(kind)  # ahead of the fork, once for all
+            self.reference(kind)  # before the fork, once for all ranks
         ranks = run_ranks(size, self.ours, size) if size > 1 else [self.ours(0, 1)]
         return {kind: [results[kind] for results in ranks] for kind in self.dtypes}
 
     def theirs(self, parts: list[Any], config: Config, names: Any) -> dict[str, torch.Tensor]:
-        """Return the global tensors of all ranks' parts under Hugging Face's names."""
-        found = self.form.from_ours(joined(parts), config)
-        return {name: found[name] for name in names}
+        """Return the global tensors made from all ranks' shards, under Hugging Face's names."""
+        converted = self.form.from_ours(joined(parts), config)
+        return {name: converted[name] for name in names}
 
     def check(self, kind: str, size: int) -> None:
-        """Check logits, loss, gradients and trained weights of ``size`` tensor ranks."""
+        """Check logits, loss, gradients and trained weights with ``size`` tensor ranks."""
         config, before, logits, loss, gradients, after = self.reference(kind)
         ranks = self.seen(size)[kind]
-        together = torch.cat([rank[0] for rank in ranks], dim=-1)[..., :VOCAB].transpose(0, 1)
-        observed = [(together - logits).abs().max().item() / logits.abs().max().item()]
+        all_logits = torch.cat([rank[0] for rank in ranks], dim=-1)[..., :VOCAB].transpose(0, 1)
+        observed = [(all_logits - logits).abs().max().item() / logits.abs().max().item()]
         observed.append(max(abs(rank[1] - loss) / loss for rank in ranks))
-        worst, where = worst_relative(self.theirs([rank[2] for rank in ranks], config, gradients), gradients)
+        worst, worst_name = worst_relative(self.theirs([rank[2] for rank in ranks], config, gradients), gradients)
         observed.append(worst)
         if kind == TRAINED:
-            moved, _ = worst_relative(self.theirs([rank[3] for rank in ranks], config, after), after)
-            observed.append(moved)
+            worst_weight, _ = worst_relative(self.theirs([rank[3] for rank in ranks], config, after), after)
+            observed.append(worst_weight)
             changed = {name: torch.linalg.vector_norm(after[name] - before[name]) for name in after}
             assert all(change > 1e-3 * before[name].norm() for name, change in changed.items()), "it trains"
         allowed = self.allowed[self.dtypes[kind]]
-        print(f"t={size} {kind}: observed", [f"{value:.1e}" for value in observed], "allowed", allowed, where)
-        for what, value, limit in zip(("logits", "loss", where, "weights"), observed, allowed, strict=False):
-            assert limit is None or value <= limit, what
+        print(f"t={size} {kind}: observed", [f"{value:.1e}" for value in observed], "allowed", allowed, worst_name)
+        for quantity, value, limit in zip(("logits", "loss", worst_name, "weights"), observed, allowed, strict=False):
+            assert limit is None or value <= limit, quantity
 
     def check_there_and_back(self, kind: str, sizes: tuple[int, ...]) -> None:
-        """Check that their weights come back bit for bit from any number of tensor ranks."""
+        """Check that converting Hugging Face's weights to ours and back is exact on any number of tensor ranks."""
         config, before, *_ = self.reference(kind)
         for size in sizes:
-            back = self.form.from_ours(joined([self.shards(kind, rank, size) for rank in range(size)]), config)
-            for name, tensor in back.items():
+            tensors = self.form.from_ours(joined([self.shards(kind, rank, size) for rank in range(size)]), config)
+            for name, tensor in tensors.items():
                 assert tensor.equal(before[name]), name
-            assert {"lm_head.weight", *back} == set(before)
+            assert {"lm_head.weight", *tensors} == set(before)
 
     def shards(self, kind: str, rank: int, size: int) -> Any:
-        """Return what a tensor rank holds of the weights; none talks to the others."""
+        """Return the weight shards of a tensor rank, without communication."""
         config, before, *_ = self.reference(kind)
-        place = place_of(Group(tuple(range(size)), rank))
-        model = build_model(config, place).to(DTYPES[self.dtypes[kind]])
+        parallel = place_of(Group(tuple(range(size)), rank))
+        model = build_model(config, parallel).to(DTYPES[self.dtypes[kind]])
         parameters = dict(model.named_parameters())
         for name, weight in self.form.to_ours(before, config).items():
             shard = shard_of(parameters[name])

@@ -1,4 +1,4 @@
-"""The commands that a program's docstring shows, and a folder that looks like a clone, in which they can be run."""
+"""Commands in the docstrings of programs, and a folder that looks like a clone, in which they can be run."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ CLONE = (
 MAIN = 'if __name__ == "__main__"'
 
 Smoke = Mapping[str, Sequence[str]]
-"""The commands of each program (its path in the repository), in the order in which they run: a documented command,
-followed by flags that make it small. A number, file or folder of the documented command is replaced by repeating its
-flag: the last value counts."""
+"""Program (its path in the repository) -> its commands in the order in which they run.
+
+A command is a documented command followed by flags that make it small. A number, file or folder of the documented
+command is replaced by repeating its flag, because the last value is used.
+"""
 
 
 def programs(folder: str) -> list[str]:
-    """Return the paths in the repository of all programs below ``folder``."""
+    """Return the paths in the repository of all programs in ``folder``."""
     files = sorted((ROOT / folder).rglob("*.py"))
     return [file.relative_to(ROOT).as_posix() for file in files if MAIN in file.read_text("utf-8")]
 
 
 def documented(program: str) -> list[str]:
-    """Return the commands of the docstring of ``program``, without comments."""
+    """Return the commands in the docstring of ``program``, without comments."""
     docstring = ast.get_docstring(ast.parse((ROOT / program).read_text("utf-8"))) or ""
     lines = re.sub(r"\\\n\s*", "", docstring).splitlines()
-    shown = [re.split(r"\s{3,}", line.strip())[0] for line in lines if line.startswith("    ") and _is_command(line)]
-    return [shlex.join(shlex.split(command, comments=True)) for command in shown]
+    commands = [re.split(r"\s{3,}", line.strip())[0] for line in lines if line.startswith("    ") and _is_command(line)]
+    return [shlex.join(shlex.split(command, comments=True)) for command in commands]
 
 
 def _is_command(line: str) -> bool:
@@ -43,31 +45,31 @@ def _is_command(line: str) -> bool:
 
 
 def undocumented(smoke: Smoke, exempt: Mapping[str, str], folder: str) -> list[str]:
-    """Return the faults of the table ``smoke``, in words.
+    """Return descriptions of the faults of the table ``smoke``.
 
-    Every program below ``folder`` must have an entry or be exempt, and every entry must be a program whose smoke
-    commands begin with documented ones.
+    Every program in ``folder`` must have an entry or be exempt, and every entry must be a program whose smoke commands
+    start with documented ones.
     """
     existing = set(programs(folder))
     faults = [f"{name} has no smoke command" for name in sorted(existing - smoke.keys() - exempt.keys())]
     faults += [f"{name} is no program" for name in sorted((smoke.keys() | exempt.keys()) - existing)]
     for name in sorted(existing & smoke.keys()):
-        shown = documented(name)
-        own = [line for line in smoke[name] if any(word in line for word in (Path(name).stem, "gpu/run.sh"))]
-        if not own:
+        commands = documented(name)
+        own_lines = [line for line in smoke[name] if any(word in line for word in (Path(name).stem, "gpu/run.sh"))]
+        if not own_lines:
             faults.append(f"{name} has no smoke command that starts it")
-        for line in own:
+        for line in own_lines:
             words = shlex.join(shlex.split(line.rpartition("&& ")[2]))
-            if not any(words == command or words.startswith(command + " ") for command in shown):
-                faults.append(f"{line!r} does not begin with a command of the docstring of {name}: {shown}")
+            if not any(words == command or words.startswith(command + " ") for command in commands):
+                faults.append(f"{line!r} does not begin with a command of the docstring of {name}: {commands}")
     return faults
 
 
 class Clone:
-    """A folder with links to what a clone has, so that documented commands run in it as a person types them.
+    """A folder with links to the contents of a clone, so that documented commands run in it as a user types them.
 
     Args:
-        folder: an empty or new folder, which gets the files that the commands write.
+        folder: an empty or new folder, to which the commands write their files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,14 +82,14 @@ class Clone:
         """Run ``command`` in a shell and return its standard output.
 
         Raises:
-            AssertionError: The exit code is not 0; the message has all output.
+            AssertionError: the exit code is not 0; the message has all output.
         """
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         env |= {"PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-        done = subprocess.run(
+        process = subprocess.run(
             ["bash", "-o", "pipefail", "-c", command], cwd=self.folder, env=env, stdin=subprocess.DEVNULL,
             capture_output=True, text=True, timeout=timeout_s,
         )  # fmt: skip
-        assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+        assert process.returncode == 0, f"{command}: exit code {process.returncode}\n{process.stdout}\n{process.stderr}"
+        return process.stdout

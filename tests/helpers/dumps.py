@@ -40,7 +40,7 @@ Plant = Callable[[torch.nn.Module], None]
 
 
 def argv(script: ModuleType, layout: tuple[int, int, int], gas: int, folder: Path | None, extra: str) -> list[str]:
-    """Return the command line of a run of ``gas`` micro-batches of 8 samples together."""
+    """Return the command line of a run of ``gas`` micro-batches with 8 samples in total."""
     tensor, pipe, data = layout
     line = f"{SIZES[script]} {COMMON} --model-parallel-size {tensor} --pipe-parallel-size {pipe} --gas {gas} "
     line += f"--batch-size {8 // gas // data} {extra}"
@@ -57,10 +57,10 @@ def run(
     steps: int = 2,
     plant: Plant | None = None,
 ) -> list[Trace]:
-    """Train in ``layout`` and return each rank's trace; ``folder`` gets the dump.
+    """Train in ``layout`` and return each rank's trace; the dump is written to ``folder``.
 
     Args:
-        plant: called with the model that a rank has built.
+        plant: fault injector, called with the model that a rank has built.
     """
     size = layout[0] * layout[1] * layout[2]
     words = argv(script, layout, gas, folder, extra)
@@ -71,7 +71,7 @@ def _rank(rank: int, words: list[str], size: int, name: str, steps: int, plant: 
     script = sys.modules[name]
     family = name.rpartition("pretrain_")[2]
     config = parse(words, world_size=size, family=family, defaults=getattr(script, "DEFAULTS", None)).with_vocab(VOCAB)
-    here = initialize.start(config)
+    world = initialize.start(config)
 
     def provider() -> Any:
         model = script.model_provider()
@@ -79,4 +79,4 @@ def _rank(rank: int, words: list[str], size: int, name: str, steps: int, plant: 
             plant(model)
         return model
 
-    return trace_steps(config, here, random_data(config), provider, script.forward_step, steps=steps)
+    return trace_steps(config, world, random_data(config), provider, script.forward_step, steps=steps)

@@ -1,4 +1,4 @@
-"""Several launchers of an elastic job on this machine, each with its ranks in the place of a host."""
+"""Several launchers of an elastic job on this machine, each of which simulates a host with its ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import torch.distributed.elastic.agent.server.api  # noqa: F401 - once here, and not in each launcher, which is a fork
+import torch.distributed.elastic.agent.server.api  # noqa: F401 - imported once here instead of in each launcher, which is a fork
 
 from megatron.launch.control import ask
 from tests.helpers.launch_jobs import Job
@@ -35,7 +35,7 @@ sys.exit(int(open(f"{place}/done").read() or 0))
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that were free a moment ago, below the range that the kernel assigns to connections."""
+    """Return ports that are currently free, below the range that the kernel assigns to connections."""
     ports: set[int] = set()
     while len(ports) < count:
         port = random.SystemRandom().randrange(20000, 32000)
@@ -45,12 +45,12 @@ def free_ports(count: int) -> list[int]:
 
 
 class Nodes:
-    """The launchers of a job; the nodes ``started`` are started, all by default, and the first of them leads.
+    """The launchers of a job. The nodes ``started`` (all by default) are started, and the first is the leader.
 
     Args:
         span: MIN:MAX.
-        script, arguments: of the ranks; None: ``RANK``, which ends with 75 once there is a file ``saves`` and a node
-            waits, and with the code in the file ``done`` once there is one.
+        script, arguments: of the ranks. None: ``RANK``, which exits with 75 if the file ``saves`` exists and a node is
+            waiting, and with the code in the file ``done`` once it exists.
     """
 
     def __init__(
@@ -84,25 +84,25 @@ class Nodes:
             self.start(node)
 
     def start(self, node: int, *flags: str) -> Job:
-        """Start the launcher of a node, which may have flags of its own."""
+        """Start the launcher of a node, which may have additional flags."""
         if node in self.jobs:
             self.ended.append(self.jobs[node])
-        number = len(self.ended)
-        own = [*flags, "--node-rank", str(node), "--master-port", "29500"]
-        folder = self.place / f"node{node}-{number}"
+        start_idx = len(self.ended)
+        node_flags = [*flags, "--node-rank", str(node), "--master-port", "29500"]
+        folder = self.place / f"node{node}-{start_idx}"
         folder.mkdir()
         (folder / "output").touch()
         self.jobs[node] = Job(
-            folder, [], *self._flags, *own, nproc=self._nproc, script=self._script,
+            folder, [], *self._flags, *node_flags, nproc=self._nproc, script=self._script,
             arguments=self._arguments,
         )  # fmt: skip
         return self.jobs[node]
 
     def lose(self, *nodes: int) -> float:
-        """Kill these launchers with their ranks, as the loss of their hosts; return when, as ``time.time()``."""
-        found = [(node, _children(self.jobs[node].pid)) for node in nodes]
-        at = time.time()
-        for node, ranks in found:
+        """Kill these launchers and their ranks, as if their hosts were lost; return the time, as ``time.time()``."""
+        ranks_of_nodes = [(node, _children(self.jobs[node].pid)) for node in nodes]
+        lost_at = time.time()
+        for node, ranks in ranks_of_nodes:
             for pid in (self.jobs[node].pid, *ranks):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -110,22 +110,22 @@ class Nodes:
             job = self.jobs.pop(node)
             job.wait()
             self.ended.append(job)
-        return at
+        return lost_at
 
     def ranks(self, start: int, number: int) -> list[list[str]]:
-        """Return what each of ``number`` ranks of a start has written, when all have."""
+        """Return the record of each of ``number`` ranks of a start, once all have written it."""
         paths = [self.ranks_place / f"{start}.{rank}" for rank in range(number)]
         self.until(lambda: all(path.exists() for path in paths), f"{number} ranks of start {start}")
         return [path.read_text().split() for path in paths]
 
     def let(self, name: str, text: str = "") -> None:
-        """Make the file that the ranks look for."""
+        """Create the file ``name`` that the ranks look for."""
         temporary = self.ranks_place / f".{name}"
         temporary.write_text(text)
         temporary.rename(self.ranks_place / name)
 
     def until(self, is_so: Callable[[], bool], what: str, deadline_s: float = 20.0) -> None:
-        """Return once that is so."""
+        """Wait until ``is_so()`` is true."""
         end = time.monotonic() + deadline_s
         while not is_so():
             if time.monotonic() > end:
@@ -137,7 +137,7 @@ class Nodes:
         return {node: job.wait(deadline_s) for node, job in self.jobs.items()}
 
     def kill(self) -> None:
-        """End what still runs."""
+        """Kill the launchers that are still running."""
         for job in (*self.jobs.values(), *self.ended):
             if job.code is None:
                 with suppress(ProcessLookupError):

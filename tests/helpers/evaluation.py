@@ -1,4 +1,4 @@
-"""What tests of evaluation share: lm_eval's base class or a stand-in for it, and a model without ranks."""
+"""Helpers for tests of evaluation: lm_eval's base class or a stub of it, and a model without ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class _Hook:
 
 
 class _LM:
-    """As much of lm_eval's base class as ours relies on."""
+    """Stub of lm_eval's base class, with the methods that our class uses."""
 
     def __init__(self) -> None:
         self.cache_hook: Any = _Hook()
 
 
 def decoder_lm() -> Any:
-    """Return our class, made on lm_eval's own base where it is installed."""
+    """Return our module, with its class based on lm_eval's own class if lm_eval is installed."""
     if not HAS_LM_EVAL and "lm_eval" not in sys.modules:
         names = ("lm_eval", "lm_eval.api", "lm_eval.api.model")
         for name in names:
@@ -47,14 +47,14 @@ def decoder_lm() -> Any:
 
 @dataclass
 class Request:
-    """Of lm_eval's instances what a model looks at."""
+    """Stub of lm_eval's instances, with the fields that a model uses."""
 
     args: tuple[Any, ...]
 
 
 @dataclass
 class Model:
-    """Keeps what it is asked; says of a row the sum of its scored tokens, and writes how many tokens it was given."""
+    """Records its requests. Scores a row by the sum of its scored tokens, and generates the number of prompt tokens."""
 
     tokenizer: Tokenizer
     max_length: int = 16

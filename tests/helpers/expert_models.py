@@ -1,7 +1,7 @@
-"""Tiny models with experts of Hugging Face's own classes and odd sizes, and what their files call their weights.
+"""Tiny Hugging Face models with experts and odd sizes, and the names of their weights in files.
 
-Their classes keep the experts of a layer in two tensors; their files, and ours, have a tensor for each. Norms, angles
-and softmax are computed in fp64 as ``modern_decoders`` has it, routers here.
+Their classes store the experts of a layer in two tensors; their files, like ours, have a tensor for each expert. Norms,
+angles and softmax are computed in fp64 as in ``modern_decoders``, and routers by functions of this module.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ EXPERTS = {
 
 
 def their_model(kind: str, dtype: torch.dtype = torch.float64) -> Any:
-    """Return their model with random weights; routers are far from even, and biases of experts far from 0."""
+    """Return Hugging Face's model with random weights, routers far from uniform, and expert biases far from 0."""
     torch.manual_seed(1)
     model = EXPERTS[kind].their_model(dtype)
     with torch.no_grad():
@@ -86,30 +86,32 @@ def their_model(kind: str, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def on_disk(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    """Return their tensors in memory as their files have them."""
-    found: dict[str, torch.Tensor] = {}
+    """Convert the tensors of a Hugging Face model to the names and shapes in its files."""
+    file_tensors: dict[str, torch.Tensor] = {}
     block, (gate, up, down) = (
         ("block_sparse_moe", ("w1", "w3", "w2"))
         if kind == "mixtral"
         else ("mlp", ("gate_proj", "up_proj", "down_proj"))
     )
     for name, tensor in tensors.items():
-        there = name.replace(".mlp.", f".{block}.")
-        stem = there.rpartition(".")[0]
+        file_name = name.replace(".mlp.", f".{block}.")
+        stem = file_name.rpartition(".")[0]
         if name.endswith("experts.gate_up_proj"):
-            for number, one in enumerate(tensor):
-                found[f"{stem}.{number}.{gate}.weight"], found[f"{stem}.{number}.{up}.weight"] = one.chunk(2)
+            for expert, weight in enumerate(tensor):
+                file_tensors[f"{stem}.{expert}.{gate}.weight"], file_tensors[f"{stem}.{expert}.{up}.weight"] = (
+                    weight.chunk(2)
+                )
         elif name.endswith("experts.down_proj"):
-            found |= {f"{stem}.{number}.{down}.weight": one for number, one in enumerate(tensor)}
+            file_tensors |= {f"{stem}.{expert}.{down}.weight": weight for expert, weight in enumerate(tensor)}
         else:
-            found[there] = tensor
-    return found
+            file_tensors[file_name] = tensor
+    return file_tensors
 
 
 def in_memory(form: HFFormat, kind: str) -> HFFormat:
-    """Return ``form`` for tensors that their classes hold: they are taken apart on the way to ours.
+    """Return ``form`` for the tensors of Hugging Face's classes: ``to_ours`` first splits them as in files.
 
-    What comes back has the names of files.
+    The conversion back returns the names of files.
     """
 
     def to_ours(theirs: dict[str, torch.Tensor], config: Config) -> dict[str, torch.Tensor]:
@@ -120,47 +122,47 @@ def in_memory(form: HFFormat, kind: str) -> HFFormat:
 
 @contextmanager
 def in_its_own_dtype() -> Iterator[None]:
-    """Let norms, angles, softmax and routers of these models compute in fp64, by the same formulas."""
+    """Make norms, angles, softmax and routers of these models compute in fp64, by the same formulas."""
 
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
     def angles(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         speeds, scale = frequencies(self.config)
-        turned = int(2 * len(speeds) * self.config.rope_parameters.get("partial_rotary_factor", 1.0))
-        if turned != 2 * len(speeds):
+        rotary_size = int(2 * len(speeds) * self.config.rope_parameters.get("partial_rotary_factor", 1.0))
+        if rotary_size != 2 * len(speeds):
             base = self.config.rope_parameters["rope_theta"]
-            speeds = 1.0 / base ** (torch.arange(0, turned, 2, dtype=torch.float64) / turned)
+            speeds = 1.0 / base ** (torch.arange(0, rotary_size, 2, dtype=torch.float64) / rotary_size)
         freqs = position_ids[..., None].double() * speeds
-        both = torch.cat((freqs, freqs), dim=-1)
-        return both.cos() * scale, both.sin() * scale
+        doubled = torch.cat((freqs, freqs), dim=-1)
+        return doubled.cos() * scale, doubled.sin() * scale
 
     def softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.softmax(x, dim)
 
     def mixtral(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits = F.linear(x.reshape(-1, self.hidden_dim), self.weight)
-        values, numbers = torch.topk(torch.softmax(logits, -1), self.top_k, dim=-1)
-        return logits, values / values.sum(-1, keepdim=True), numbers
+        values, experts = torch.topk(torch.softmax(logits, -1), self.top_k, dim=-1)
+        return logits, values / values.sum(-1, keepdim=True), experts
 
     def glm(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         logits = F.linear(x.view(-1, self.hidden_dim), self.weight)
         scores = logits.sigmoid()
-        wanted = scores + self.e_score_correction_bias
-        grouped = wanted.view(-1, self.num_group, self.num_experts // self.num_group)
+        biased = scores + self.e_score_correction_bias
+        grouped = biased.view(-1, self.num_group, self.num_experts // self.num_group)
         best = grouped.topk(2, dim=-1)[0].sum(-1).topk(self.topk_group, dim=-1)[1]
-        kept = torch.zeros(len(x.view(-1, self.hidden_dim)), self.num_group).scatter_(1, best, 1.0).bool()
-        wanted = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
-        numbers = wanted.topk(self.top_k, dim=-1)[1]
-        values = scores.gather(1, numbers)
-        return logits, values / (values.sum(-1, keepdim=True) + 1e-20) * self.routed_scaling_factor, numbers
+        is_kept = torch.zeros(len(x.view(-1, self.hidden_dim)), self.num_group).scatter_(1, best, 1.0).bool()
+        biased = grouped.masked_fill(~is_kept.unsqueeze(-1), float("-inf")).flatten(1)
+        experts = biased.topk(self.top_k, dim=-1)[1]
+        values = scores.gather(1, experts)
+        return logits, values / (values.sum(-1, keepdim=True) + 1e-20) * self.routed_scaling_factor, experts
 
     routers = {"Mixtral": ("TopKRouter", mixtral), "Glm4Moe": ("TopkRouter", glm)}
     with ExitStack() as stack:
         for model in EXPERTS.values():
-            theirs = importlib.import_module(f"transformers.models.{model.module}.modeling_{model.module}")
-            own = [routers[model.prefix]] if model.prefix in routers else []
-            for kind, forward in [("RMSNorm", norm), ("RotaryEmbedding", angles), *own]:
-                stack.enter_context(patch.object(getattr(theirs, f"{model.prefix}{kind}"), "forward", forward))
+            module = importlib.import_module(f"transformers.models.{model.module}.modeling_{model.module}")
+            router = [routers[model.prefix]] if model.prefix in routers else []
+            for suffix, forward in [("RMSNorm", norm), ("RotaryEmbedding", angles), *router]:
+                stack.enter_context(patch.object(getattr(module, f"{model.prefix}{suffix}"), "forward", forward))
         stack.enter_context(patch.object(torch.nn.functional, "softmax", softmax))
         yield

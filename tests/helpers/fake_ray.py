@@ -1,6 +1,6 @@
-"""What ``megatron.data.preprocess.cluster`` asks of Ray, in this process, for tests that need no cluster.
+"""A fake of the parts of Ray that ``megatron.data.preprocess.cluster`` uses, for tests without a cluster.
 
-Tasks are generators that are advanced in turn. ``lose`` names what is to happen to the k-th task that is started.
+Tasks are generators that are advanced in turn in this process. ``lose`` defines which tasks lose their worker.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from typing import Any
 
 
 class RayError(Exception):
-    """All errors of the system."""
+    """Base class of Ray's system errors."""
 
 
 class RayTaskError(RayError):
-    """What a task itself raised."""
+    """Error raised by a task."""
 
 
 class NodeDiedError(RayError):
-    """Its machine is gone."""
+    """The machine of a task was lost."""
 
 
 class RuntimeEnvSetupError(RayError):
-    """Its environment cannot be made."""
+    """The environment of a task cannot be created."""
 
 
 class TaskUnschedulableError(RayError):
-    """No machine can run it."""
+    """No machine can run a task."""
 
 
 class FakeRay(types.SimpleNamespace):
-    """Stands in for the module.
+    """Fake of the module ``ray``.
 
     Args:
-        num_cpus: of the cluster.
-        lose: number of a task -> after how many of its reports its worker is lost.
+        num_cpus: CPUs of the cluster.
+        lose: index of a task -> number of its reports after which its worker is lost.
     """
 
     def __init__(self, num_cpus: int = 2, lose: dict[int, int] | None = None) -> None:
@@ -68,12 +68,12 @@ class FakeRay(types.SimpleNamespace):
 
     def remote(self, function: Callable[..., Iterator[Any]]) -> Any:
         def start(*arguments: Any) -> _Task:
-            number = len(self.started)
+            task_idx = len(self.started)
             self.started.append(arguments)
-            return _Task(function(*arguments), self.lose.get(number))
+            return _Task(function(*arguments), self.lose.get(task_idx))
 
-        made = types.SimpleNamespace(remote=start)
-        return types.SimpleNamespace(options=lambda **_: made)
+        handle = types.SimpleNamespace(remote=start)
+        return types.SimpleNamespace(options=lambda **_: handle)
 
     def wait(self, tasks: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
         self.most_at_once = max(self.most_at_once, len(tasks))

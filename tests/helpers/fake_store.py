@@ -1,4 +1,4 @@
-"""Object stores for tests: one in memory that fails on demand, and moto's server in the place of S3."""
+"""Object stores for tests: one in memory that fails on demand, and moto's server in place of S3."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ needs_moto = pytest.mark.skipif(
 
 
 def empty_store(monkeypatch: pytest.MonkeyPatch, block_bytes: int = 700) -> MemoryFileSystem:
-    """Return an empty store in memory; ranges are of ``block_bytes``, and nothing pauses."""
+    """Return an empty store in memory, read in ranges of ``block_bytes`` and without pauses between retries."""
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
     monkeypatch.setattr(object_store, "BLOCK_BYTES", block_bytes)
@@ -30,18 +30,18 @@ def empty_store(monkeypatch: pytest.MonkeyPatch, block_bytes: int = 700) -> Memo
 
 
 def intercept(monkeypatch: pytest.MonkeyPatch, operation: str, before: Callable[..., None]) -> None:
-    """Have ``before(path, ...)`` called ahead of each such operation of the store; it may raise in its place."""
-    answer = getattr(MemoryFileSystem, operation)
+    """Call ``before(path, ...)`` before each such operation of the store; it may raise instead of the operation."""
+    original = getattr(MemoryFileSystem, operation)
 
     def asked(self: MemoryFileSystem, *args: Any, **kwargs: Any) -> Any:
         before(*args, **kwargs)
-        return answer(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
 
     monkeypatch.setattr(MemoryFileSystem, operation, asked)
 
 
 def cache_listings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the store answer listings and look-ups from a cache until it is told to forget it, as s3fs and gcsfs do."""
+    """Make the store cache listings and look-ups until its cache is invalidated, as s3fs and gcsfs do."""
     cache: dict[Any, Any] = {}
 
     def cached(operation: str, answer: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,7 +65,7 @@ def cache_listings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def s3(monkeypatch: pytest.MonkeyPatch, bucket: str = "bucket") -> Iterator[Any]:
-    """Start moto's server with an empty bucket; yields its file system."""
+    """Start moto's server with an empty bucket; yield its file system."""
     from moto.server import ThreadedMotoServer
 
     for name, value in (
@@ -79,9 +79,11 @@ def s3(monkeypatch: pytest.MonkeyPatch, bucket: str = "bucket") -> Iterator[Any]
     try:
         host, port = server.get_host_and_port()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        urllib.request.urlopen(f"http://{host}:{port}/moto-api/reset", data=b"").close()  # of servers before it
+        urllib.request.urlopen(
+            f"http://{host}:{port}/moto-api/reset", data=b""
+        ).close()  # removes the contents of earlier servers
         files = fsspec.filesystem("s3")
-        type(files).clear_instance_cache()  # they know the address of an earlier server
+        type(files).clear_instance_cache()  # cached instances have the address of an earlier server
         files = fsspec.filesystem("s3", skip_instance_cache=True)
         files.mkdir(bucket)
         yield files

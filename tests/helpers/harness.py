@@ -1,8 +1,8 @@
-"""Ranks for tests: forked from a process that has imported torch, which costs 0.1 s for four of them.
+"""Ranks for tests, forked from a process that has imported torch; starting four ranks takes 0.1 s.
 
 ``run_ranks(n, function, *args)`` calls ``function(rank, *args)`` in ``n`` processes that form a gloo world
-(rendezvous by file) and returns their results in rank order. A rank that raises, dies or hangs fails the call with
-its traceback. Children are waited for and ended by their own ids; nothing is left running.
+(rendezvous by file) and returns their results in rank order. If a rank raises, dies or hangs, the call fails with the
+rank's traceback. Children are awaited and killed by their own ids, so no process is left running.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _libc = ctypes.CDLL(None)
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died or did not end in time."""
+    """A rank raised an error, died or did not end in time."""
 
 
 def run_ranks(num_ranks: int, function: Any, *args: Any, deadline_s: float = 60.0, init: bool = True) -> list[Any]:
     """Call ``function(rank, *args)`` in ``num_ranks`` forked processes; return their results in rank order.
 
     Args:
-        deadline_s: all ranks must have ended by then.
+        deadline_s: seconds within which all ranks must end.
         init: form a gloo process group first.
 
     Raises:
@@ -56,23 +56,23 @@ def run_ranks(num_ranks: int, function: Any, *args: Any, deadline_s: float = 60.
 def fork_ranks(
     num_ranks: int, function: Any, *args: Any, deadline_s: float = 60.0, init: bool = True
 ) -> tuple[list[int], list[Any], list[str]]:
-    """As ``run_ranks``, but return (exit codes, results, tracebacks); a signal's code is negative."""
+    """Like ``run_ranks``, but return (exit codes, results, tracebacks); the exit code of a signal is negative."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        place = Path(folder)
+        exchange_dir = Path(folder)
         sys.stdout.flush()
         sys.stderr.flush()
         _import_ahead()
         _compare_ahead()
         use_large_pages()
-        children = [_fork(rank, num_ranks, place, function, args, init) for rank in range(num_ranks)]
+        children = [_fork(rank, num_ranks, exchange_dir, function, args, init) for rank in range(num_ranks)]
         codes = _wait(children, deadline_s)
         results: list[Any] = [None] * num_ranks
         reports = [""] * num_ranks
         for rank in range(num_ranks):
-            if (place / f"result-{rank}").exists():
-                results[rank] = pickle.loads((place / f"result-{rank}").read_bytes())
-            if (place / f"report-{rank}").exists():
-                reports[rank] = (place / f"report-{rank}").read_text()
+            if (exchange_dir / f"result-{rank}").exists():
+                results[rank] = pickle.loads((exchange_dir / f"result-{rank}").read_bytes())
+            if (exchange_dir / f"report-{rank}").exists():
+                reports[rank] = (exchange_dir / f"report-{rank}").read_text()
         return codes, results, reports
 
 
@@ -94,14 +94,15 @@ AHEAD = {
         )),
     ),
 }  # fmt: skip
-"""What ranks import by themselves, by what the test run has imported: 20 ms in each of thousands of ranks.
+"""Module that the test run has imported -> modules to import before forking, which ranks would import themselves.
 
-DeepSpeed's by names of tds: the first of them names all that is loaded, and in a rank that walk would copy many pages.
+This saves 20 ms in each of thousands of ranks. DeepSpeed's modules are imported by their names in tds. The first such
+import walks over all loaded modules, which in a rank would copy many memory pages.
 """
 
 
 def _import_ahead() -> None:
-    """Import once, rather than in every rank, what ranks import when they make a model and an engine."""
+    """Import once, instead of in every rank, the modules that ranks import to build a model and an engine."""
     for loaded, names in AHEAD.items():
         for name in names if loaded in sys.modules else ():
             with suppress(ImportError):  # another release of DeepSpeed or torch
@@ -109,7 +110,7 @@ def _import_ahead() -> None:
 
 
 def _compare_ahead() -> None:
-    """Find once what the ranks of every run compare of this machine: a third of the time of a small run."""
+    """Compute once what ranks of every run compare about this machine; it takes a third of the time of a small run."""
     start = sys.modules.get("megatron.training.rank_consistency")
     if start is None or hasattr(start.code_checksum, "cache_info"):
         return
@@ -126,7 +127,7 @@ def _fork(rank: int, num_ranks: int, place: Path, function: Any, args: tuple[Any
     code = 1
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # no rank outlives the test run that it is of
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # no rank outlives its test run
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks),
             DS_ACCELERATOR="cpu", MASTER_ADDR="localhost", MASTER_PORT="29500" if num_ranks > 1 else "0",
@@ -159,8 +160,8 @@ def _wait(children: list[int], deadline_s: float) -> list[int]:
     while len(codes) < len(children) and time.monotonic() < end:
         for child in children:
             if child not in codes:
-                done, status = os.waitpid(child, os.WNOHANG)
-                if done:
+                pid, status = os.waitpid(child, os.WNOHANG)
+                if pid:
                     codes[child] = os.waitstatus_to_exitcode(status)
         time.sleep(0.005)
     for child in children:

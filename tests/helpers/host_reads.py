@@ -1,14 +1,14 @@
-"""What makes the host wait for the device, counted on a CPU, where the same calls are no wait but just as many.
+"""Count operations that make the host wait for the device. They run on a CPU, where the same calls do not wait.
 
 | counted | on a GPU |
 |---|---|
-| ``item``, ``tolist``, ``bool``, ``int``, ``float``, ``numpy``, ``cpu`` of a tensor | waits until the tensor is there |
+| ``item``, ``tolist``, ``bool``, ``int``, ``float``, ``numpy``, ``cpu`` of a tensor | waits for the tensor |
 | ``nonzero``, ``masked_select``, index by booleans, ``unique``, ``repeat_interleave`` by a tensor | waits for a size |
-| a tensor made of Python's numbers with ``device=`` | copies from memory that is not pinned, and waits |
-| ``synchronize`` of the device, by torch or by DeepSpeed's accelerator | waits until all is there |
+| a tensor made of Python numbers with ``device=`` | copies from memory that is not pinned, and waits |
+| ``synchronize`` of the device, by torch or by DeepSpeed's accelerator | waits for all work |
 
-What a rank does with tensors that always lie on the host (texts, samples ahead of their micro-batch) is not counted:
-the caller says from which file on.
+Operations on tensors that are always on the host (texts, samples before their micro-batch) do not count: the caller
+filters the lines by file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHARED = ("megatron", "tds", "deepspeed", "torch/distributed")
 
 
 def place() -> str:
-    """Return the innermost line of ours, or of DeepSpeed's, that is being run."""
+    """Return the innermost active function of this project or of DeepSpeed, as "file:function"."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -47,7 +47,7 @@ class _OfSizesByData(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         by_booleans = name in ("index", "index_put_", "index_put") and any(
-            each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
         by_repeats = name != "repeat_interleave" or "Tensor" in func._overloadname
         if by_booleans or (name in SIZED_BY_DATA and by_repeats):
@@ -57,7 +57,7 @@ class _OfSizesByData(TorchDispatchMode):
 
 @contextmanager
 def synchronize_is(call: Callable[..., None]) -> Iterator[None]:
-    """Have ``call`` take the place of what waits for all work of a device."""
+    """Replace the functions that wait for all work of a device by ``call``."""
     from deepspeed.accelerator import get_accelerator
 
     with pytest.MonkeyPatch.context() as patch:
@@ -69,14 +69,14 @@ def synchronize_is(call: Callable[..., None]) -> Iterator[None]:
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """Yield a list that gets a line for each wait within."""
-    found: list[str] = []
-    kept = {name: getattr(torch.Tensor, name) for name in READS}
+    """Yield a list that receives a line for each wait in the block."""
+    waits: list[str] = []
+    methods = {name: getattr(torch.Tensor, name) for name in READS}
     makers = {name: getattr(torch, name) for name in ("tensor", "as_tensor")}
 
     def reading(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            found.append(f"{name} in {place()}")
+            waits.append(f"{name} in {place()}")
             return call(self, *args, **kwargs)
 
         return read
@@ -84,23 +84,23 @@ def counted() -> Iterator[list[str]]:
     def making(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def make(data: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("device") is not None and not isinstance(data, torch.Tensor):
-                found.append(f"{name} in {place()}")
+                waits.append(f"{name} in {place()}")
             return call(data, *args, **kwargs)
 
         return make
 
     def waiting() -> None:
-        found.append(f"synchronize in {place()}")
+        waits.append(f"synchronize in {place()}")
 
     try:
-        for name, call in kept.items():
+        for name, call in methods.items():
             setattr(torch.Tensor, name, reading(name, call))
         for name, call in makers.items():
             setattr(torch, name, making(name, call))
-        with _OfSizesByData(found), synchronize_is(waiting):
-            yield found
+        with _OfSizesByData(waits), synchronize_is(waiting):
+            yield waits
     finally:
-        for name, call in kept.items():
+        for name, call in methods.items():
             setattr(torch.Tensor, name, call)
         for name, call in makers.items():
             setattr(torch, name, call)

@@ -1,4 +1,4 @@
-"""Small models of ours and their checkpoints, saved whole or by two tensor ranks, for the tests of conversion."""
+"""Small models and their checkpoints, saved by one rank or by two tensor ranks, for the tests of conversion."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build(config: Config, group: Group) -> torch.nn.Module:
 
 
 def values_of(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return numbers that belong to the name and to no layout."""
+    """Return values that depend on the name and not on the layout."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()) * 31 + len(shape)))
 
 
@@ -52,7 +52,7 @@ def state_of(config: Config, tensor: int = 1) -> dict[str, Any]:
 
 
 def save_model(run: Path, config: Config, *, ranks: int = 1, moments: bool = False) -> Path:
-    """Save the model of ``config`` as ``ranks`` tensor ranks hold it; return the checkpoint."""
+    """Save the model of ``config`` from ``ranks`` tensor ranks; return the checkpoint."""
     if ranks == 1:
         return Path(_save(0, run, config, 1, moments))
     return Path(run_ranks(ranks, _save, run, config, ranks, moments)[0])
@@ -63,17 +63,17 @@ def _save(rank: int, run: Path, config: Config, ranks: int, moments: bool) -> st
     records = []
     for name, parameter in named_parameters(build(config, world)):
         shard = shard_of(parameter)
-        whole = values_of(name, tuple(shard.global_shape))
-        parameter.data.fill_(torch.nan)  # padding, which must reach nobody
-        shard.unpadded(parameter.data).copy_(shard.cut(whole))
+        full_weight = values_of(name, tuple(shard.global_shape))
+        parameter.data.fill_(torch.nan)  # padding, which must not be visible to any reader
+        shard.unpadded(parameter.data).copy_(shard.cut(full_weight))
         is_owner = shard.is_partitioned or rank == 0
-        for kind in ("weights", "optimizer/exp_avg") if moments else ("weights",):
-            records.append(TensorRecord(f"{kind}/{name}", parameter.data, shard, is_owner))
+        for record_prefix in ("weights", "optimizer/exp_avg") if moments else ("weights",):
+            records.append(TensorRecord(f"{record_prefix}/{name}", parameter.data, shard, is_owner))
     return str(save(run / "checkpoints", 7, records, state_of(config, ranks), world))
 
 
 def save_small_qwen3(folder: Path, vocab_size: int) -> None:
-    """Write a Qwen 3 of two layers with random weights in bf16 into ``folder``."""
+    """Write a Qwen 3 with two layers and random bf16 weights into ``folder``."""
     import transformers
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Hugging Face folders with everything that an instruct model's has, of tiny random models of transformers' classes."""
+"""Hugging Face folders with all files of an instruct model, with tiny random models of transformers' classes."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ UNKNOWN = {"company": "Acmé", "pretraining_tp": 3, "serving": {"max_batch": 7, 
 
 
 def write_folder(folder: Path, model_type: str = "llama", dtype: torch.dtype = torch.float32, **changed: Any) -> Path:
-    """Write a random model of their class, with a tokenizer and everything that an instruct model's folder has."""
+    """Write a random model of transformers' class with a tokenizer and all files of an instruct model."""
     write_tokenizer(folder)
     library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     if model_type in ("t5", "mt5"):
         library.add_special_tokens(["</s>", *(f"<extra_id_{number}>" for number in reversed(range(20)))])
         library.save(str(folder / "tokenizer.json"))
-    kind: Any = transformers.CONFIG_MAPPING[model_type]
-    fields = {kind.attribute_map.get(name, name): size for name, size in SIZES.items()}
-    fields |= {name: size for name, size in OPTIONAL.items() if hasattr(kind, name)}
+    config_class: Any = transformers.CONFIG_MAPPING[model_type]
+    fields = {config_class.attribute_map.get(name, name): size for name, size in SIZES.items()}
+    fields |= {name: size for name, size in OPTIONAL.items() if hasattr(config_class, name)}
     torch.manual_seed(0)
-    config = kind(vocab_size=library.get_vocab_size(), **fields)
-    auto = formats_of(family_by_type()[model_type])[0].auto
-    name = auto if isinstance(auto, str) else "AutoModelForPreTraining"
+    config = config_class(vocab_size=library.get_vocab_size(), **fields)
+    auto_class = formats_of(family_by_type()[model_type])[0].auto
+    name = auto_class if isinstance(auto_class, str) else "AutoModelForPreTraining"
     getattr(transformers, name).from_config(config).to(dtype).save_pretrained(folder)
     text = json.loads((folder / "config.json").read_text())
     ids = {name: library.token_to_id(name) for name in ("<|begin_of_text|>", "<|endoftext|>", "<|eot_id|>", "<pad>")}
-    bos, end, turn, pad = ids.values()
-    eos = library.token_to_id("</s>") if model_type in ("t5", "mt5") else [end, turn]
+    bos, end, turn_end, pad = ids.values()
+    eos = library.token_to_id("</s>") if model_type in ("t5", "mt5") else [end, turn_end]
     text |= {**UNKNOWN, "bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad, **changed}
-    # another layout than ours, to see that the text is kept
+    # a different layout from ours, to verify that the text is preserved
     (folder / "config.json").write_text(json.dumps(text, indent=4, ensure_ascii=True))
     generation = {"bos_token_id": bos, "eos_token_id": eos, "temperature": 0.6, "top_p": 0.9, "do_sample": True}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
@@ -58,7 +58,7 @@ def write_folder(folder: Path, model_type: str = "llama", dtype: torch.dtype = t
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
-    """Return the content of all files but those with tensors."""
+    """Return the contents of all files without tensors."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))

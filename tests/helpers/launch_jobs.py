@@ -1,11 +1,15 @@
-"""Starts the launcher for tests: forked from the test process, which has imported torch; its ranks are tiny scripts.
+"""Launchers for tests, forked from the test process, which has imported torch. Their ranks are tiny scripts.
 
-Each rank follows its own plan, a list of words: ``sleep:S``, ``exit:CODE``, ``raise``, ``kill`` (SIGKILL to itself),
-``save`` (on SIGTERM leave with 75), ``leave`` (on SIGTERM say what the failure file holds and leave with 4),
-``stubborn`` (ignore SIGTERM), ``wait``; ``tell:STEP`` (a durable checkpoint; STEP times the number of this start),
-``at:TEXT`` (note what it is at), ``run`` and ``done`` (note that its run has begun, has ended), ``quit``
-(``os._exit(0)``), ``child`` (start a process of its own), ``segv``; ``then`` (the words behind are for the starts after
-the first, and those before it for the first alone).
+Each rank follows a plan, a list of words:
+
+* ``sleep:S``, ``wait`` (sleep for a minute), ``exit:CODE``, ``raise``, ``quit`` (``os._exit(0)``), ``segv``,
+  ``kill`` (SIGKILL to itself)
+* ``save``: on SIGTERM exit with 75; ``leave``: on SIGTERM print the failure file and exit with 4; ``stubborn``: ignore
+  SIGTERM
+* ``tell:STEP``: record a durable checkpoint, of STEP times the number of this start; ``at:TEXT``: record the current
+  operation; ``run`` and ``done``: record that the run has started or ended
+* ``child``: start a child process
+* ``then``: the words after it are for later starts, and the words before it for the first start only
 """
 
 from __future__ import annotations
@@ -91,7 +95,7 @@ for word in plan:
 
 
 class Job:
-    """One launcher and its ranks."""
+    """A launcher and its ranks."""
 
     def __init__(
         self,
@@ -118,7 +122,7 @@ class Job:
         self.code: int | None = None
 
     def ranks(self, number: int, deadline_s: float = 10.0) -> list[dict]:
-        """Return what each of the ranks wrote down, when all have begun."""
+        """Return the record of each rank, once all ranks have started."""
         end = time.monotonic() + deadline_s
         paths = [self.ranks_place / f"{rank}.json" for rank in range(number)]
         while not all(path.exists() for path in paths):
@@ -128,7 +132,7 @@ class Job:
         return [json.loads(path.read_text()) for path in paths]
 
     def until(self, text: str, deadline_s: float = 10.0) -> None:
-        """Return once the job has said this."""
+        """Wait until the job has printed ``text``."""
         end = time.monotonic() + deadline_s
         while text not in self.output:
             if time.monotonic() > end:
@@ -139,11 +143,11 @@ class Job:
         os.kill(self.pid, number)
 
     def wait(self, deadline_s: float = 20.0) -> int:
-        """Return the launcher's exit code; end it when it does not come."""
+        """Return the launcher's exit code; kill it after the deadline."""
         end = time.monotonic() + deadline_s
         while self.code is None:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            if done:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
                 self.code = os.waitstatus_to_exitcode(status)
             elif time.monotonic() > end:
                 os.kill(self.pid, signal.SIGKILL)
@@ -160,7 +164,7 @@ class Job:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether this process runs (an orphan that nobody has reaped yet does not)."""
+    """Return True if this process runs; an orphan that is not reaped yet does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -168,7 +172,7 @@ def is_alive(pid: int) -> bool:
 
 
 def free_port() -> int:
-    """Return a port that was free just now."""
+    """Return a port that is currently free."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
 
@@ -180,7 +184,7 @@ def _fork(argv: list[str], output: Path) -> int:
         return pid
     code = 1
     try:
-        tempfile.tempdir = str(output.parent)  # a launcher that is killed leaves its folder behind
+        tempfile.tempdir = str(output.parent)  # a killed launcher leaves its folder behind
         descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)

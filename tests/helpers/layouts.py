@@ -26,18 +26,18 @@ LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (1, 4, 1), (1, 1, 4), (2,
 
 
 def flags(tensor: int, pipe: int, *, micro: int, gas: int, extra: str = "") -> list[str]:
-    """Return the command line of a layout; ``extra`` comes last and wins."""
+    """Return the command line of a layout; ``extra`` is last and takes precedence."""
     layout = f"--model-parallel-size {tensor} --pipe-parallel-size {pipe} --batch-size {micro} --gas {gas}"
     return [*SIZES, *layout.split(), *extra.split()]
 
 
 def trace_rank(rank: int, argv: list[str], world_size: int, steps: int, eval_every: int) -> Trace:
-    """What each rank runs."""
+    """Trace the training steps on one rank."""
     config = parse(argv, world_size=world_size).with_vocab(VOCAB)
-    here = initialize.start(config)
+    world = initialize.start(config)
     provider, forward = pretrain_gpt2.model_provider, pretrain_gpt2.forward_step
     data = MockTokens(VOCAB, SEQ, seed=7)
-    return trace_steps(config, here, data, provider, forward, steps=steps, eval_every=eval_every)
+    return trace_steps(config, world, data, provider, forward, steps=steps, eval_every=eval_every)
 
 
 @functools.cache
@@ -45,7 +45,7 @@ def traces(
     tensor: int, pipe: int, data: int, micro: int, gas: int, extra: str = "--fp64", steps: int = 3,
     eval_every: int = 0, context: int = 1,
 ) -> list[Trace]:  # fmt: skip
-    """Return each rank's trace in this layout; equal calls run once in a session."""
+    """Return each rank's trace in this layout; identical calls are run once per session."""
     size = tensor * pipe * data * context
     extra = extra if context == 1 else f"{extra} --context-parallel-size {context}"
     argv = flags(tensor, pipe, micro=micro, gas=gas, extra=extra)
@@ -67,20 +67,20 @@ def batches(data: int, gas: int) -> tuple[int, int]:
 def difference(
     tensor: int, pipe: int, data: int, gas: int, extra: str, schedule: str = "", context: int = 1, **others: int
 ) -> Difference:
-    """Compare this layout with one process that sees the same global batches, and show what was observed.
+    """Compare this layout with one process on the same global batches, and print the differences.
 
     Args:
-        schedule: flags that act on the pipeline only.
+        schedule: flags that affect the pipeline only.
     """
     reference = serial(*batches(1, gas), extra, **others)
     ranks = traces(tensor, pipe, data, *batches(data, gas), f"{extra} {schedule}", context=context, **others)
-    found = compare(reference, ranks)
-    print(f"tensor {tensor} pipe {pipe} data {data} context {context} gas {gas} {extra} {schedule}: {found}")
-    return found
+    differences = compare(reference, ranks)
+    print(f"tensor {tensor} pipe {pipe} data {data} context {context} gas {gas} {extra} {schedule}: {differences}")
+    return differences
 
 
 def check_fp64(found: Difference) -> None:
-    """Rows E01, E04, E06, E09, E16, E17."""
+    """Check the bounds of rows E01, E04, E06, E09, E16 and E17."""
     assert found.choices == 0
     assert found.loss <= 1e-12
     assert found.gradient <= 1e-11, found.worst

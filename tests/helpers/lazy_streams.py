@@ -1,7 +1,7 @@
-"""Streams of a device that is not there: a copy on one of them is done once another one has waited for it, not before.
+"""Simulated streams of a device: a copy on a stream is done only when another stream waits for it.
 
-``lazy`` lets ``megatron.device`` take the CPU for a device that copies beside its computation. A tensor that is read
-ahead of the wait holds ``NOT_YET`` everywhere, so that a forgotten wait is another loss.
+``lazy`` makes ``megatron.device`` treat the CPU as a device that overlaps copies with computation. A tensor that is
+read before the wait contains ``NOT_YET`` everywhere, so a missing wait changes the loss.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tds.loss_reduction import LossReduction
 
 CPU = torch.device("cpu")
 NOT_YET = 1
-"""What a copy holds until it is there: an id that every vocabulary has."""
+"""Contents of a copy before it is done: an id that every vocabulary has."""
 
 
 class LazyStream:
-    """Keeps copies until its event is waited for."""
+    """A stream that defers copies until its event is waited for."""
 
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name = log, name
@@ -37,11 +37,11 @@ class LazyStream:
         self.depth -= 1
 
     def record_event(self) -> LazyStream:
-        """Return what stands for the event behind all copies so far."""
+        """Return an object that represents the event after all copies so far."""
         return self
 
     def wait_event(self, event: LazyStream) -> None:
-        """Let the copies of the other stream be done."""
+        """Run the deferred copies of the other stream."""
         self.log.append("wait")
         while event.kept:
             event.kept.pop(0)()
@@ -49,24 +49,24 @@ class LazyStream:
 
 @contextmanager
 def lazy(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Yield a list of what is done: "copy" to the device, "wait" of its stream, "keep" of a copy's memory for it."""
+    """Yield a log of the actions: "copy" to the device, "wait" for its stream, "keep" for a copy's recorded memory."""
     log: list[str] = []
-    beside, computing = LazyStream(log, "beside"), LazyStream(log, "computing")
-    plain = torch.Tensor.to
+    copy_stream, compute_stream = LazyStream(log, "beside"), LazyStream(log, "computing")
+    original = torch.Tensor.to
 
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not beside.depth:
-            return plain(tensor, *args, **kwargs)
+        if not copy_stream.depth:
+            return original(tensor, *args, **kwargs)
         assert kwargs.get("non_blocking"), "the host waits for this copy"
         copy = torch.full_like(tensor, NOT_YET)
         log.append("copy")
-        beside.kept.append(lambda: copy.copy_(tensor))
+        copy_stream.kept.append(lambda: copy.copy_(tensor))
         return copy
 
     with patch.context() as within:
         within.setattr(device, "can_pin", lambda kind: True)
-        within.setattr(device, "_copy_stream", lambda place, use="activations": beside)
-        within.setattr(torch.accelerator, "current_stream", lambda place=None: computing)
+        within.setattr(device, "_copy_stream", lambda place, use="activations": copy_stream)
+        within.setattr(torch.accelerator, "current_stream", lambda place=None: compute_stream)
         within.setattr(torch.Tensor, "to", to)
         within.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.append(f"keep for {stream.name}"))
         yield log
@@ -74,12 +74,12 @@ def lazy(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @contextmanager
 def uploading(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """As ``lazy``, in which all runs here have their data copied so, and "host waits" is a step's one read."""
-    plain = LossReduction.read
+    """Like ``lazy``, but for runs, whose data are copied this way; "host waits" marks the single read of a step."""
+    original = LossReduction.read
 
     def read(agreement: LossReduction, *more: torch.Tensor) -> list[float]:
         log.append("host waits")
-        return plain(agreement, *more)
+        return original(agreement, *more)
 
     with lazy(patch) as log, patch.context() as within:
         within.setattr("megatron.training.data.TimedBatches", lambda batches: UploadedBatches(batches, CPU))

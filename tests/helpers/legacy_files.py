@@ -1,4 +1,4 @@
-"""Files of the shape that Megatron-LM, CPM-1 and DeepSpeed write, made from weights of our models."""
+"""Files in the formats of Megatron-LM, CPM-1 and DeepSpeed, made from weights of our models."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _BY_COLUMNS = ("dense.weight", "dense_4h_to_h.weight")
 
 
 def model_of(family: str = "gpt2", **more: Any) -> torch.nn.Module:
-    """Return a tiny model in fp32 with random weights; T5 with learned positions."""
+    """Return a tiny model in fp32 with random weights; T5 has learned positions."""
     torch.manual_seed(3)
     t5 = {"position_embedding_type": "learned"} if family == "t5" else {}
     config = config_from_values({**SIZES, **t5, **more}, family=family)
@@ -55,79 +55,81 @@ def model_of(family: str = "gpt2", **more: Any) -> torch.nn.Module:
 
 
 def their_name(ours: str) -> str:
-    """Return Megatron-LM's name behind ``language_model.``."""
+    """Return Megatron-LM's name after the prefix ``language_model.``."""
     if ours.startswith("embedding."):
         return ours.replace("embedding.word", "embedding.word_embeddings").replace(
             "embedding.position", "embedding.position_embeddings"
         )
     if ours == "head.weight":
         return "output_layer.weight"
-    side, rest = ours.split(".", 1) if ours.startswith(("encoder.", "decoder.")) else ("transformer", ours)
-    if rest.startswith("final_norm"):
-        return f"{side}.{rest.replace('final_norm', 'final_layernorm')}"
-    _, number, part = rest.split(".", 2)
-    stem, kind = part.rsplit(".", 1)
-    theirs = _LAYER[stem]
+    side, suffix = ours.split(".", 1) if ours.startswith(("encoder.", "decoder.")) else ("transformer", ours)
+    if suffix.startswith("final_norm"):
+        return f"{side}.{suffix.replace('final_norm', 'final_layernorm')}"
+    _, layer, part = suffix.split(".", 2)
+    stem, weight_or_bias = part.rsplit(".", 1)
+    their_stem = _LAYER[stem]
     if side == "decoder" and stem == "post_attention_norm":
-        theirs = "post_inter_attention_layernorm"
-    return f"{side}.layers.{number}.{theirs}.{kind}"
+        their_stem = "post_inter_attention_layernorm"
+    return f"{side}.layers.{layer}.{their_stem}.{weight_or_bias}"
 
 
 def slice_of(name: str, whole: torch.Tensor, rank: int, size: int, version: float) -> torch.Tensor:
-    """Return what tensor rank ``rank`` of ``size`` holds of ``whole``, rows of query, key and value by ``version``."""
+    """Return tensor rank ``rank``'s shard of ``whole``; ``version`` defines the order of query, key and value rows."""
     stem = name.rsplit(".", 1)[0].rsplit(".", 1)[-1]
     if stem in _BY_ROWS:
-        part = whole.chunk(size, 0)[rank]
-        parts = {"query_key_value": 3, "key_value": 2}.get(stem, 1)
-        heads, rest = HEADS // size, tuple(part.shape[1:])
-        if parts > 1 and version < 2:
-            blocks = part.reshape(heads, parts, -1, *rest)
+        shard = whole.chunk(size, 0)[rank]
+        num_parts = {"query_key_value": 3, "key_value": 2}.get(stem, 1)
+        heads, other_dims = HEADS // size, tuple(shard.shape[1:])
+        if num_parts > 1 and version < 2:
+            blocks = shard.reshape(heads, num_parts, -1, *other_dims)
             blocks = blocks.transpose(0, 1) if version == 0 else blocks.transpose(1, 2)
-            part = blocks.reshape(part.shape)
-        return part.clone()
+            shard = blocks.reshape(shard.shape)
+        return shard.clone()
     if name.endswith(_BY_COLUMNS):
         return whole.chunk(size, 1)[rank].clone()
     return whole.clone()
 
 
 def nested(flat: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the dictionaries within dictionaries that Megatron-LM saves: layers' names stay whole."""
+    """Return the nested dictionaries that Megatron-LM saves; the names of layers are not split."""
     tree: dict[str, Any] = {}
     for name, tensor in flat.items():
-        top, rest = name.split(".", 1)
+        top, suffix = name.split(".", 1)
         if top == "embedding":
-            table, kind = rest.split(".")
-            tree.setdefault(top, {}).setdefault(table, {})[kind] = tensor
+            table, weight_name = suffix.split(".")
+            tree.setdefault(top, {}).setdefault(table, {})[weight_name] = tensor
         else:
-            tree.setdefault(top, {})[rest] = tensor
+            tree.setdefault(top, {})[suffix] = tensor
     return tree
 
 
 def args_of(**more: Any) -> argparse.Namespace:
-    """Return the settings that such a file carries."""
+    """Return the settings stored in such a file."""
     return argparse.Namespace(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, **more)
 
 
 def write_megatron(
     folder: Path, ours: Tensors, *, tensor: int = 1, pipe: int = 1, version: float | None = 3.0, **args: Any
 ) -> Path:
-    """Write iter_0000100 of Megatron-LM with its pointer; return the folder of both."""
-    named = {their_name(name): whole for name, whole in ours.items()}
+    """Write iter_0000100 of Megatron-LM with its tracker file; return their folder."""
+    full_tensors = {their_name(name): whole for name, whole in ours.items()}
     for stage in range(pipe):
         for rank in range(tensor):
-            held = {
+            local_tensors = {
                 _local(name, pipe): slice_of(name, whole, rank, tensor, 3.0 if version is None else version)
-                for name, whole in named.items()
+                for name, whole in full_tensors.items()
                 if stage in _stages(name, pipe)
             }
             content: dict[str, Any] = {
                 "args": args_of(**args),
                 "iteration": 100,
-                "model": {"language_model": nested(held)},
+                "model": {"language_model": nested(local_tensors)},
                 "np_rng_state": np.random.RandomState(1).get_state(),
             }
             if stage == pipe - 1 and pipe > 1:
-                content["model"]["word_embeddings_for_head"] = {"weight": named["embedding.word_embeddings.weight"]}
+                content["model"]["word_embeddings_for_head"] = {
+                    "weight": full_tensors["embedding.word_embeddings.weight"]
+                }
             if version is not None:
                 content["checkpoint_version"] = version
             name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pipe > 1 else "")
@@ -154,7 +156,7 @@ def _local(name: str, pipe: int) -> str:
 
 
 def write_cpm1(folder: Path, ours: Tensors, tensor: int = 2) -> Path:
-    """Write 80000/mp_rank_0X_model_states.pt as CPM-1 was released, in fp16, without settings."""
+    """Write 80000/mp_rank_0X_model_states.pt in the form of the CPM-1 release, in fp16, without settings."""
     (folder / "80000").mkdir(parents=True)
     (folder / "latest_checkpointed_iteration.txt").write_text("80000\n")
     for rank in range(tensor):
@@ -167,21 +169,21 @@ def write_cpm1(folder: Path, ours: Tensors, tensor: int = 2) -> Path:
 
 
 def write_layers(folder: Path, ours: Tensors, tensor: int = 2) -> Path:
-    """Write global_step5 of a DeepSpeed pipeline: a file for each layer and tensor rank; the tied table twice."""
-    inner = folder / "global_step5"
-    inner.mkdir(parents=True)
+    """Write global_step5 of a DeepSpeed pipeline: a file per layer and tensor rank; the tied table is stored twice."""
+    step_dir = folder / "global_step5"
+    step_dir.mkdir(parents=True)
     (folder / "latest").write_text("global_step5")
     files: dict[int, Tensors] = {}
     for name, whole in ours.items():
         words = their_name(name).split(".")
-        number = 1 if words[0] == "embedding" else LAYERS + 4 if "final" in name else 3 + int(words[2])
-        local = ".".join(words[1:] if number == 1 else words[3:] if number < LAYERS + 3 else words[2:])
-        files.setdefault(number, {})[local] = whole
+        layer = 1 if words[0] == "embedding" else LAYERS + 4 if "final" in name else 3 + int(words[2])
+        local = ".".join(words[1:] if layer == 1 else words[3:] if layer < LAYERS + 3 else words[2:])
+        files.setdefault(layer, {})[local] = whole
     files[LAYERS + 5] = {"word_embeddings.weight": ours["embedding.word.weight"]}
     for rank in range(tensor):
-        for number, held in files.items():
-            cut = {name: slice_of(name, whole, rank, tensor, 3.0) for name, whole in held.items()}
-            torch.save(cut, inner / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
+        for layer, tensors in files.items():
+            shards = {name: slice_of(name, whole, rank, tensor, 3.0) for name, whole in tensors.items()}
+            torch.save(shards, step_dir / f"layer_{layer:02d}-model_{rank:02d}-model_states.pt")
         states = {"args": args_of(), "checkpoint_version": 3.0, "module": None}
-        torch.save(states, inner / f"mp_rank_{rank:02d}_model_states.pt")
+        torch.save(states, step_dir / f"mp_rank_{rank:02d}_model_states.pt")
     return folder

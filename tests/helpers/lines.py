@@ -1,7 +1,7 @@
-"""Exchanges without an engine: pieces of a small model that pass on every form of structure, and one process's result.
+"""P2P exchanges without an engine: pieces of a small model that pass every type of structure, and a serial reference.
 
-Piece k of the model returns, by k modulo 4: a tensor; a tuple (mask, hidden); a dict with a float that has no gradient
-and two that have one; a list (indices, hidden).
+Piece k of the model returns, by k modulo 4: a tensor; a tuple (mask, hidden); a dict with one float without gradient
+and two with gradients; a list (indices, hidden).
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def make_exchange(
         pipe_parallel_size=num_stages,
         pipe_groups=[list(range(num_stages))],
     )
-    ranks, lie = list(range(num_stages)), Placement(num_stages, num_chunks, placement)
-    groups, must_open = process_groups.message_groups(grid, CPU, lie)
+    ranks, layout = list(range(num_stages)), Placement(num_stages, num_chunks, placement)
+    groups, must_open = process_groups.message_groups(grid, CPU, layout)
     if must_open:
-        process_groups.open_channels(groups, ranks, stage, CPU, lie)
+        process_groups.open_channels(groups, ranks, stage, CPU, layout)
     links = StageLinks(stage, ranks, groups, Slice(), CPU, timedelta(seconds=timeout_s))
-    return P2PCommunicator(links, placement=lie, **options)
+    return P2PCommunicator(links, placement=layout, **options)
 
 
 def run_piece(piece: int, value: Any, weight: torch.Tensor) -> Any:
-    """Return what ``piece`` makes of ``value``."""
+    """Return the output of ``piece`` for ``value``."""
     if isinstance(value, tuple):
         mask, hidden = value
         hidden = torch.where(mask, hidden, -2 * hidden)
@@ -63,7 +63,7 @@ def run_piece(piece: int, value: Any, weight: torch.Tensor) -> Any:
 
 
 def loss_of(value: Any) -> torch.Tensor:
-    """Return a number that depends on every float in ``value``."""
+    """Return a scalar that depends on every float tensor in ``value``."""
     leaves = value if isinstance(value, (tuple, list)) else value.values() if isinstance(value, dict) else [value]
     return sum((x * torch.arange(1, 1 + x.numel()).view_as(x)).sum() for x in leaves if x.is_floating_point())  # type: ignore[return-value]
 
@@ -79,63 +79,63 @@ def weights(num_pieces: int) -> list[torch.Tensor]:
 def drive(
     exchange: P2PCommunicator, actions: Sequence[Action], inputs: Sequence[torch.Tensor], is_training: bool = True
 ) -> tuple[list[float], list[torch.Tensor]]:
-    """Do ``actions``; return (the losses on the last stage, the gradients of this stage's weights by chunk)."""
+    """Run ``actions``; return (losses on the last stage, gradients of this stage's weights by chunk)."""
     stage, placement = exchange.links.stage, exchange.placement
-    every = weights(placement.num_pieces)
-    own = [every[piece] for piece in placement.own_pieces(stage)]
-    place = stage, placement
+    all_weights = weights(placement.num_pieces)
+    stage_weights = [all_weights[piece] for piece in placement.own_pieces(stage)]
+    location = stage, placement
     in_flight: dict[Any, Any] = {}
     losses = []
     exchange.begin(actions, is_training=is_training)
     with torch.set_grad_enabled(is_training):
         for action in actions:
             exchange.begin_action(action)
-            if isinstance(action, BackwardWeight):  # the first half runs it all
+            if isinstance(action, BackwardWeight):  # the first half runs the whole backward pass
                 continue
-            came, goes = received(action, *place), sent(action, *place)
+            source, destination = received(action, *location), sent(action, *location)
             key = action.micro_batch, action.chunk
             if isinstance(action, Forward):
-                value, leaves = exchange.recv_forward(came) if came else (inputs[action.micro_batch], [])
-                output = run_piece(placement.piece(stage, action.chunk), value, own[action.chunk])
-                if goes is None:
+                value, leaves = exchange.recv_forward(source) if source else (inputs[action.micro_batch], [])
+                output = run_piece(placement.piece(stage, action.chunk), value, stage_weights[action.chunk])
+                if destination is None:
                     ends = [loss_of(output)]
                     losses.append(ends[0].item())
                 else:
-                    ends = exchange.send_forward(goes, output)
+                    ends = exchange.send_forward(destination, output)
                 in_flight[key] = leaves, ends
             else:
                 leaves, ends = in_flight.pop(key)
-                torch.autograd.backward(ends, exchange.recv_backward(came) if came else None)
-                if goes is not None:
-                    exchange.send_backward(goes, [leaf.grad for leaf in leaves])
+                torch.autograd.backward(ends, exchange.recv_backward(source) if source else None)
+                if destination is not None:
+                    exchange.send_backward(destination, [leaf.grad for leaf in leaves])
     exchange.finish()
-    return losses, [weight.grad for weight in own]
+    return losses, [weight.grad for weight in stage_weights]
 
 
 def in_one_process(num_pieces: int, inputs: Sequence[torch.Tensor]) -> tuple[list[float], list[torch.Tensor]]:
     """Return the losses and the gradient of each piece's weight."""
-    own = weights(num_pieces)
+    piece_weights = weights(num_pieces)
     losses = []
     for value in inputs:
-        for piece, weight in enumerate(own):
+        for piece, weight in enumerate(piece_weights):
             value = run_piece(piece, value, weight)
         loss = loss_of(value)
         loss.backward()
         losses.append(loss.item())
-    return losses, [weight.grad for weight in own]
+    return losses, [weight.grad for weight in piece_weights]
 
 
 def chunk_by_chunk(num_micro_batches: int, num_chunks: int) -> list[Action]:
-    """Return all forwards of one chunk after those of another, then the backwards: valid on every stage."""
+    """Return all forwards chunk by chunk, then all backwards: a valid order on every stage."""
     forwards: list[Action] = [Forward(i, c) for c in range(num_chunks) for i in range(num_micro_batches)]
     return forwards + [Backward(i, c) for c in reversed(range(num_chunks)) for i in range(num_micro_batches)]
 
 
 def check(results: list[Any], inputs: Sequence[torch.Tensor], num_chunks: int = 1, placement: str = LOOP) -> None:
-    """Compare what every rank returned from ``drive`` with one process, to the bit."""
-    lie = Placement(len(results), num_chunks, placement)
-    losses, gradients = in_one_process(lie.num_pieces, inputs)
-    assert results[lie.last_stage][0] == losses
-    for stage, (_, own) in enumerate(results):
-        for chunk, gradient in enumerate(own):
-            assert torch.equal(gradient, gradients[lie.piece(stage, chunk)]), (stage, chunk)
+    """Compare the results of ``drive`` on every rank with one process, bitwise."""
+    layout = Placement(len(results), num_chunks, placement)
+    losses, gradients = in_one_process(layout.num_pieces, inputs)
+    assert results[layout.last_stage][0] == losses
+    for stage, (_, stage_grads) in enumerate(results):
+        for chunk, gradient in enumerate(stage_grads):
+            assert torch.equal(gradient, gradients[layout.piece(stage, chunk)]), (stage, chunk)

@@ -12,5 +12,5 @@ LLAMA: dict[str, Any] = {"family": "llama", "hidden_bias": False, **LlamaConfig.
 
 
 def llama_sizes(**changes: Any) -> ModelArgs:
-    """Return the sizes of the small model, of 4 query heads on 2 key heads, with ``changes``."""
+    """Return the args of the small model, which has 4 query heads on 2 key heads, with ``changes``."""
     return ModelArgs(**{**SMALL, **LLAMA, "num_query_groups": 2, "ff_hidden_size": 24, **changes})

@@ -15,7 +15,7 @@ from megatron.mpu.groups import Group
 from megatron.mpu.random import DropoutStreams
 from megatron.mpu.shard import Shard, shard_of
 
-VOCAB, SEQ, BATCH = 101, 12, 3  # 101 is a prime: padded for every tensor size
+VOCAB, SEQ, BATCH = 101, 12, 3  # 101 is a prime, so that every tensor size needs padding
 SMALL = {
     "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "vocab_size": VOCAB,
     "max_position_embeddings": SEQ, "kv_hidden_size": 4, "ff_hidden_size": 64,
@@ -25,23 +25,23 @@ Parts = dict[str, tuple[Shard, torch.Tensor]]
 
 
 def small_sizes(**changes: Any) -> ModelArgs:
-    """Return the sizes of the small model, with ``changes``."""
+    """Return the args of the small model, with ``changes``."""
     return ModelArgs(**{**SMALL, **changes})
 
 
 def place_of(group: Group, **streams: Any) -> ParallelContext:
-    """Return the place of a rank of this tensor group."""
+    """Return the parallel context of a rank of this tensor group."""
     return ParallelContext(group, DropoutStreams(5, tensor=group, **streams))
 
 
 def whole_weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the global values of the parameter ``name``: random, and nowhere near 0 or 1 alone."""
+    """Return the global values of the parameter ``name``: random, and not only near 0 or 1."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64) + (name.endswith("norm.weight"))
 
 
 def filled(model: DecoderModel) -> DecoderModel:
-    """Give ``model`` its part of the known weights."""
+    """Fill ``model`` with its shards of the known weights."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             shard = shard_of(parameter)
@@ -51,7 +51,7 @@ def filled(model: DecoderModel) -> DecoderModel:
 
 @dataclass
 class Batch:
-    """What ``DecoderModel.forward`` takes."""
+    """Arguments of ``DecoderModel.forward``."""
 
     tokens: torch.Tensor
     position_ids: torch.Tensor
@@ -61,7 +61,7 @@ class Batch:
 
 
 def batch_of(*, with_documents: bool = False, seed: int = 0) -> Batch:
-    """Return random tokens; with documents, positions start anew in each and some tokens do not count."""
+    """Return random tokens; with documents, positions restart in each and some tokens are masked."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
     positions = torch.arange(SEQ).expand(BATCH, SEQ)
@@ -81,7 +81,7 @@ def gradients_of(model: torch.nn.Module) -> Parts:
 
 
 def joined(ranks: list[Parts]) -> dict[str, torch.Tensor]:
-    """Return the global tensors that the parts of all ranks make up; parts that all ranks hold must be equal."""
+    """Return the global tensors from the parts of all ranks; parts that all ranks have must be equal."""
     whole = {}
     for name, (shard, first) in ranks[0].items():
         assert all(parts[name][1] is not None for parts in ranks), f"{name} has no gradient"
@@ -95,7 +95,9 @@ def joined(ranks: list[Parts]) -> dict[str, torch.Tensor]:
 
 
 def worst_relative(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """Return the largest ||a - b|| / max(||b||, 1e-6 x the norm of all) over all names, and where it is."""
+    """Return the largest ||a - b|| / max(||b||, 1e-6 x the norm of all tensors) over all names, and its name."""
     assert sorted(found) == sorted(wanted)
     floor = 1e-6 * torch.stack([tensor.norm() for tensor in wanted.values()]).norm()
-    return max((((found[n] - w).norm() / max(w.norm(), floor)).item(), n) for n, w in wanted.items())
+    return max(
+        (((found[n] - expected).norm() / max(expected.norm(), floor)).item(), n) for n, expected in wanted.items()
+    )

@@ -1,8 +1,8 @@
-"""Tiny decoders of Hugging Face's own classes with every feature on and odd sizes, and the flags of ours for each.
+"""Tiny decoders of Hugging Face's classes with every feature enabled and odd sizes, and our flags for each.
 
-Six heads of ten numbers (not h / a), two or three groups, windows shorter than the sequence, layers of two kinds. What
-their models compute in fp32 whatever they are in (norms, angles, softmax, Gemma's normalizer) leaves 1e-7;
-``in_its_own_dtype`` has it computed in fp64 by the same formulas.
+They have six heads of size ten (not h / a), two or three groups, windows shorter than the sequence, and layers of two
+types. Hugging Face's models always compute some parts (norms, angles, softmax, Gemma's normalizer) in fp32, which
+leaves a difference of 1e-7; ``in_its_own_dtype`` computes these parts in fp64 by the same formulas.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class Modern:
-    """One model.
+    """A Hugging Face model and our equivalent flags.
 
     Args:
-        prefix: of their classes.
-        settings: of their configuration, beside ``OF_ALL``.
-        flags: of ours, beside ``FLAGS``, for examples/llama/pretrain_llama.py.
-        module: their file's name, where it is not the prefix in small letters.
-        config: their configuration's name without the prefix.
+        prefix: prefix of the names of the model's classes.
+        settings: settings of Hugging Face's configuration, in addition to ``OF_ALL``.
+        flags: our flags for examples/llama/pretrain_llama.py, in addition to ``FLAGS``.
+        module: name of Hugging Face's module, if it is not the prefix in lower case.
+        config: name of Hugging Face's configuration class without the prefix.
     """
 
     prefix: str
@@ -62,18 +62,18 @@ class Modern:
 
     @property
     def groups(self) -> int:
-        """Heads of keys and values."""
+        """Number of heads of keys and values."""
         return int(self.settings["num_key_value_heads"])
 
     def their_config(self, **changes: Any) -> Any:
-        """Return their configuration."""
+        """Return Hugging Face's configuration."""
         import transformers
 
-        kind = getattr(transformers, f"{self.prefix}{self.config}")
-        return kind(**{**OF_ALL, **self.settings, **changes}, attn_implementation="eager")
+        config_class = getattr(transformers, f"{self.prefix}{self.config}")
+        return config_class(**{**OF_ALL, **self.settings, **changes}, attn_implementation="eager")
 
     def their_model(self, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:
-        """Return their model with random weights; norms and biases are away from 1 and 0, so that each matters."""
+        """Return Hugging Face's model with random weights; no norm is 1 and no bias 0, so that all have an effect."""
         import transformers
 
         torch.manual_seed(seed)
@@ -84,7 +84,7 @@ class Modern:
         return model
 
     def our_config(self) -> Config:
-        """Return our configuration of their model."""
+        """Return our configuration for the same model."""
         return config_from_huggingface(self.their_config().to_dict())
 
 
@@ -171,26 +171,26 @@ MODERN = {
 
 
 def drawn(seed: int) -> Modern:
-    """Return a random model of one of their classes."""
+    """Return a random model of one of Hugging Face's classes."""
     rng = random.Random(seed)
     model = MODERN[rng.choice(list(MODERN))]
     groups = rng.choice([1, 2, 3])
     heads = groups * rng.choice([1, 2, 3])
     layers = rng.randint(1, 5)
     rope = {"rope_type": "default", "rope_theta": rng.choice([20.0, 10000.0])}
-    more = rng.choice([{}, {"rope_type": "linear", "factor": 2.0}, {**LLAMA3, "rope_theta": 80.0}, YARN])
+    scaling = rng.choice([{}, {"rope_type": "linear", "factor": 2.0}, {**LLAMA3, "rope_theta": 80.0}, YARN])
     settings: dict[str, Any] = {
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": groups,
         "head_dim": rng.choice([2, 6, 8, 14]), "hidden_size": heads * rng.choice([5, 6]),
         "intermediate_size": rng.choice([7, 30]), "tie_word_embeddings": rng.random() < 0.5,
-        "rope_parameters": {**rope, **more},
+        "rope_parameters": {**rope, **scaling},
     }  # fmt: skip
     if "sliding_window" in model.settings:
         settings["sliding_window"] = rng.randint(2, LENGTH + 2)
     if model.prefix in ("Qwen2", "Qwen3", "Gemma2", "Gemma3"):
         settings["layer_types"] = [rng.choice([SLIDING, FULL]) for _ in range(layers)]
     if model.prefix == "Gemma3":
-        settings["rope_parameters"] = {FULL: {**rope, **more}, SLIDING: {**rope, "rope_theta": 50.0}}
+        settings["rope_parameters"] = {FULL: {**rope, **scaling}, SLIDING: {**rope, "rope_theta": 50.0}}
     if model.prefix == "Gemma2":
         settings["attn_logit_softcapping"] = rng.choice([None, 2.0])
     if model.prefix == "Llama":
@@ -198,25 +198,25 @@ def drawn(seed: int) -> Modern:
     return Modern(model.prefix, {**model.settings, **settings}, module=model.module, config=model.config)
 
 
-# Their models in fp64 throughout.
+# Hugging Face's models entirely in fp64.
 
 
 def frequencies(config: Any, layer_type: str | None = None) -> tuple[torch.Tensor, float]:
-    """Return their frequencies [d/2] in fp64, and what cosine and sine are multiplied with, by their formulas."""
+    """Return rotary frequencies [d/2] in fp64 and the factor of cosine and sine, by Hugging Face's formulas."""
     rope = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     base = rope["rope_theta"]
-    plain = 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
+    unscaled = 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float64) / size)
     if rope["rope_type"] == "default":
-        return plain, 1.0
+        return unscaled, 1.0
     factor = rope["factor"]
     if rope["rope_type"] == "linear":
-        return plain / factor, 1.0
+        return unscaled / factor, 1.0
     old = rope["original_max_position_embeddings"]
     if rope["rope_type"] == "llama3":
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        share = ((old * plain / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-        return share * plain + (1 - share) * plain / factor, 1.0
+        share = ((old * unscaled / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        return share * unscaled + (1 - share) * unscaled / factor, 1.0
     assert rope["rope_type"] == "yarn"
     fast, slow = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
 
@@ -228,12 +228,12 @@ def frequencies(config: Any, layer_type: str | None = None) -> tuple[torch.Tenso
     slowed = ((torch.arange(size // 2, dtype=torch.float64) - first) / (last - first)).clamp(0, 1)
     scale = rope.get("attention_factor")
     scale = (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0) if scale is None else scale
-    return plain / factor * slowed + plain * (1 - slowed), scale
+    return unscaled / factor * slowed + unscaled * (1 - slowed), scale
 
 
 @contextmanager
 def in_its_own_dtype() -> Iterator[None]:
-    """Let norms, angles, softmax and Gemma's normalizer of all these models compute in fp64, by the same formulas."""
+    """Make norms, angles, softmax and Gemma's normalizer of all these models compute in fp64, by the same formulas."""
 
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
@@ -246,8 +246,8 @@ def in_its_own_dtype() -> Iterator[None]:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         speeds, scale = frequencies(self.config, layer_type)
         freqs = position_ids[..., None].double() * speeds
-        both = torch.cat((freqs, freqs), dim=-1)
-        return both.cos() * scale, both.sin() * scale
+        doubled = torch.cat((freqs, freqs), dim=-1)
+        return doubled.cos() * scale, doubled.sin() * scale
 
     def softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.softmax(x, dim)
@@ -258,11 +258,11 @@ def in_its_own_dtype() -> Iterator[None]:
     with ExitStack() as stack:
         for prefix in sorted({model.prefix for model in MODERN.values()}):
             name = prefix.lower()
-            theirs = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+            module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
             is_gemma = prefix.startswith("Gemma")
-            replaced = {"RMSNorm": norm_less_1 if is_gemma else norm, "RotaryEmbedding": angles}
-            replaced |= {"TextScaledWordEmbedding": scaled} if is_gemma else {}
-            for kind, forward in replaced.items():
-                stack.enter_context(patch.object(getattr(theirs, f"{prefix}{kind}"), "forward", forward))
+            forwards = {"RMSNorm": norm_less_1 if is_gemma else norm, "RotaryEmbedding": angles}
+            forwards |= {"TextScaledWordEmbedding": scaled} if is_gemma else {}
+            for suffix, forward in forwards.items():
+                stack.enter_context(patch.object(getattr(module, f"{prefix}{suffix}"), "forward", forward))
         stack.enter_context(patch.object(torch.nn.functional, "softmax", softmax))
         yield

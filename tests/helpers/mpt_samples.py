@@ -12,5 +12,5 @@ MPT: dict[str, Any] = {"family": "mpt", "hidden_bias": False, **MptConfig.DEFAUL
 
 
 def mpt_sizes(**changes: Any) -> ModelArgs:
-    """Return the sizes of the small model, with ``changes``."""
+    """Return the args of the small model, with ``changes``."""
     return ModelArgs(**{**SMALL, **MPT, **changes})

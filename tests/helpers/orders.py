@@ -1,4 +1,4 @@
-"""The schedules in the forms that tests share."""
+"""Schedules and sizes shared by tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tds.schedule import Action, Order, schedule_named
 
 QUICK = settings(max_examples=6, deadline=None)
 FEW = settings(max_examples=6, deadline=None)
-"""Of what takes a second where it is largest."""
+"""For tests that take a second at their largest size."""
 SMALL = settings(max_examples=25, deadline=None)
 STAGES = st.integers(1, 64)
 MICRO_BATCHES = st.integers(1, 256)
@@ -20,12 +20,12 @@ TIMES = st.integers(0, 20)
 
 
 def all_stages(order: Order, num_stages: int, num_micro_batches: int) -> list[list[Action]]:
-    """Return what every stage does."""
+    """Return the actions of every stage."""
     return [order(num_stages, num_micro_batches, stage) for stage in range(num_stages)]
 
 
 def stages_of(name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> list[list[Action]]:
-    """Return what every stage does under the schedule of this name."""
+    """Return the actions of every stage in the schedule ``name``."""
     return all_stages(schedule_named(name, num_chunks), num_stages, num_micro_batches)
 
 

@@ -1,4 +1,4 @@
-"""A decoder by plain formulas, a head and a query at a time: what every feature is compared with, in fp64."""
+"""A decoder in plain formulas, one head and one query at a time, in fp64: the reference for every feature."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Weights = dict[str, torch.Tensor]
 def logits_of(
     sizes: Any, w: Weights, tokens: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor
 ) -> torch.Tensor:
-    """Return the logits [s, b, v] of a decoder of ``sizes`` with the weights ``w``, by their names in the model.
+    """Return the logits [s, b, v] of a decoder of ``sizes`` with the weights ``w``, keyed by their names in the model.
 
     Shapes:
-        tokens, positions, segments [b, s]; those of positions begin anew in each document or do not
+        tokens, positions, segments [b, s]; positions may or may not restart in each document
     """
-    rows = [_row(sizes, w, *each) for each in zip(tokens, positions, segments, strict=True)]
+    rows = [_row(sizes, w, *row_inputs) for row_inputs in zip(tokens, positions, segments, strict=True)]
     return torch.stack(rows, dim=1)
 
 
@@ -43,36 +43,36 @@ def _row(sizes: Any, w: Weights, tokens: torch.Tensor, positions: torch.Tensor, 
 def _layer(
     sizes: Any, w: Weights, layer: int, x: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
-    at = f"layers.{layer}"
+    prefix = f"layers.{layer}"
 
     def part(x: torch.Tensor, function: Any, before: str, after: str) -> torch.Tensor:
-        normed = _norm(sizes, w, f"{at}.{before}", x) if sizes.norm_placement in ("before", "both") else x
-        made = function(normed)
+        normed = _norm(sizes, w, f"{prefix}.{before}", x) if sizes.norm_placement in ("before", "both") else x
+        output = function(normed)
         if sizes.norm_placement in ("after", "both"):
-            made = _norm(sizes, w, f"{at}.{after}", made)
-        made = made * (sizes.residual_scale / math.sqrt(sizes.num_layers) if sizes.residual_scale else 1.0)
-        return (normed if sizes.apply_residual_connection_post_layernorm else x) + made
+            output = _norm(sizes, w, f"{prefix}.{after}", output)
+        output = output * (sizes.residual_scale / math.sqrt(sizes.num_layers) if sizes.residual_scale else 1.0)
+        return (normed if sizes.apply_residual_connection_post_layernorm else x) + output
 
     def attend(y: torch.Tensor) -> torch.Tensor:
         return _attention(sizes, w, layer, y, positions, ids)
 
     x = part(x, attend, "input_norm", "attention_output_norm")
-    return part(x, lambda y: _mlp(sizes, w, f"{at}.mlp", y), "post_attention_norm", "mlp_output_norm")
+    return part(x, lambda y: _mlp(sizes, w, f"{prefix}.mlp", y), "post_attention_norm", "mlp_output_norm")
 
 
 def _norm(sizes: Any, w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension."""
+    """Apply the norm ``name`` over the last dimension."""
     scale = w[f"{name}.weight"] + (1 if sizes.layernorm_1p else 0)
     if sizes.normalization == "RMSNorm":
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + sizes.layernorm_epsilon) * scale
-    away = x - x.mean(-1, keepdim=True)
-    normed = away / torch.sqrt((away * away).mean(-1, keepdim=True) + sizes.layernorm_epsilon) * scale
+    centred = x - x.mean(-1, keepdim=True)
+    normed = centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + sizes.layernorm_epsilon) * scale
     return normed + w[f"{name}.bias"] if sizes.norm_bias else normed
 
 
 def _linear(w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
-    made = x @ w[f"{name}.weight"].T
-    return made + w[f"{name}.bias"] if f"{name}.bias" in w else made
+    output = x @ w[f"{name}.weight"].T
+    return output + w[f"{name}.bias"] if f"{name}.bias" in w else output
 
 
 def _attention(
@@ -84,45 +84,45 @@ def _attention(
         sizes.kv_hidden_size,
         len(x),
     )
-    at = f"layers.{layer}.attention"
-    packed = _linear(w, f"{at}.query_key_value", x)
+    prefix = f"layers.{layer}.attention"
+    packed = _linear(w, f"{prefix}.query_key_value", x)
     if sizes.clip_qkv:
         packed = packed.clamp(-sizes.clip_qkv, sizes.clip_qkv)
-    each = a // g
-    heads = packed.view(s, g, each + 2, d)
-    query, key, value = heads[:, :, :each].reshape(s, a, d), heads[:, :, each], heads[:, :, each + 1]
+    per_group = a // g
+    heads = packed.view(s, g, per_group + 2, d)
+    query, key, value = heads[:, :, :per_group].reshape(s, a, d), heads[:, :, per_group], heads[:, :, per_group + 1]
     if sizes.qk_norm == "head":
-        query, key = _norm(sizes, w, f"{at}.query_norm", query), _norm(sizes, w, f"{at}.key_norm", key)
+        query, key = _norm(sizes, w, f"{prefix}.query_norm", query), _norm(sizes, w, f"{prefix}.key_norm", key)
     elif sizes.qk_norm == "all":
-        query = _norm(sizes, w, f"{at}.query_norm", query.reshape(s, a * d)).view(s, a, d)
-        key = _norm(sizes, w, f"{at}.key_norm", key.reshape(s, g * d)).view(s, g, d)
+        query = _norm(sizes, w, f"{prefix}.query_norm", query.reshape(s, a * d)).view(s, a, d)
+        key = _norm(sizes, w, f"{prefix}.key_norm", key.reshape(s, g * d)).view(s, g, d)
     window = sizes.window_size if sizes.window_size and is_windowed(sizes, layer) else 10**9
     if sizes.position_embedding_type == "rope":
         query, key = (_turned(sizes, y, positions, is_local=window < 10**9) for y in (query, key))
     scale = sizes.softmax_scale or d**-0.5
     if sizes.mup_base_head_dim:
         scale = math.sqrt(sizes.mup_base_head_dim) / d
-    places = torch.arange(s)
-    behind = places[:, None] - places[None, :]
-    sees = (behind >= 0) & (behind <= window) & (ids[:, None] == ids[None, :])
-    made = []
+    positions_in_row = torch.arange(s)
+    distance = positions_in_row[:, None] - positions_in_row[None, :]
+    is_visible = (distance >= 0) & (distance <= window) & (ids[:, None] == ids[None, :])
+    outputs = []
     for head in range(a):
-        scores = _capped(query[:, head] @ key[:, head // each].T * scale, sizes.attn_logit_softcapping)
+        scores = _capped(query[:, head] @ key[:, head // per_group].T * scale, sizes.attn_logit_softcapping)
         if sizes.position_embedding_type == "alibi":
-            scores = scores - _slope(head, a, sizes.alibi_bias_max) * behind.double()
-        scores = scores.masked_fill(~sees, float("-inf"))
-        made.append(torch.softmax(scores, dim=-1) @ value[:, head // each])
-    return _linear(w, f"{at}.dense", torch.stack(made, dim=1).reshape(s, a * d))
+            scores = scores - _slope(head, a, sizes.alibi_bias_max) * distance.double()
+        scores = scores.masked_fill(~is_visible, float("-inf"))
+        outputs.append(torch.softmax(scores, dim=-1) @ value[:, head // per_group])
+    return _linear(w, f"{prefix}.dense", torch.stack(outputs, dim=1).reshape(s, a * d))
 
 
 def is_windowed(sizes: Any, layer: int) -> bool:
-    """Say it for the three ways in which the tests write a pattern."""
+    """Return True if ``layer`` has the window, for the three forms of the pattern in the tests."""
     text = sizes.window_attn_skip_freq
     if not text:
         return True
     if text.isdecimal():
         return (layer + 1) % int(text) != 0
-    return bool([int(each) for each in text.strip("[]").split(",")][layer])
+    return bool([int(entry) for entry in text.strip("[]").split(",")][layer])
 
 
 def _capped(x: torch.Tensor, cap: float) -> torch.Tensor:
@@ -130,29 +130,29 @@ def _capped(x: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def _slope(head: int, heads: int, largest: float) -> float:
-    """Of a number of heads that is a power of two."""
+    """Return the ALiBi slope; the number of heads must be a power of two."""
     return 2.0 ** (-largest * (head + 1) / heads)
 
 
 def _turned(sizes: Any, x: torch.Tensor, positions: torch.Tensor, *, is_local: bool) -> torch.Tensor:
-    """Turn the pairs (i, i + r/2) of the first r numbers of each head [s, n, d]."""
+    """Rotate the pairs (i, i + r/2) of the first r elements of each head [s, n, d]."""
     size = int(sizes.kv_hidden_size * sizes.rotary_percent)
     local = is_local and sizes.rotary_local_base
     base = sizes.rotary_local_base if local else sizes.rotary_base
-    kind = "none" if local else sizes.rotary_scaling
-    turned = x.clone()
+    scaling = "none" if local else sizes.rotary_scaling
+    rotated = x.clone()
     for pair in range(size // 2):
-        speed, times = _speed(sizes, base ** (-2.0 * pair / size), kind, pair, size, base)
+        speed, factor = _speed(sizes, base ** (-2.0 * pair / size), scaling, pair, size, base)
         angle = positions.double() * speed
-        cosine, sine = (times * angle.cos())[:, None], (times * angle.sin())[:, None]
-        one, two = x[:, :, pair], x[:, :, pair + size // 2]
-        turned[:, :, pair] = one * cosine - two * sine
-        turned[:, :, pair + size // 2] = two * cosine + one * sine
-    return turned
+        cosine, sine = (factor * angle.cos())[:, None], (factor * angle.sin())[:, None]
+        first, second = x[:, :, pair], x[:, :, pair + size // 2]
+        rotated[:, :, pair] = first * cosine - second * sine
+        rotated[:, :, pair + size // 2] = second * cosine + first * sine
+    return rotated
 
 
 def _speed(sizes: Any, plain: float, kind: str, pair: int, size: int, base: float) -> tuple[float, float]:
-    """Return how far a pair turns from one position to the next, and what it is multiplied with."""
+    """Return the rotation of a pair from one position to the next, in radians, and the factor of the result."""
     factor, length = sizes.rotary_scaling_factor, sizes.rotary_original_positions
     if kind == "linear":
         return plain / factor, 1.0
@@ -162,11 +162,11 @@ def _speed(sizes: Any, plain: float, kind: str, pair: int, size: int, base: floa
         smooth = min(max((length / wave - low) / (high - low), 0.0), 1.0)
         return (1 - smooth) * plain / factor + smooth * plain, 1.0
     if kind == "yarn":
-        of = [
+        bounds = [
             size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
             for turns in (sizes.rotary_beta_fast, sizes.rotary_beta_slow)
         ]
-        low, high = max(math.floor(of[0]), 0), min(math.ceil(of[1]), size - 1)
+        low, high = max(math.floor(bounds[0]), 0), min(math.ceil(bounds[1]), size - 1)
         ramp = min(max((pair - low) / ((high - low) or 0.001), 0.0), 1.0)
         times = sizes.rotary_attention_factor or 0.1 * math.log(factor) + 1
         return plain / factor * ramp + plain * (1 - ramp), times
@@ -174,17 +174,17 @@ def _speed(sizes: Any, plain: float, kind: str, pair: int, size: int, base: floa
 
 
 def _mlp(sizes: Any, w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
-    made = _linear(w, f"{name}.up", x)
-    kind = sizes.activation
-    if kind.startswith("gated-"):
-        gate, value = made[:, ::2], made[:, 1::2]
-        act = F.silu(gate) if kind == "gated-silu" else F.gelu(gate, approximate="tanh")
-        return _linear(w, f"{name}.down", act * value)
-    act = {
+    up = _linear(w, f"{name}.up", x)
+    activation = sizes.activation
+    if activation.startswith("gated-"):
+        gate, value = up[:, ::2], up[:, 1::2]
+        activate = F.silu(gate) if activation == "gated-silu" else F.gelu(gate, approximate="tanh")
+        return _linear(w, f"{name}.down", activate * value)
+    activate = {
         "gelu": F.gelu,
         "gelu-tanh": lambda y: F.gelu(y, approximate="tanh"),
         "relu": torch.relu,
         "squared-relu": lambda y: torch.relu(y) ** 2,
         "silu": lambda y: y * torch.sigmoid(y),
-    }[kind](made)
-    return _linear(w, f"{name}.down", act)
+    }[activation](up)
+    return _linear(w, f"{name}.down", activate)

@@ -1,4 +1,4 @@
-"""A small job for the tests of preprocessing, in a folder of its own."""
+"""A small preprocessing job in its own folder, for tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SUFFIXES = (".bin", ".idx", ".meta.json")
 
 @functools.cache
 def small_tokenizer() -> Tokenizer:
-    """Return a BPE of 300 tokens."""
+    """Return a BPE tokenizer with 300 tokens."""
     import tempfile
 
     path = Path(tempfile.mkdtemp(prefix="vocabulary-")) / "t.json"
@@ -47,14 +47,14 @@ def texts(
     keys: Sequence[str] = ("text",),
     unit_bytes: int = sys.maxsize,
 ) -> list[str | preprocess.BadRecord]:
-    """Return the documents of a corpus in order, and what is bad."""
+    """Return the documents of a corpus in order, including bad records."""
     planned = preprocess.plan_units(paths, format, unit_bytes)
     return [text for unit in planned for _, text in corpus.unit_documents(unit, keys)]
 
 
 @dataclasses.dataclass
 class Corpus:
-    """A corpus and the output made of it, both in ``folder``."""
+    """A corpus and the output of its job, both in ``folder``."""
 
     folder: Path
 
@@ -63,12 +63,12 @@ class Corpus:
         return self.folder / "out"
 
     def job(self, **changed: Any) -> preprocess.Job:
-        own = {
+        defaults = {
             "inputs": [self.folder / "c.jsonl"],
             "output_prefix": str(self.prefix),
             "make_tokenizer": small_tokenizer,
         }
-        return preprocess.Job(**own | changed)
+        return preprocess.Job(**defaults | changed)
 
     def write(self, content: bytes, name: str = "c.jsonl") -> Path:
         path = self.folder / name
@@ -89,6 +89,6 @@ class Corpus:
         return tuple(Path(f"{self.prefix}{suffix}").read_bytes() for suffix in SUFFIXES)
 
     def names(self) -> list[str]:
-        """Return the names in the folder that are neither the corpus nor the whole output."""
-        own = {"c.jsonl", *(f"out{suffix}" for suffix in SUFFIXES)}
-        return sorted(path.name for path in self.folder.iterdir() if path.name not in own)
+        """Return the names of files in the folder other than the corpus and the complete output."""
+        expected = {"c.jsonl", *(f"out{suffix}" for suffix in SUFFIXES)}
+        return sorted(path.name for path in self.folder.iterdir() if path.name not in expected)

@@ -1,14 +1,14 @@
-"""A Ray cluster of two nodes on this machine, with one CPU each, for a test that talks to it line by line.
+"""A Ray cluster of two nodes on this machine, with one CPU each, for a test that controls it line by line.
 
     python ray_cluster.py
 
-prints its address. Lines that it takes, each answered by one line:
+prints its address. It accepts these lines and answers each with one line:
 
-    stop    the second node's processes with all their children stand still; prints their numbers
-    go      they go on
-    kill    they end by SIGKILL, and Ray forgets the node
+    stop    suspend the processes of the second node with all their children; prints their ids
+    go      continue them
+    kill    kill them with SIGKILL, after which Ray forgets the node
 
-and ``end``: both nodes end. Ray's own ``remove_node`` kills the node's process alone: its workers finish their units.
+``end`` ends both nodes. Ray's own ``remove_node`` kills only the node's process, so its workers finish their units.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from ray.cluster_utils import Cluster
 
 
 def processes_of(node: Any) -> list[int]:
-    """Return the processes of a node of ``Cluster`` and all that they have started."""
-    found = [info.process.pid for infos in node.all_processes.values() for info in infos]
-    for number in found:  # grows while it is read
-        listed = subprocess.run(["ps", "-o", "pid=", "--ppid", str(number)], capture_output=True, text=True)
-        found += [int(child) for child in listed.stdout.split()]
-    return found
+    """Return the ids of the processes of a ``Cluster`` node and of all their descendants."""
+    pids = [info.process.pid for infos in node.all_processes.values() for info in infos]
+    for pid in pids:  # grows during the iteration
+        children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+        pids += [int(child) for child in children.stdout.split()]
+    return pids
 
 
 def main() -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    second = cluster.add_node(num_cpus=1)
+    second_node = cluster.add_node(num_cpus=1)
     print(cluster.address, flush=True)
     signals = {"stop": signal.SIGSTOP, "go": signal.SIGCONT, "kill": signal.SIGKILL}
     for line in sys.stdin:
         if line.strip() not in signals:
             break
-        numbers = processes_of(second)
-        for number in numbers:
+        pids = processes_of(second_node)
+        for pid in pids:
             with suppress(ProcessLookupError):
-                os.kill(number, signals[line.strip()])
+                os.kill(pid, signals[line.strip()])
         if line.strip() == "kill":
-            cluster.remove_node(second, allow_graceful=False)
-        print(*numbers, flush=True)
+            cluster.remove_node(second_node, allow_graceful=False)
+        print(*pids, flush=True)
     cluster.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Small models of all families with dropout: loss and gradients, and what is in memory between forward and backward."""
+"""Small models of all families with dropout: their loss, gradients, and memory between forward and backward."""
 
 from __future__ import annotations
 
@@ -28,60 +28,60 @@ RATES = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 
 
 def make(family: str, group: Group = SINGLE, dtype: torch.dtype = torch.float32, **changes: Any) -> torch.nn.Module:
-    """Return a filled model with dropout, of ``LAYERS`` layers (T5: on each side)."""
-    place, changes = place_of(group), {**RATES, "num_layers": LAYERS, **changes}
+    """Return a filled model with dropout and ``LAYERS`` layers (T5: on each side)."""
+    parallel, changes = place_of(group), {**RATES, "num_layers": LAYERS, **changes}
     if family == "t5":
-        return filled(T5Model(t5_sizes(**{"enc_layers": LAYERS, "dec_layers": LAYERS, **changes}), place)).to(dtype)
+        return filled(T5Model(t5_sizes(**{"enc_layers": LAYERS, "dec_layers": LAYERS, **changes}), parallel)).to(dtype)
     sizes = {"gpt2": small_sizes, "mpt": mpt_sizes, "bert": bert_sizes, "llama": llama_sizes}[family](**changes)
     model = BertModel if family == "bert" else DecoderModel
-    return filled(model(sizes, place)).to(dtype)
+    return filled(model(sizes, parallel)).to(dtype)
 
 
 def loss_of(model: torch.nn.Module) -> torch.Tensor:
-    """Return the loss of a micro-batch with several documents, before another one's forward."""
+    """Return the loss of a micro-batch with several documents, and advance to the position of another micro-batch."""
     inputs = dict(vars({"T5Model": t5_batch, "BertModel": bert_batch}.get(type(model).__name__, batch_of)()))
     model.place.streams.position = DropoutKey(2, 1)
-    found = model(**inputs)
+    output = model(**inputs)
     model.place.streams.position = DropoutKey(2, 2)
-    return (found["loss"] if isinstance(found, dict) else found)[0]
+    return (output["loss"] if isinstance(output, dict) else output)[0]
 
 
 def bits(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return loss and gradients."""
+    """Return the loss and the gradients."""
     loss = loss_of(model)
     loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
 class Storages(TorchDispatchMode):
-    """Watches what operations within make, down to those that only autograd still holds."""
+    """Tracks the storages that operations create, including those that only autograd retains."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = StorageWeakRef(tensor.untyped_storage())
                 self._seen[storage.cdata] = (storage, tensor.untyped_storage().nbytes())
-        return made
+        return result
 
     def live(self) -> int:
-        """Return the bytes of what is still in memory."""
+        """Return the bytes of all storages that still exist."""
         return sum(size for storage, size in self._seen.values() if not storage.expired())
 
 
 def kept_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes that a forward leaves in memory for its backward, parameters and the loss itself aside.
+    """Return the bytes that a forward retains for its backward, without parameters and the loss.
 
-    gloo holds what it has just reduced a moment longer.
+    The minimum of several readings is used, because gloo retains reduced tensors for a moment.
     """
-    own = {StorageWeakRef(p.untyped_storage()).cdata for p in model.parameters()}
+    param_storages = {StorageWeakRef(p.untyped_storage()).cdata for p in model.parameters()}
     with Storages() as storages:
         loss = loss_of(model)
-        found = min(storages.live() for _ in range(20) if time.sleep(0.002 * dist.is_initialized()) is None)
-    size = sum(size for cdata, (_, size) in storages._seen.items() if cdata in own)
+        live_bytes = min(storages.live() for _ in range(20) if time.sleep(0.002 * dist.is_initialized()) is None)
+    param_bytes = sum(param_bytes for cdata, (_, param_bytes) in storages._seen.items() if cdata in param_storages)
     loss.backward()
-    return found - size
+    return live_bytes - param_bytes

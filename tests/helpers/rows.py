@@ -1,4 +1,4 @@
-"""Tests over the rows of a table: one test that names every failing row."""
+"""Tests over the rows of a table: one test that reports every failing row."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Row = TypeVar("Row")
 
 
 def check_rows(rows: Iterable[Row], check: Callable[[Row], Any]) -> None:
-    """Call ``check`` with each row; a test per row would take longer to set up than to run.
+    """Call ``check`` with each row; a separate test per row would take longer to set up than to run.
 
     Raises:
-        AssertionError: If ``check`` raised for some row; the message names each such row with its error.
+        AssertionError: ``check`` raised for some rows; the message has each such row with its error.
     """
     failures, rows = [], list(rows)
     assert rows, "the table is empty"

@@ -1,4 +1,4 @@
-"""Whole training runs in forked ranks, on the repository's own texts."""
+"""Complete training runs in forked ranks, on texts of this repository."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ SIZES = (
 ).split()
 
 PLANTED: list[Callback] = []
-"""Callbacks of the run of this rank, which a plant adds; each forked rank has a list of its own."""
+"""Callbacks for this rank's run, added by fault injectors (``before``); each forked rank has a separate list."""
 
 
 class AfterUpdate(Callback):
-    """Calls a function with the trainer when a step is counted, ahead of its log."""
+    """Callback that calls a function with the trainer after each counted step, before the step is logged."""
 
     def __init__(self, act: Callable[[Trainer], object]) -> None:
         self.act = act
@@ -54,12 +54,12 @@ class AfterUpdate(Callback):
 
 
 def after_update(act: Callable[[int, Trainer], object]) -> Callable[[int], None]:
-    """Return a plant: ``act(rank, trainer)`` when each step is counted."""
+    """Return a fault injector that calls ``act(rank, trainer)`` after each counted step."""
     return lambda rank: PLANTED.append(AfterUpdate(lambda trainer: act(rank, trainer)))
 
 
 def write_corpus(folder: Path) -> Path:
-    """Tokenize the repository's texts into ``folder`` and return the prefix of the token files."""
+    """Tokenize texts of this repository into ``folder`` and return the prefix of the token files."""
     tokenizer = build(tokenizer_path=TOKENIZER)
     prefix = folder / "texts"
     texts = sorted((ROOT / "examples" / "corpus").glob("*/*.txt"))
@@ -73,18 +73,18 @@ def write_corpus(folder: Path) -> Path:
 
 
 def family_of(script: ModuleType) -> str:
-    """Return the family that ``pretrain_<family>`` trains, wherever it lies."""
+    """Return the family that ``pretrain_<family>`` trains, in any package."""
     return script.__name__.rpartition("pretrain_")[2]
 
 
 def flags(prefix: Path, folder: Path, extra: str = "", script: ModuleType = pretrain_gpt2) -> list[str]:
-    """Return the command line of a run of ``script`` on ``prefix`` whose run folder is ``folder``."""
+    """Return the command line of a run of ``script`` on ``prefix`` with the run folder ``folder``."""
     length = LENGTHS[family_of(script)]
     return [*SIZES, *length.split(), "--data-path", str(prefix), "--save", str(folder), *extra.split()]
 
 
 def leave_out_what_takes_long() -> None:
-    """Draw no picture, and take a number for what this CPU can do: together they cost more than a small run."""
+    """Disable plots and use a constant for this CPU's speed; both together take longer than a small run."""
     metrics_writer.draw_losses = lambda *_: None  # type: ignore[assignment]
     speed_monitor._measured_product_rate = lambda: 1e9
 
@@ -95,10 +95,10 @@ def train_ranks(
     before: Callable[[int], None] | None = None,
     script: ModuleType = pretrain_gpt2,
 ) -> tuple[list[int], Any]:
-    """Train in forked ranks; return (exit codes, what each wrote to standard error and output).
+    """Train in forked ranks; return their exit codes, and their output on stderr and stdout.
 
     Args:
-        before: called with the rank in each forked process first, to plant something.
+        before: fault injector, called first in each forked process with the rank.
     """
     codes, results, reports = fork_ranks(num_ranks, _train, argv, num_ranks, before, script.__name__, deadline_s=100.0)
     if any(code == 1 for code in codes):
@@ -107,7 +107,7 @@ def train_ranks(
 
 
 def parse_as(script: ModuleType, argv: list[str], world_size: int) -> Config:
-    """Return the configuration as ``script`` reads it."""
+    """Return the configuration that ``script`` would parse."""
     defaults = getattr(script, "DEFAULTS", None)
     return parse(argv, world_size=world_size, family=family_of(script), defaults=defaults)
 
@@ -118,22 +118,22 @@ def _train(rank: int, argv: list[str], num_ranks: int, before: Callable[[int], N
         before(rank)
     script = sys.modules[name]
     config = resolve_dtype(parse_as(script, argv, num_ranks), "fp32")
-    here = initialize.start(config)
+    world = initialize.start(config)
     stop = StopRequests()
     stop.limit(config.run.exit_interval, 0.0, 0.0)
     providers = (script.train_valid_test_datasets_provider, script.model_provider, script.forward_step)
     try:
-        run(config, here, *providers, config.family, stop, PLANTED)
+        run(config, world, *providers, config.family, stop, PLANTED)
     except StopRequest:
         sys.exit(75)
 
 
 def together(*plants: Callable[[int], None]) -> Callable[[int], None]:
-    """Return a plant that plants all of these."""
+    """Return a fault injector that calls all of ``plants``."""
 
     def plant(rank: int) -> None:
-        for each in plants:
-            each(rank)
+        for single in plants:
+            single(rank)
 
     return plant
 
@@ -141,13 +141,13 @@ def together(*plants: Callable[[int], None]) -> Callable[[int], None]:
 def start_script(
     num_ranks: int, argv: list[str], log: Path, before: Callable[[int], None] | None = None, deadline_s: float = 60.0
 ) -> list[int]:
-    """Run ``pretrain_gpt2.py`` as its ranks do, signals and exit codes included; return the exit codes.
+    """Run ``pretrain_gpt2.py`` as its ranks do, including signals and exit codes; return the exit codes.
 
     Args:
-        log: file that all ranks append their output to.
+        log: file to which all ranks append their output.
     """
     store = log.with_suffix(".store")
-    store.unlink(missing_ok=True)  # of an earlier start, whose ranks no longer answer
+    store.unlink(missing_ok=True)  # left by an earlier start, whose ranks no longer answer
     codes, _, _ = fork_ranks(num_ranks, _script, argv, log, store, before, deadline_s=deadline_s, init=False)
     return codes
 
@@ -170,7 +170,7 @@ def _script(rank: int, argv: list[str], log: Path, store: Path, before: Callable
 
 
 def _rendezvous_by_file(store: Path) -> None:
-    """Let the ranks meet in a file: no ports in tests."""
+    """Use a file for the rendezvous of the ranks, so that tests need no ports."""
     import torch.distributed as dist
 
     from megatron.runtime import rendezvous

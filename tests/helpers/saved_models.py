@@ -1,4 +1,4 @@
-"""Checkpoints of small models that say something, with a tokenizer, for the tests of the command."""
+"""Checkpoints of small models whose generated text is not degenerate, with a tokenizer."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ LAYERS = {
 
 
 def save_model(run: Path, family: str, *, ranks: int = 1, **values: Any) -> Config:
-    """Save a model whose words are far apart, and its tokenizer beside it; return its configuration."""
+    """Save a model whose word embeddings are far apart, with its tokenizer; return its configuration."""
     run.mkdir(parents=True, exist_ok=True)
     size = make_tokenizer(run).vocab_size + (100 if family == "t5" else 0)
-    given = {**SMALL, **LAYERS[family], "vocab_size": size, "tokenizer_path": str(run / "t.json"), **values}
-    config = config_from_values(given, family=family)
+    settings = {**SMALL, **LAYERS[family], "vocab_size": size, "tokenizer_path": str(run / "t.json"), **values}
+    config = config_from_values(settings, family=family)
     if ranks == 1:
         _save(0, run, config, 1)
     else:

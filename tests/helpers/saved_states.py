@@ -1,4 +1,4 @@
-"""Save and load the state of a model and optimizer, as a run does."""
+"""Save and load the state of a model and optimizer as a run does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def save_state(folder: Path, progress: TrainProgress, **parts: Any) -> Path:
 
 
 def load_state(folder: Path, *, fingerprint: str | None = None, **parts: Any) -> TrainProgress:
-    """Restore ``parts`` (see ``restore``) from the newest checkpoint in ``folder``, if it fits. Collective."""
+    """Restore ``parts`` (see ``restore``) from the newest checkpoint in ``folder`` if it fits. Collective."""
     checkpoint, config = open_source(folder, parts["world"]), parts["config"]
     options = RestoreOptions.of(config.checkpoint)
     check_fits(checkpoint, config, fingerprint, options)

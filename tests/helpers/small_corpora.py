@@ -1,4 +1,4 @@
-"""A vocabulary and token files of a few documents, for the tests of the tools that look at them."""
+"""A vocabulary and token files of a few documents, for the tests of tools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXTS = ["the lamp stood in the window\n", "of the house\n", "灯在窗前\n", "
 
 
 def make_tokenizer(folder: Path) -> Tokenizer:
-    """Write ``folder/t.json``, a BPE of a few merges, and return it."""
+    """Write ``folder/t.json``, a BPE with a few merges, and return it."""
     path = folder / "t.json"
     path.write_bytes(train.train_bpe(TEXTS, 300))
     return tokenizer.build(tokenizer_path=path)

@@ -1,4 +1,4 @@
-"""One global batch of a small T5 in any layout, by ``T5ModelPipe`` and ``tds`` alone, and in one process."""
+"""One global batch of a small T5 in any layout, with ``T5ModelPipe`` and ``tds`` only, and in one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tds.schedule.simulate import placement_for
 from tests.helpers.harness import run_ranks
 from tests.helpers.toys import Toy, make_engine, train
 
-VOCAB, ROWS = 101, 2  # a prime: padded for every tensor size
+VOCAB, ROWS = 101, 2  # a prime, so that every tensor size needs padding
 SMALL = {
     "hidden_size": 16, "num_attention_heads": 4, "vocab_size": VOCAB, "max_position_embeddings": 0, "kv_hidden_size": 6,
     "ff_hidden_size": 24, "hidden_bias": False, "layernorm_epsilon": 1e-6, "activation": "relu",
@@ -40,12 +40,12 @@ LEARNED = (
 )  # fmt: skip
 UNTIED = (("untie_embeddings", True),)
 SHARED = ("embedding.word.weight", "embedding.position.weight", "encoder.bias.weight", "decoder.bias.weight")
-"""What several layers use, so that several stages may have a part of its gradient."""
+"""Weights that several layers use, so that their gradients may be summed over several stages."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its global batch, and, from ``bounds`` on, how a pipeline runs it."""
+    """A model and its global batch; the fields from ``bounds`` on define the pipeline."""
 
     enc_layers: int = 3
     dec_layers: int = 3
@@ -66,11 +66,11 @@ class Case:
 
     @property
     def of_one_process(self) -> Case:
-        """The same without what acts on a pipeline only, and without recompute, which changes nothing."""
+        """The same case without pipeline settings and without recompute, which does not change the results."""
         return replace(self, bounds="uniform", chunks=1, schedule="1f1b", recompute_every=0)
 
     def make_sizes(self) -> T5ModelArgs:
-        named = {
+        args = {
             "num_layers": self.dec_layers,
             "enc_layers": self.enc_layers,
             "dec_layers": self.dec_layers,
@@ -79,10 +79,10 @@ class Case:
             "checkpoint_activations": self.recompute_every > 0,
             "checkpoint_num_layers": max(self.recompute_every, 1),
         }
-        return T5ModelArgs(**{**SMALL, **named, **dict(self.sizes)})
+        return T5ModelArgs(**{**SMALL, **args, **dict(self.sizes)})
 
     def batch(self, index: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, torch.Tensor]]:
-        """Return (inputs, labels) of a micro-batch; with segments two documents each, and padding at the end."""
+        """Return (inputs, labels) of a micro-batch; with segments, two documents each and padding at the end."""
         generator = torch.Generator().manual_seed(index)
         texts = [torch.randint(0, VOCAB, (ROWS, s + 1), generator=generator) for s in self.lengths]
         segments = tuple(self._segments(s, generator) for s in self.lengths if self.has_segments)
@@ -94,28 +94,28 @@ class Case:
     def _segments(self, length: int, generator: torch.Generator) -> torch.Tensor:
         ends = torch.randint(2, length - 2, (ROWS, 1), generator=generator)
         padding = torch.randint(0, 2, (ROWS, 1), generator=generator)
-        places = torch.arange(length).expand(ROWS, length)
-        return torch.where(places >= length - padding, -1, (places >= ends).int()).int()
+        positions = torch.arange(length).expand(ROWS, length)
+        return torch.where(positions >= length - padding, -1, (positions >= ends).int()).int()
 
 
 Parts = dict[str, tuple[Shard, torch.Tensor]]
 Result = tuple[float, Parts, float]
-"""Loss, gradients of this rank by name, and the norm of all."""
+"""Loss, gradients of this rank by name, and the norm of all gradients."""
 
 
 @torch.no_grad()
 def fill(model: torch.nn.Module) -> None:
-    """Give ``model`` its part of weights that are known by their names."""
+    """Fill ``model`` with its shards of weights that depend on their names only."""
     for name, parameter in named_parameters(model):
         shard = shard_of(parameter)
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        whole = 0.2 * torch.randn(shard.global_shape, generator=generator, dtype=torch.float64)
-        shard.unpadded(parameter).copy_(shard.cut(whole + name.endswith("norm.weight")))
+        full_weight = 0.2 * torch.randn(shard.global_shape, generator=generator, dtype=torch.float64)
+        shard.unpadded(parameter).copy_(shard.cut(full_weight + name.endswith("norm.weight")))
 
 
 @functools.cache
 def one_process(case: Case) -> Result:
-    """Return what one process gives, by the single-stage model."""
+    """Return the result of one process with the single-stage model."""
     streams = DropoutStreams(5)
     model = T5Model(case.make_sizes(), ParallelContext(streams=streams)).to(case.dtype)
     fill(model)
@@ -143,15 +143,15 @@ def make_pipe(case: Case, grid: Grid, streams: DropoutStreams) -> T5ModelPipe:
 
 
 def run_case(case: Case, grid: Grid) -> Result:
-    """Train ``case`` on this rank's part of the grid. Collective."""
+    """Train ``case`` on this rank of the grid. Collective."""
     streams = DropoutStreams(5, grid.data, grid.tensor)
-    number = case.micro_batches // grid.data.size
-    batches = [case.batch(grid.data.rank * number + i) for i in range(number)]
+    count = case.micro_batches // grid.data.size
+    batches = [case.batch(grid.data.rank * count + i) for i in range(count)]
     return train_on(*build(make_pipe(case, grid, streams), grid, batches, case.schedule), batches)
 
 
 def build(module: T5ModelPipe, grid: Grid, batches: list[Any], schedule: str = "1f1b") -> tuple[Any, Toy]:
-    """Return an engine for ``module`` and micro-batches of one size, and how it trains. Collective."""
+    """Return an engine for ``module`` and micro-batches of equal size, and the toy that trains it. Collective."""
     toy = Toy(rows=len(batches[0][0][0]), micro_batches=len(batches), pipeline={"schedule": schedule})
     return make_engine(toy, grid.pipe.size, module=module), toy
 
@@ -160,9 +160,9 @@ def train_on(engine: Any, toy: Toy, batches: list[Any]) -> Result:
     """Train on one global batch. Collective."""
     module = engine.module
     engine.on_micro_batch = lambda index: setattr(module.place.streams, "position", DropoutKey(0, index))
-    loss, seen, norm = train(engine, toy, batches)
+    loss, grads, norm = train(engine, toy, batches)
     names = {id(p): name for name, p in named_parameters(module)}
-    local = {names[id(p)]: (shard_of(p), seen[name]) for name, p in module.named_parameters()}
+    local = {names[id(p)]: (shard_of(p), grads[name]) for name, p in module.named_parameters()}
     return float(loss), {name: (shard, shard.unpadded(g)) for name, (shard, g) in local.items()}, float(norm or 0.0)
 
 
@@ -172,52 +172,52 @@ def _rank(rank: int, cases: Sequence[Case], tensor: int, pipe: int) -> list[Resu
 
 
 def run(cases: Sequence[Case], tensor: int = 1, pipe: int = 1, data: int = 1) -> Iterator[tuple[Case, list[Result]]]:
-    """Yield each case with every rank's result in this layout; one set of processes runs them all."""
+    """Yield each case with every rank's result in this layout; one set of processes runs all cases."""
     results = run_ranks(tensor * pipe * data, _rank, cases, tensor, pipe, deadline_s=30.0 + 5.0 * len(cases))
     for index, case in enumerate(cases):
-        yield case, [each[index] for each in results]
+        yield case, [rank_results[index] for rank_results in results]
 
 
 def difference(case: Case, ranks: Sequence[Result]) -> dict[str, float]:
-    """Return how far ``ranks`` are from one process: loss, norm, and the relative difference of each gradient."""
-    loss, wanted, norm = one_process(case.of_one_process)
-    assert {name for _, parts, _ in ranks for name in parts} == set(wanted)
-    found = {
-        "loss": max(abs(each[0] - loss) for each in ranks),
-        "norm": max(abs(each[2] - norm) / norm for each in ranks),
+    """Return the differences of ``ranks`` from one process: loss, norm, and the relative error of each gradient."""
+    loss, expected, norm = one_process(case.of_one_process)
+    assert {name for _, parts, _ in ranks for name in parts} == set(expected)
+    differences = {
+        "loss": max(abs(result[0] - loss) for result in ranks),
+        "norm": max(abs(result[2] - norm) / norm for result in ranks),
     }
     for _, parts, _ in ranks:
         for name, (shard, part) in parts.items():
-            whole_shard, whole = wanted[name]
-            whole = whole_shard.unpadded(whole).double()
-            apart = float((part.double() - shard.cut(whole)).norm() / max(float(whole.norm()), 1e-6 * norm))
-            found[name] = max(found.get(name, 0.0), apart)
-    return found
+            full_shard, full_grad = expected[name]
+            full_grad = full_shard.unpadded(full_grad).double()
+            error = float((part.double() - shard.cut(full_grad)).norm() / max(float(full_grad.norm()), 1e-6 * norm))
+            differences[name] = max(differences.get(name, 0.0), error)
+    return differences
 
 
 def check_fp64(case: Case, ranks: Sequence[Result]) -> None:
-    """Rows E01, E04, E06, E16."""
-    found = difference(case, ranks)
-    worst = max((value, name) for name, value in found.items() if name not in ("loss", "norm"))
-    assert found["loss"] <= 1e-12, (case, found["loss"])
+    """Check the bounds of rows E01, E04, E06 and E16."""
+    differences = difference(case, ranks)
+    worst = max((value, name) for name, value in differences.items() if name not in ("loss", "norm"))
+    assert differences["loss"] <= 1e-12, (case, differences["loss"])
     assert worst[0] <= 1e-11, (case, worst)
-    assert found["norm"] <= 1e-13, (case, found["norm"])
+    assert differences["norm"] <= 1e-13, (case, differences["norm"])
 
 
 def check_bf16(case: Case, ranks: Sequence[Result]) -> None:
-    """Against one process in bf16: the same bits, but for tables that stages share, whose sum is rounded elsewhere."""
-    found = difference(case, ranks)
-    assert max(found.pop(name, 0.0) for name in SHARED) <= 1e-2, case  # observed 5.3e-3
-    assert found.pop("norm") <= 2e-3, case  # observed 1.0e-3
-    assert set(found.values()) == {0.0}, (case, found)
+    """Compare with one process in bf16: bitwise, except for tables shared by stages, whose sums round differently."""
+    differences = difference(case, ranks)
+    assert max(differences.pop(name, 0.0) for name in SHARED) <= 1e-2, case  # observed 5.3e-3
+    assert differences.pop("norm") <= 2e-3, case  # observed 1.0e-3
+    assert set(differences.values()) == {0.0}, (case, differences)
 
 
 def check_exact(case: Case, ranks: Sequence[Result]) -> None:
-    """Hold a pipeline to what one process gives in the same type."""
+    """Compare a pipeline with one process in the same type."""
     {torch.float64: check_fp64, torch.bfloat16: check_bf16}[case.dtype](case, ranks)
 
 
 def cuts(case: Case, stages: int) -> list[tuple[int, ...]]:
-    """Return every way to cut the model into so many stages."""
+    """Return every way to split the model into ``stages`` stages."""
     inner = itertools.combinations(range(1, case.num_units), stages - 1)
-    return [(0, *each, case.num_units) for each in inner]
+    return [(0, *inner_bounds, case.num_units) for inner_bounds in inner]

@@ -1,4 +1,4 @@
-"""Traces of a small T5 in any layout, as ``pretrain_t5.py`` trains it, for the parity tests."""
+"""Traces of a small T5 in any layout, trained by ``pretrain_t5.py``, for the parity tests."""
 
 from __future__ import annotations
 

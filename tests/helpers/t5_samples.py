@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from megatron.models.t5.layers import T5ModelArgs
 
-VOCAB, S_E, S_D, BATCH = 101, 11, 7, 3  # 101 is a prime: padded for every tensor size
+VOCAB, S_E, S_D, BATCH = 101, 11, 7, 3  # 101 is a prime, so that every tensor size needs padding
 SMALL = {
     "num_layers": 2, "enc_layers": 2, "dec_layers": 3, "hidden_size": 16, "num_attention_heads": 4,
     "kv_hidden_size": 6, "ff_hidden_size": 20, "vocab_size": VOCAB, "max_position_embeddings": 0,
@@ -31,13 +31,13 @@ KINDS = {
 
 
 def t5_sizes(**changes: Any) -> T5ModelArgs:
-    """Return the sizes of the small model, with ``changes``."""
+    """Return the args of the small model, with ``changes``."""
     return T5ModelArgs(**{**SMALL, **changes})
 
 
 @dataclass
 class T5Batch:
-    """What ``T5Model.forward`` takes."""
+    """Arguments of ``T5Model.forward``."""
 
     enc_tokens: torch.Tensor
     dec_tokens: torch.Tensor
@@ -48,7 +48,10 @@ class T5Batch:
 
 
 def t5_batch(*, with_documents: bool = False, seed: int = 0) -> T5Batch:
-    """Return random tokens; with documents: several and padding, one without, and padding in the decoder alone."""
+    """Return random tokens.
+
+    With documents, the rows have several documents and padding, a single document, and padding in the decoder only.
+    """
     generator = torch.Generator().manual_seed(seed)
     enc, dec, labels = (torch.randint(0, VOCAB, (BATCH, s), generator=generator) for s in (S_E, S_D, S_D))
     batch = T5Batch(enc, dec, None, None, labels, torch.ones(BATCH, S_D))
@@ -64,7 +67,7 @@ def t5_batch(*, with_documents: bool = False, seed: int = 0) -> T5Batch:
 
 
 def plain_logits(weights: dict[str, torch.Tensor], sizes: T5ModelArgs, batch: T5Batch) -> torch.Tensor:
-    """Return logits [b, s_d, v] of the model of these logical weights, one sample at a time, without our layers."""
+    """Return the logits [b, s_d, v] for these logical weights, one sample at a time, without our layers."""
     rows = []
     for i in range(BATCH):
         enc = torch.zeros(S_E) if batch.enc_segments is None else batch.enc_segments[i]

@@ -1,4 +1,4 @@
-"""Small token files for the tests of this folder."""
+"""Small token files for the data tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.data import IndexedDataset, IndexedDatasetBuilder
 
 
 def write(prefix: Path, sizes: list[int], *, vocab_size: int = 50_000, eod_id: int | None = None) -> IndexedDataset:
-    """Write documents of these sizes whose tokens count up through the whole file, so that each is recognised."""
+    """Write documents of these sizes; tokens count up through the whole file, so that each can be identified."""
     first = 1
     with IndexedDatasetBuilder(prefix, vocab_size=vocab_size, tokenizer="t", eod_id=eod_id) as writer:
         for size in sizes:
@@ -23,7 +23,7 @@ def write(prefix: Path, sizes: list[int], *, vocab_size: int = 50_000, eod_id: i
 
 
 def write_megatron(prefix: Path, sizes: list[int], starts: list[int]) -> None:
-    """Write a pair as Megatron-LM does (empty and several sequences in a document allowed), without a sidecar."""
+    """Write a pair of files like Megatron-LM's, without a sidecar; documents may be empty or have several sequences."""
     lengths = np.array(sizes, "<i4")
     offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * 2
     head = b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + bytes([8])

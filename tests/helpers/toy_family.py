@@ -1,6 +1,6 @@
-"""A family of decoders that is two files in somebody else's folder: settings and names; all else is the plain decoder.
+"""A third-party family of decoders that consists of two files with settings and names; the rest is the common decoder.
 
-``toy_family(folder)`` writes it there and registers it while the block runs.
+``toy_family(folder)`` writes the files and registers the family while the block runs.
 """
 
 from __future__ import annotations
@@ -106,17 +106,17 @@ FORMATS = (FORMAT,)
 
 @contextmanager
 def toy_family(folder: Path, costs: str = "") -> Iterator[None]:
-    """Write the family into ``folder`` and register it; ``costs``: the text of a file with costs of its own."""
+    """Write the family into ``folder`` and register it. ``costs`` is the text of a file with its own costs."""
     package = folder / "toy_family"
     package.mkdir()
     files = {"__init__.py": "", **FILES}
     if costs:
         files["cost.py"] = costs
-        named = '    costs="toy_family.cost:costs",\n'
-        files["config.py"] = files["config.py"].replace("    huggingface=", f"{named}    huggingface=")
+        costs_line = '    costs="toy_family.cost:costs",\n'
+        files["config.py"] = files["config.py"].replace("    huggingface=", f"{costs_line}    huggingface=")
     for name, text in files.items():
         (package / name).write_text(text)
-    assert all_options()  # which a family that comes later must not miss
+    assert all_options()  # fills the cache, which must not hide a family that is registered later
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     registry.register(importlib.import_module("toy_family.config").FAMILY)

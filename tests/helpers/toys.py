@@ -1,4 +1,4 @@
-"""Toy pipelines, the same models in one process, and the comparison of the two."""
+"""Toy pipelines, the same models in one process, and their comparison."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch._dynamo  # the first optimizer of a process imports it (1.5 s); here once for all forked ranks
+import torch._dynamo  # the first optimizer of a process imports it (1.5 s); imported here once for all forked ranks
 import torch.nn.functional as F
 from torch import nn
 
@@ -39,7 +39,7 @@ class Dense(nn.Module):
 
 
 class Words(nn.Module):
-    """An embedding that also serves as the head."""
+    """An embedding that is also the output head."""
 
     def __init__(self, seed: int, size: int, wide: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def head(words: Words, x: torch.Tensor) -> torch.Tensor:
 
 
 class Table(nn.Module):
-    """A vector that layers look up, and not linearly."""
+    """A vector that layers look up and use non-linearly."""
 
     def __init__(self, seed: int, wide: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Table(nn.Module):
 
 
 class Sharer(nn.Module):
-    """tanh(x W + b + table + mixer(x)), of which the table and the mixer are shared."""
+    """tanh(x W + b + table + mixer(x)), with a shared table and a shared mixer."""
 
     table: Table
     mixer: Dense
@@ -80,7 +80,7 @@ class Sharer(nn.Module):
 
 
 class Spread(nn.Module):
-    """One tensor in; five out: float, bool, float, int64, float without gradient."""
+    """Maps one tensor to five: float, bool, float, int64, and float without gradient."""
 
     def __init__(self, seed: int, wide: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -88,12 +88,12 @@ class Spread(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         left, right = self.inner(x).chunk(2, dim=-1)
-        places = torch.arange(x.shape[-1], device=x.device)
-        return left, x > 0, right, places, x.detach() * 0.5
+        indices = torch.arange(x.shape[-1], device=x.device)
+        return left, x > 0, right, indices, x.detach() * 0.5
 
 
 class Mix(nn.Module):
-    """Five tensors in, five out; both floats with gradients are used and changed."""
+    """Maps five tensors to five; both floats with gradients are used and changed."""
 
     def __init__(self, seed: int, wide: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -101,28 +101,28 @@ class Mix(nn.Module):
         self.right = _seeded(seed + 1, nn.Linear(wide, wide, dtype=dtype))
 
     def forward(self, x: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        a, mask, b, places, factor = x
-        assert mask.dtype is torch.bool and places.dtype is torch.int64 and factor.dtype is a.dtype
+        a, mask, b, indices, factor = x
+        assert mask.dtype is torch.bool and indices.dtype is torch.int64 and factor.dtype is a.dtype
         a = torch.where(mask, torch.tanh(self.left(a)), a)
-        b = b + self.right(b * factor)[..., places]
-        return a, ~mask, b, places.flip(0), factor
+        b = b + self.right(b * factor)[..., indices]
+        return a, ~mask, b, indices.flip(0), factor
 
 
 class Gather(nn.Module):
-    """Five tensors in, one out."""
+    """Maps five tensors to one."""
 
     def __init__(self, seed: int, wide: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.bias = _seeded(seed, nn.Linear(1, wide, dtype=dtype)).bias
 
     def forward(self, x: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        a, mask, b, places, factor = x
-        return (a * mask + b * b)[..., places] + factor + self.bias
+        a, mask, b, indices, factor = x
+        return (a * mask + b * b)[..., indices] + factor + self.bias
 
 
 @dataclass
 class Toy:
-    """A model, its data and how to train it."""
+    """A model, its data and its training settings."""
 
     kind: str = "chain"
     layers: int = 5
@@ -152,7 +152,10 @@ class Toy:
         return [LayerSpec(Dense, 10 + i, wide, dtype) for i in range(self.layers)]
 
     def sharing_specs(self) -> list[Any]:
-        """The first half shares one table, the second another, all but the second layer a mixer; the keys fall."""
+        """Return layers with a shared table per half of the model, and a mixer shared by all layers but one.
+
+        The second layer shares nothing. The keys are in decreasing order.
+        """
         wide, dtype = self.wide, self.dtype
         tables = [Shared("zeta", Table, 50, wide, dtype), Shared("alpha", Table, 51, wide, dtype)]
         mixer = Shared("mixer", Dense, 52, wide, dtype)
@@ -166,12 +169,12 @@ class Toy:
     def loss_fn(self, output: torch.Tensor, labels: Any) -> Any:
         target, mask = labels
         if self.kind == "tied":
-            each = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none").view_as(mask)
+            losses = F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none").view_as(mask)
         else:
-            each = ((output - target) ** 2).mean(-1)
+            losses = ((output - target) ** 2).mean(-1)
         if self.loss == "scalar":
-            return each.mean()
-        return tds.loss.Weighted((each * mask).sum(), mask.sum())
+            return losses.mean()
+        return tds.loss.Weighted((losses * mask).sum(), mask.sum())
 
     def batch(self, index: int, wide_rows: int | None = None) -> tuple[Any, Any]:
         generator = torch.Generator().manual_seed(1000 + index)
@@ -188,10 +191,10 @@ class Toy:
 
 
 def reference(toy: Toy, replicas: int = 1) -> tuple[torch.Tensor, Tensors]:
-    """Train the toy in this process; return the mean loss and every gradient by its name in the pipeline module."""
+    """Train the toy in this process; return the mean loss and every gradient, by its name in the pipeline module."""
     torch.manual_seed(0)
     shared: dict[str, nn.Module] = {}
-    held = nn.ModuleDict()
+    shared_modules = nn.ModuleDict()
     steps: list[Any] = []
     names: dict[str, nn.Parameter] = {}
     for index, spec in enumerate(toy.specs()):
@@ -200,11 +203,11 @@ def reference(toy: Toy, replicas: int = 1) -> tuple[torch.Tensor, Tensors]:
             names |= {f"tied_modules.{spec.key}.{n}": p for n, p in module.named_parameters()}
             steps.append(module if spec.forward_fn is None else lambda x, m=module, f=spec.forward_fn: f(m, x))
         else:
-            with held_in(held):
+            with held_in(shared_modules):
                 module = spec.build()
             names |= {f"{index}.{n}": p for n, p in module.named_parameters()}
             steps.append(module)
-    names |= {f"tied_modules.{n}": p for n, p in held.named_parameters()}
+    names |= {f"tied_modules.{n}": p for n, p in shared_modules.named_parameters()}
     total = torch.zeros((), dtype=toy.dtype)
     weight = 0.0
     for replica in range(replicas):
@@ -223,7 +226,7 @@ def reference(toy: Toy, replicas: int = 1) -> tuple[torch.Tensor, Tensors]:
 
 
 def make_engine(toy: Toy, num_stages: int, initialize: Any = tds.initialize, module: Any = None, **more: Any) -> Any:
-    """Build the toy's pipeline engine; the whole world takes part."""
+    """Build the toy's pipeline engine. Collective over the whole world."""
     tds.init_distributed("gloo", verbose=False)
     _share_groups()
     options = {"num_stages": num_stages, "partition_method": "uniform", **toy.options, **more}
@@ -241,24 +244,24 @@ def make_engine(toy: Toy, num_stages: int, initialize: Any = tds.initialize, mod
 
 
 def train(engine: Any, toy: Toy, batches: list[Any] | None = None) -> tuple[torch.Tensor, Tensors, float | None]:
-    """Train on one global batch; return loss, the gradients that the optimizer saw, and their norm."""
-    seen: Tensors = {}
+    """Train on one global batch; return the loss, the gradients that the optimizer received, and their norm."""
+    grads: Tensors = {}
 
     def keep(*_: Any) -> None:
-        seen.update({n: p.grad.clone() for n, p in engine.module.named_parameters() if p.grad is not None})
+        grads.update({n: p.grad.clone() for n, p in engine.module.named_parameters() if p.grad is not None})
 
     handle = engine.optimizer.register_step_pre_hook(keep)
     if batches is None:
         batches = toy.batches(engine.grid.get_data_parallel_rank())
     loss = engine.train_batch(iter(batches))
     handle.remove()
-    return loss, seen, engine.get_global_grad_norm()
+    return loss, grads, engine.get_global_grad_norm()
 
 
 def run_toys(rank: int, toys: list[Toy], num_stages: int, more: dict[str, Any] | None = None) -> list[Any]:
-    """Train each toy in turn on this rank; return what ``train`` returns for each.
+    """Train each toy in turn on this rank; return the results of ``train``.
 
-    Toys that differ only in loss, schedule or number of micro-batches share an engine, which is what takes time.
+    Toys that differ only in loss, schedule or number of micro-batches share an engine, because building one is slow.
     """
     engines: dict[str, Any] = {}
     results = []
@@ -278,22 +281,22 @@ def run_toys(rank: int, toys: list[Toy], num_stages: int, more: dict[str, Any] |
 
 
 def preload_zero() -> None:
-    """Import here, once for all forked ranks, what ZeRO imports at its first use: torch's compiler, seconds."""
+    """Import once for all forked ranks the modules that ZeRO imports on first use: torch's compiler takes seconds."""
     importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
 def _share_groups() -> None:
-    """Let the engines of one test share process groups, which cost more than the rest of an engine."""
-    make = deepspeed.comm.new_group
-    made: dict[tuple[int, ...], Any] = {}
+    """Make the engines of one test share process groups, which take longer to create than the rest of an engine."""
+    original = deepspeed.comm.new_group
+    cache: dict[tuple[int, ...], Any] = {}
 
     def new_group(ranks: Any) -> Any:
         key = tuple(ranks)
-        if key not in made:
-            made[key] = make(list(key))
-        return made[key]
+        if key not in cache:
+            cache[key] = original(list(key))
+        return cache[key]
 
-    if getattr(make, "is_shared", False):
+    if getattr(original, "is_shared", False):
         return
     new_group.is_shared = True  # type: ignore[attr-defined]
     deepspeed.comm.new_group = new_group
@@ -304,17 +307,17 @@ def norm_of(gradients: Tensors) -> float:
 
 
 def worst(got: Tensors, wanted: Tensors) -> float:
-    """Return the largest difference, relative to the norm of the wanted gradient."""
+    """Return the largest difference, relative to the norm of the expected gradient."""
     floor = 1e-6 * norm_of(wanted)
     return max(float((got[n] - wanted[n]).norm() / max(float(wanted[n].norm()), floor)) for n in got)
 
 
 def check_equal(results: list[Any], toy: Toy, replicas: int = 1, tolerance: float | None = None) -> None:
-    """Compare every rank's results with one process; without ``tolerance`` to the bit, norm apart."""
+    """Compare every rank's results with one process; bitwise without ``tolerance``, except for the norm."""
     loss, gradients = reference(toy, replicas)
-    seen: set[str] = set()
+    names: set[str] = set()
     for got_loss, got, norm in results:
-        seen |= set(got)
+        names |= set(got)
         if tolerance is None:
             assert torch.equal(got_loss, loss), (toy, got_loss, loss)
             for name, gradient in got.items():
@@ -323,6 +326,9 @@ def check_equal(results: list[Any], toy: Toy, replicas: int = 1, tolerance: floa
             assert abs(float(got_loss - loss)) <= tolerance, (toy, got_loss, loss)
             assert worst(got, gradients) <= tolerance, (toy, worst(got, gradients))
         if norm is not None:
-            wanted = norm_of(gradients)
-            assert abs(norm - wanted) <= (1e-12 if toy.dtype is torch.float64 else 1e-6) * wanted, (norm, wanted)
-    assert seen == set(gradients), seen ^ set(gradients)
+            expected_norm = norm_of(gradients)
+            assert abs(norm - expected_norm) <= (1e-12 if toy.dtype is torch.float64 else 1e-6) * expected_norm, (
+                norm,
+                expected_norm,
+            )
+    assert names == set(gradients), names ^ set(gradients)

@@ -1,7 +1,7 @@
 """A run, a token file and a tokenizer of commit 8c23b9e6 whose documents end with the HTML tag </s>.
 
-The vocabulary has <eos>, and </s> as an added token that is not special. Made by 8c23b9e6: ``corpus`` by
-tools/preprocess_data.py, ``run`` by pretrain_gpt2.py with ``FLAGS`` and ``--exit-interval 2``.
+The vocabulary has <eos>, and </s> as an added token that is not special. Commit 8c23b9e6 created ``corpus`` with
+tools/preprocess_data.py, and ``run`` with pretrain_gpt2.py, ``FLAGS`` and ``--exit-interval 2``.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ FLAGS = (
     "2 --train-iters 4 --lr 1e-3 --device cpu --eval-iters 0 --eval-interval 0 --fp32 --log-interval 1"
 ).split()
 LOSSES = {3: 5.6592, 4: 5.6724}
-"""Of the same run, continued by 8c23b9e6."""
+"""Step -> loss of the same run when 8c23b9e6 continues it."""
 FORMER_IDENTITY = "ec694447ae7d20c01cb99901ce49e2cac805ad638a87d2bdfaebfe88b444027e"

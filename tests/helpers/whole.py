@@ -15,12 +15,12 @@ def whole_world(rank: int, size: int) -> Group:
 
 
 def random(seed: int, *shape: int) -> torch.Tensor:
-    """Return normal numbers in fp64 that depend on ``seed`` alone."""
+    """Return normally distributed values in fp64 that depend on ``seed`` only."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
-    """Put this rank's part of the logical tensor ``whole`` into ``parameter``; padding is zero."""
+    """Copy this rank's shard of the logical tensor ``whole`` into ``parameter``; padding is zero."""
     with torch.no_grad():
         parameter.zero_()
         shard = shard_of(parameter)

@@ -1,4 +1,4 @@
-"""A model with every kind of weight that ZeRO 3 meets, and steps on it with what each replica has of its own."""
+"""A model with every type of weight that ZeRO 3 handles, and steps on it with different data on each replica."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ H, WORDS = 16, 20
 
 @dataclass
 class Both:
-    """An output that nobody's list of tensors knows."""
+    """An output whose tensors a generic search for tensors does not find."""
 
     x: torch.Tensor
 
@@ -36,7 +36,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Tied words, two layers that share a weight, one unused weight, one frozen; recomputed where it is asked for."""
+    """Tied embeddings, two layers that share a weight, an unused and a frozen weight; recomputed if ``recomputes``."""
 
     def __init__(self, recomputes: bool = False) -> None:
         super().__init__()
@@ -71,13 +71,13 @@ def make(grid: Grid, stage: int, *, recomputes: bool = False, **settings: Any) -
 
 
 def tokens_of(replica: int, step: int, micro_batch: int) -> torch.Tensor:
-    """Return tokens, more on later replicas: the loss is a sum over all of them."""
+    """Return tokens; later replicas have more, because the loss is a sum over all of them."""
     seed = 1000 * step + 10 * micro_batch + replica
     return torch.randint(WORDS, (5 + 2 * replica,), generator=torch.Generator().manual_seed(seed))
 
 
 def loss_of(module: Model, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the losses of the next tokens."""
+    """Return the sum of the next-token losses."""
     return -module(tokens[:-1]).gather(1, tokens[1:, None]).sum()
 
 
@@ -97,18 +97,18 @@ def take_step(module: Model, optimizer: MixedPrecisionOptimizer, grid: Grid, ste
 
 
 def whole_weights(module: Model, optimizer: MixedPrecisionOptimizer, grid: Grid) -> dict[str, torch.Tensor]:
-    """Return a copy of each weight as the model computes with it. Collective."""
+    """Return a copy of each unsharded weight as used in computation. Collective."""
     units = optimizer.store.units
     for unit in units.units if units is not None else ():
         unit.gather()
-    found = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     if units is not None:
         units.free()
-    return found
+    return weights
 
 
 def alone() -> tuple[Model, MixedPrecisionOptimizer]:
-    """Return the model on one replica, its weights cut all the same because they are offloaded."""
+    """Return the model on one replica, with weights that are sharded because they are offloaded."""
     module = Model()
     optimizer = build_optimizer(
         module.parameters(), zero_stage=3, data=SINGLE, lr=1e-2, offload=OffloadConfig(parameters=True)

@@ -1,4 +1,4 @@
-"""Weights of every kind that ZeRO meets, for its tests: the same on all replicas, with gradients that are given."""
+"""Weights of every type that ZeRO handles, the same on all replicas, with predefined gradients."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from megatron.optim import MixedPrecisionOptimizer, build_optimizer
 from tests.helpers.whole import random
 
 WHOLE = {
-    "table": (37, 16),  # 19 or 38 rows are held, of which one is padding
+    "table": (37, 16),  # local shards have 19 or 38 rows, one of them padding
     "columns": (36, 10),
     "rows": (10, 48),
-    "odd_rows": (8, 30),  # its columns make no whole vectors: one replica takes what the tensor rank has
+    "odd_rows": (8, 30),  # its columns do not fill whole vectors, so one replica owns the entire tensor shard
     "bias": (36,),
     "norm": (10,),
     "pair": (2, 16),
     "scalar": (),
 }
-"""Logical shapes; the first four are cut over the tensor group, and "bias" too."""
+"""Logical shapes. The first four and "bias" are sharded over the tensor group."""
 CUT = {"table": 0, "columns": 0, "rows": 1, "odd_rows": 1, "bias": 0}
 
 
 class Weights(torch.nn.Module):
-    """The weights of one tensor rank, filled as ``whole_values`` says."""
+    """The weights of one tensor rank, filled from ``whole_values``."""
 
     def __init__(self, grid: Grid) -> None:
         super().__init__()
@@ -43,32 +43,32 @@ def whole_values(seed: int) -> dict[str, torch.Tensor]:
 
 
 def place(name: str, rank: int, size: int) -> tuple[Shard, tuple[int, ...]]:
-    """Return where the part of tensor rank ``rank`` lies, and the shape that it holds, padding included."""
+    """Return the shard of tensor rank ``rank`` and the shape of its local tensor, padding included."""
     shape, dim = WHOLE[name], CUT.get(name)
     if dim is None:
         return Shard(shape), shape
-    held = 38 // size if name == "table" else shape[dim] // size
-    start = rank * held
-    local = (*shape[:dim], held, *shape[dim + 1 :])
-    return Shard(shape, dim, start, min(held, shape[dim] - start)), local
+    local_size = 38 // size if name == "table" else shape[dim] // size
+    start = rank * local_size
+    local = (*shape[:dim], local_size, *shape[dim + 1 :])
+    return Shard(shape, dim, start, min(local_size, shape[dim] - start)), local
 
 
 def on_this_rank(value: torch.Tensor, shard: Shard, local: tuple[int, ...]) -> torch.Tensor:
-    """Return the part of ``value`` with zeros for padding."""
-    part = torch.zeros(local)
-    shard.unpadded(part).copy_(shard.cut(value))
-    return part
+    """Return this rank's shard of ``value``, with zeros as padding."""
+    shard_tensor = torch.zeros(local)
+    shard.unpadded(shard_tensor).copy_(shard.cut(value))
+    return shard_tensor
 
 
 def optimizer_of(module: Weights, grid: Grid, zero_stage: int, **settings: Any) -> MixedPrecisionOptimizer:
-    """Return an optimizer with decay, by default AdamW in fp32."""
+    """Return an optimizer with weight decay, by default AdamW in fp32."""
     common: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1} | settings
     groups = {"model": grid.model, "tensor": grid.tensor, "data": grid.data}
     return build_optimizer(module.parameters(), zero_stage=zero_stage, **groups, **common)
 
 
 def take_step(module: Weights, optimizer: MixedPrecisionOptimizer, grid: Grid, step: int) -> None:
-    """Take one step on gradients as two micro-batches leave them."""
+    """Take one step on the gradients of two micro-batches."""
     for seed in (2 * step + 1, 2 * step + 2):
         for name, value in whole_values(seed).items():
             parameter = getattr(module, name)
@@ -77,7 +77,9 @@ def take_step(module: Weights, optimizer: MixedPrecisionOptimizer, grid: Grid, s
             (parameter * gradient).sum().backward()
         optimizer.end_micro_batch()
     if optimizer.reducer.reduces_in_backward:
-        optimizer.finish_gradient_sums(1 / grid.data.size)  # of equal numbers: exact for 2 and 4 replicas
+        optimizer.finish_gradient_sums(
+            1 / grid.data.size
+        )  # all replicas have equal values, so the mean is exact for 2 and 4 replicas
     optimizer.step()
 
 

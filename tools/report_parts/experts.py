@@ -38,13 +38,13 @@ def expert_map(run: RunFolder) -> Html | None:
     worst = max(table, key=lambda layer: _imbalance(table[layer]))
     text = f"Tokens by expert, {len(table)} layers x {most} experts, step {record['step']}: in {worst} the largest has "
     text += f"{_imbalance(table[worst]):.2f} times the mean"
-    drawing = tag("svg", tag("title", text), *rows, *labels, viewBox=f"0 0 {WIDTH} {height + FOOT}", class_="heat",
+    svg = tag("svg", tag("title", text), *rows, *labels, viewBox=f"0 0 {WIDTH} {height + FOOT}", class_="heat",
                   role="img", aria_label=text)  # fmt: skip
     about = bilingual(
         "Step {}: a row for each layer, a cell for each expert. At the end of a row: its largest expert over the mean.",
         f"{record['step']:,}",
     )
-    return tag("div", tag("p", about), tag("div", drawing, class_="scroll"), _legend())
+    return tag("div", tag("p", about), tag("div", svg, class_="scroll"), _legend())
 
 
 def _table(record: Mapping[str, Any]) -> dict[str, list[float]]:
@@ -52,7 +52,9 @@ def _table(record: Mapping[str, Any]) -> dict[str, list[float]]:
     rows = record.get(TABLE)
     if not isinstance(rows, dict):
         return {}
-    table = {layer: [number(each) for each in row] for layer, row in rows.items() if isinstance(row, list)}
+    table = {
+        layer: [number(count_value) for count_value in row] for layer, row in rows.items() if isinstance(row, list)
+    }
     return {
         layer: [count for count in row if count is not None]
         for layer, row in table.items()

@@ -136,7 +136,7 @@ def _settings(evaluations: list[dict[str, Any]]) -> dict[str, Any]:
 def _lines(path: Path) -> list[Any]:
     values = []
     for line in _text(path).splitlines():
-        with suppress(ValueError):  # cut off by a kill
+        with suppress(ValueError):  # truncated by a kill
             values.append(json.loads(line))
     return values
 
@@ -163,14 +163,14 @@ def thinned(records: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any
         return list(records)
     per_block = 1 + 2 * len(EXTREMES_OF)
     num_blocks = max(limit // per_block, 1)
-    kept = {0, len(records) - 1}
+    kept_idx = {0, len(records) - 1}
     for block in range(num_blocks):
         start, stop = block * len(records) // num_blocks, (block + 1) * len(records) // num_blocks
-        kept.add(start)
+        kept_idx.add(start)
         for name in EXTREMES_OF:
             values = [(value, i) for i in range(start, stop) if (value := number(records[i].get(name))) is not None]
-            kept |= {min(values)[1], max(values)[1]} if values else set()
-    return [records[i] for i in sorted(kept)]
+            kept_idx |= {min(values)[1], max(values)[1]} if values else set()
+    return [records[i] for i in sorted(kept_idx)]
 
 
 def columns(records: Sequence[dict[str, Any]]) -> dict[str, Column]:
@@ -302,14 +302,14 @@ def run_data(run: RunFolder, limit: int) -> dict[str, Any]:
         "columns": train_columns,
         "valid": _evaluated(run, train_columns),
         "tasks": _of_tasks(run, train_columns),
-        "points": {kind: _points(run, kind, train_columns) for kind in ("valid", "test")},
+        "points": {record_type: _points(run, record_type, train_columns) for record_type in ("valid", "test")},
         "marks": [{**mark, **_places(train_columns, mark["step"])} for mark in marks(run)],
     }
 
 
 def chart_data(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the charts that have data, with the keys that occur in any run."""
-    shown = []
+    charts = []
     for chart, keys in ((template, keys) for template in CHARTS for keys in _keys_of_charts(template, runs)):
         values = [
             value for run in runs for key in keys for value in run[chart.source].get(key, []) if value is not None
@@ -319,8 +319,8 @@ def chart_data(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             continue
         if chart.id in ONLY_IF_SEVERAL and len(keys) == 1:
             continue
-        shown.append({**asdict(chart), "keys": keys})
-    return shown
+        charts.append({**asdict(chart), "keys": keys})
+    return charts
 
 
 def _keys_of_charts(chart: Chart, runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -458,8 +458,8 @@ def _panel(title: Html, line: Any, longest: float) -> Html:
     boxes = [_box(stage, span, scale) for stage, spans in enumerate(line.spans) for span in spans] if is_drawn else []
     caption = [bilingual("{}: {} ms, bubble {} %", title, f"{1e3 * line.step_s:.4g}", f"{100 * line.bubble:.1f}")]
     caption += [] if is_drawn else [bilingual(" (more than {} boxes, which are not drawn)", f"{MOST_BOXES:,}")]
-    drawing = tag("svg", *rows, *boxes, viewBox=f"0 0 {WIDTH} {height}", class_="timeline", role="img")
-    return tag("figure", tag("figcaption", *caption), tag("div", drawing, class_="scroll"))
+    svg = tag("svg", *rows, *boxes, viewBox=f"0 0 {WIDTH} {height}", class_="timeline", role="img")
+    return tag("figure", tag("figcaption", *caption), tag("div", svg, class_="scroll"))
 
 
 def _box(stage: int, span: Any, scale: float) -> Html:
