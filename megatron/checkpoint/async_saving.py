@@ -95,7 +95,7 @@ class AsyncSaver:
         return staged
 
     def poll(self) -> Committed | None:
-        """Return the checkpoint that was committed since the last call, or None; never blocks. Not collective.
+        """Return the checkpoint that was committed since the previous call, or None; never blocks. Not collective.
 
         Ranks may see the same commit at different steps.
 
@@ -111,7 +111,7 @@ class AsyncSaver:
         return outcome
 
     def finish(self) -> Committed | None:
-        """Wait for the running save; return the last checkpoint committed since the last call, or None. Collective.
+        """Wait for the running save; return the last checkpoint committed since the previous call, or None. Collective.
 
         Raises:
             as ``poll``.
