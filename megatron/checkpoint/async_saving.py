@@ -25,7 +25,7 @@ from megatron.checkpoint.tensor_record import TensorRecord
 from megatron.mpu.groups import Group
 
 PATIENCE = timedelta(hours=2)
-"""Timeout of a background save's collectives, long enough for a rank with a slow disk. A dead rank raises at once."""
+"""Timeout of a background save's collectives, long enough for a slow disk. If a rank dies, they fail at once."""
 
 
 @dataclass(frozen=True)

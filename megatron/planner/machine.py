@@ -428,7 +428,7 @@ RESERVED = 4 * 10**9
 """Bytes of a GPU's memory for its context, NCCL and fragmentation."""
 
 SLOWER = (1.1, 1.14)
-"""Smallest and largest ratio of actual to planned step times, of published runs with fused attention (planner.md)."""
+"""Smallest and largest actual / planned step time of published runs with fused attention (docs/planner.md)."""
 
 
 @dataclass(frozen=True)

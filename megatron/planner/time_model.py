@@ -24,7 +24,7 @@ from tds.schedule.simulate import SPLITTING
 # | gradients of weights | | accumulated over micro-batches: 10 bytes per parameter in 16 bits, 12 bytes in 32 bits |
 #
 # The machine's ``EfficiencyFactors`` multiply matmuls and passes, with separate factors for layers that are split over
-# tensor ranks. Recomputation adds a forward pass to the backward pass: of the layers, or of the attention cores.
+# tensor ranks. Recomputation adds a forward pass of the layers, or of the attention cores, to the backward pass.
 
 CORE_BACKWARD = 2.5
 """Ratio of backward to forward time of a fused attention core: backward recomputes the scores (5 matmuls for 2)."""
