@@ -7,7 +7,8 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None  # loading takes locks: before any fork
+# Loaded before any fork, since loading takes locks.
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:

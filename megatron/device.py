@@ -28,7 +28,7 @@ _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def _by_plugin(function: _Call) -> _Call:
-    """Let plug-ins override ``function``, whose first argument is a device or device type, with a hook."""
+    """Decorate ``function`` so that a plug-in's hook replaces it; its first argument is a device or device type."""
 
     @functools.wraps(function)
     def call(place: str | torch.device, *args: Any) -> Any:

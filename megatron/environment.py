@@ -1,7 +1,7 @@
 """Print a one-line message if a program is started with a Python that lacks the project's packages, such as numpy.
 
-``import megatron`` installs this as ``sys.excepthook``. It covers every program and tool that imports megatron before
-other packages.
+``import megatron`` installs the hook of this module as ``sys.excepthook``. The hook covers every program and tool that
+imports megatron before other packages.
 """
 
 from __future__ import annotations

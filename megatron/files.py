@@ -144,7 +144,7 @@ def crc32_combine(first: int, second: int, second_bytes: int) -> int:
 
     A CRC-32 is the remainder of a polynomial over {0, 1}. Appending n bytes multiplies the polynomial by x^(8 n).
 
-    Source: Peterson and Brown 1961, "Cyclic codes for error detection"; IEEE 802.3 has the polynomial; Mark Adler's
+    Source: Peterson and Brown 1961, "Cyclic codes for error detection"; IEEE 802.3 (the polynomial); Mark Adler's
     note in zlib's crc32_combine.
     """
     return _times(first, _x_to(8 * second_bytes)) ^ second

@@ -65,7 +65,7 @@ def status(path: str | Path) -> Status:
 
 
 def version(path: str) -> tuple[int, str]:
-    """Return the size in bytes of a remote file, and a text that changes when the file is overwritten.
+    """Return (size in bytes, version string) of a remote file. The version changes when the file is overwritten.
 
     Raises:
         DataError: there is no such file, or the store cannot be accessed.

@@ -73,7 +73,7 @@ def varlen_attention(
 
 
 MOST_GRAPHS = 64
-"""Maximum number of graphs of ``flex_attention`` per process: one per shape, with and without gradients (torch: 8)."""
+"""Maximum number of ``flex_attention`` graphs per process: one per shape, with and without gradients (torch: 8)."""
 
 
 def has_triton() -> bool:
@@ -82,7 +82,7 @@ def has_triton() -> bool:
 
 
 def flexible_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **how: Any) -> torch.Tensor:
-    """Return the output of torch's compiled ``flex_attention``. Within ``torch.compile``, it joins the caller's graph.
+    """Return the output of torch's compiled ``flex_attention``; in ``torch.compile``, as part of the caller's graph.
 
     On a CPU, ``flex_attention`` is not compiled: it materializes all scores and has no gradients.
 

@@ -25,7 +25,7 @@ from megatron.checkpoint.tensor_record import TensorRecord
 from megatron.mpu.groups import Group
 
 PATIENCE = timedelta(hours=2)
-"""Timeout of a background save's collectives, long enough for a rank with a slow disk. A dead rank raises at once."""
+"""Timeout of a background save's collectives, long enough for a slow disk. If a rank dies, they fail at once."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class AsyncSaver:
         return staged
 
     def poll(self) -> Committed | None:
-        """Return the checkpoint that was committed since the last call, or None; never blocks. Not collective.
+        """Return the checkpoint that was committed since the previous call, or None; never blocks. Not collective.
 
         Ranks may see the same commit at different steps.
 
@@ -111,7 +111,7 @@ class AsyncSaver:
         return outcome
 
     def finish(self) -> Committed | None:
-        """Wait for the running save; return the last checkpoint committed since the last call, or None. Collective.
+        """Wait for the running save; return the last checkpoint committed since the previous call, or None. Collective.
 
         Raises:
             as ``poll``.

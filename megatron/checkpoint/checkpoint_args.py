@@ -11,7 +11,7 @@
 it must be the model type of the Hugging Face folder, or match the settings of the run. Without ``--model``, a source of
 any common decoder family is accepted.
 
-A resumed run also keeps the values that the settings in ``config.changed_defaults`` had when it was started.
+A resumed run also keeps its original values of the settings in ``config.changed_defaults``.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from megatron.mpu.groups import Group
 def fetch_newest(source: str, root: Path, world: Group, *, strict: bool = False) -> Path:
     """Download the newest checkpoint of ``source`` whose checksums match into ``root``; return its path. Collective.
 
-    The files are distributed over the ranks. A checkpoint that is already in ``root`` is not downloaded again.
+    Each rank downloads some of the files. A checkpoint that is already in ``root`` is not downloaded again.
 
     Args:
         strict: raise if the checksums of the newest checkpoint do not match, instead of trying older ones.

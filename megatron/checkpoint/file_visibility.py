@@ -1,8 +1,7 @@
 """Wait for files that another machine has written to a network file system.
 
-Because of its caches, a network file system may show a folder before its files, or a file before its last bytes. A file
-that must exist is therefore waited for, but only on a network file system. On a local disk a missing file is reported
-at once.
+Because of caches, a network file system may show a folder before its files, or a file before its last bytes. Readers
+therefore wait for files that must exist. On a local disk, a missing file is reported immediately.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _LOCAL_FUSE = ("fuseblk", "fuse.overlayfs", "fuse-overlayfs")
 
 
 class FileVisibility:
-    """Waits for the files of one checkpoint, for at most ``WAIT_S`` in total after the first missing file."""
+    """Waits for the files of one checkpoint. The total wait ends ``WAIT_S`` after the first missing file."""
 
     def __init__(self) -> None:
         self._end: float | None = None

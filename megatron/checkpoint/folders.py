@@ -5,7 +5,7 @@
 | ``step-00000020`` | a checkpoint; ``step-00000020-1`` is the same step, saved once more |
 | ``.tmp-...`` | a save that was killed; the next save removes it |
 | ``.deleted-...`` | a deletion that was killed; the next save finishes it |
-| ``.latest.tmp-...``, ``.probe-...`` | leftovers of writing the hint and of ``check_writable``; removed likewise |
+| ``.latest.tmp-...``, ``.probe-...`` | a killed ``write_latest`` or ``check_writable``; the next save removes it |
 | ``latest`` | a hint for people; no code relies on it |
 
 Entries with other names do not belong to this project and are never touched.
@@ -111,7 +111,7 @@ def commit_checkpoint(temporary: Path, target: Path) -> None:
 
 
 def remove_stale(root: Path, prefixes: tuple[str, ...] = _STALE) -> None:
-    """Delete what killed saves and deletions left in ``root``. A failure to delete is only logged as a warning."""
+    """Delete leftovers of killed saves and deletions in ``root``. A failure is only logged as a warning."""
     for path in sorted(root.iterdir()):
         if path.name.startswith(prefixes):
             try:
@@ -148,7 +148,7 @@ def check_writable(root: Path) -> None:
         try:
             files.write_bytes(Path(probe), b"probe")
         finally:
-            with suppress(FileNotFoundError):  # the holder of the folder's lock may have removed it as a leftover
+            with suppress(FileNotFoundError):  # another job may have removed the probe file as a leftover
                 os.unlink(probe)
     except OSError as error:
         raise ConfigError(f"--save must name a folder that can be written, got {root}: {error}") from error

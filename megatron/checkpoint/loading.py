@@ -145,7 +145,7 @@ def _compare_hint(root: Path, found: Checkpoint) -> None:
 
 @marked(is_of_this_rank=False)
 def open_checkpoint(path: Path, world: Group) -> Checkpoint:
-    """Verify the checkpoint in the folder ``path`` and return it. Its files are distributed over the ranks. Collective.
+    """Verify the checkpoint in the folder ``path`` and return it. Each rank reads a part of the files. Collective.
 
     Raises:
         CheckpointError: names each file that is missing, truncated or altered; raised on all ranks.

@@ -6,7 +6,7 @@ Layout of a run in a store:
     s3://bucket/run/checkpoints/step-00000020/manifest.json             uploaded last, deleted first
     s3://bucket/run/hf/step-00000020/config.json                        uploaded last, deleted first
 
-A checkpoint is complete if its manifest matches its checksum and all files that the manifest lists have their sizes.
+A checkpoint is complete if its manifest matches its checksum and all files in the manifest exist with the listed sizes.
 ``megatron.checkpoint.downloading`` compares downloaded files with the checksums of the manifest.
 """
 

@@ -1,4 +1,4 @@
-"""RetentionPolicy: selects the checkpoints that are kept; the others are deleted."""
+"""Selection of the checkpoints to keep, and deletion of all others."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class RetentionPolicy:
     """Selects the checkpoints that are kept after a save.
 
     Args:
-        last: number of complete checkpoints to keep (at least 1); None keeps all but those limited by ``automatic``.
+        last: number of complete checkpoints to keep (at least 1); None keeps all, except for the limit ``automatic``.
         every: keep each checkpoint whose step is a multiple of this.
         loaded: the checkpoint that the run started from, which is always kept.
-        automatic: without ``last``: number of checkpoints to keep among those saved by default; None keeps all.
+        automatic: number of checkpoints to keep of those saved by default, if ``last`` is None; None keeps all.
         earlier: checkpoints up to this sequence number belong to an earlier run and are neither counted nor deleted.
 
     Raises:
@@ -92,7 +92,7 @@ def remove_old(paths: Iterable[Path], keep: RetentionPolicy) -> None:
 
 
 def _has_files(path: Path, content: Manifest) -> bool:
-    """Return True if all files of ``path`` exist and have their sizes. Their contents are not read."""
+    """Return True if all files of ``path`` have the sizes in the manifest. The contents are not read."""
     try:
         return all((path / name).stat().st_size == facts.size for name, facts in content.files.items())
     except OSError:

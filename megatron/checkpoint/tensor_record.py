@@ -47,7 +47,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class Claim:
-    """The description of a record that is sent to other ranks: everything but the values."""
+    """The description of a record, without its values, that is sent to other ranks."""
 
     name: str
     dtype: str

@@ -72,7 +72,10 @@ class Uploads:
         self._thread.start()
 
     def add(self, kind: str, path: Path) -> None:
-        """Queue the upload of ``path`` to the folder ``kind`` of the run in the store. All ranks call this."""
+        """Queue the upload of ``path`` to the folder ``kind`` of the run in the store.
+
+        All ranks call this; rank 0 adds the folder to the queue.
+        """
         if self._rank == 0:
             try:
                 self._link(kind, path)

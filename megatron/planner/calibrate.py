@@ -77,7 +77,9 @@ def calibrate(
         ranks: number of processes; 0 starts one per device, or on a CPU one per core.
         kind: device type, as for ``--device``.
         report: called with progress messages.
-        pace, sizes, round_s: limits of the measurements; sizes of the messages in bytes.
+        pace: limits of the measurements.
+        sizes: sizes of the messages in bytes.
+        round_s: seconds per round of messages.
         threads: threads of each rank on a CPU; None divides the cores among the ranks.
 
     Raises:

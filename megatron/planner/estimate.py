@@ -131,7 +131,10 @@ class Planner:
         return self._bounds[key]
 
     def can_cut(self, layout: Layout) -> bool:
-        """Return True if the model can be split so that each piece has a layer."""
+        """Return True if the model can be split so that each piece has a layer.
+
+        With ``pipeline_split_rank``, a T5 must also be split at this stage.
+        """
         try:
             return bool(self.bounds(layout))
         except ValueError:

@@ -67,7 +67,7 @@ class Layout:
 
     @property
     def topology(self) -> Topology:
-        """The grid of ranks."""
+        """The grid of ranks, in the order of the global ranks."""
         return Topology(pipe=self.pipe, data=self.data, tensor=self.tensor, context=self.context, expert=self.expert)
 
     def stride(self, axis: str) -> int:

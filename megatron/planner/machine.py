@@ -19,11 +19,11 @@ from megatron.errors import ConfigError
 # fitted to timed layers.
 #
 # A unit takes longer than the sum of its operations: separate kernels between matmuls read and write more bytes than
-# the saved activations have, and matmuls are not square. The time of a forward or backward
-# pass is therefore modelled as ``products * (time of its matmuls) + passes * (one pass over its saved activations) +
-# scores * (one pass over its attention scores)``. ``--calibrate`` fits the three factors to timed layers. For layers
-# that are split over tensor ranks, the factors are multiplied by the measured slowdown. A machine without
-# measurements uses ``LAYER`` and ``HEAD``. A pass of the head is one pass over its logits.
+# the saved activations have, and matmuls are not square. The time of a forward or backward pass is therefore modelled
+# as ``products * (time of its matmuls) + passes * (one pass over its saved activations) + scores * (one pass over its
+# attention scores)``. ``--calibrate`` fits the three factors to timed layers. For layers that are split over tensor
+# ranks, the factors are multiplied by the measured slowdown. A machine without measurements uses ``LAYER`` and
+# ``HEAD``. A pass of the head is one pass over its logits.
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ class Machine:
 
     @classmethod
     def from_json(cls, text: str, origin: str = "the text") -> Machine:
-        """Return the machine that ``to_json`` wrote.
+        """Parse the output of ``to_json``.
 
         Args:
             origin: where ``text`` comes from, for messages.
@@ -428,7 +428,7 @@ RESERVED = 4 * 10**9
 """Bytes of a GPU's memory for its context, NCCL and fragmentation."""
 
 SLOWER = (1.1, 1.14)
-"""Smallest and largest ratio of the step time of published runs with fused attention to the plan (docs/planner.md)."""
+"""Smallest and largest actual / planned step time of published runs with fused attention (docs/planner.md)."""
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,7 @@ SIZES = (2**8, 2**14, 2**18, 2**21, 2**24)
 """Sizes of the messages in bytes."""
 ROUND_S, ROUNDS = 0.05, 3
 SHORTEST_S = 1e-6
-"""Lower bound of a message's time, in case that the message takes no measurable time in addition to the work."""
+"""Lower bound of a message's time, in case the message takes no measurable time in addition to the work."""
 Sample = tuple[float, float]
 """(bytes sent by a rank, seconds)."""
 

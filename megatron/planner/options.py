@@ -404,7 +404,7 @@ def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace, rest
         if path := scan(rest).values.get("config"):
             try:
                 config_file.read_file(path)
-            except ConfigError as error:  # more specific than a missing --model
+            except ConfigError as error:  # more specific than the error for a missing --model
                 parser.error(str(error))
         parser.error(
             f"--model must be given, one of {', '.join(FAMILIES)}, unless --load names a folder or --config the "

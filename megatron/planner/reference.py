@@ -124,7 +124,7 @@ def own_core_s() -> float:
 
 
 def waited_s(thread: int | None = None) -> float:
-    """Return the seconds that a thread of this process has spent in the run queue, from Linux; 0 if unknown.
+    """Return the seconds that a thread of this process has spent in Linux's run queue; 0 if unknown.
 
     Args:
         thread: native id of the thread; None: this thread.

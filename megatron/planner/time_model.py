@@ -24,7 +24,7 @@ from tds.schedule.simulate import SPLITTING
 # | gradients of weights | | accumulated over micro-batches: 10 bytes per parameter in 16 bits, 12 bytes in 32 bits |
 #
 # The machine's ``EfficiencyFactors`` multiply matmuls and passes, with separate factors for layers that are split over
-# tensor ranks. Recomputation adds a forward pass to the backward pass: of the layers, or of the attention cores.
+# tensor ranks. Recomputation adds a forward pass of the layers, or of the attention cores, to the backward pass.
 
 CORE_BACKWARD = 2.5
 """Ratio of backward to forward time of a fused attention core: backward recomputes the scores (5 matmuls for 2)."""
@@ -57,9 +57,11 @@ class Parts:
     """Times of the operations of a unit in seconds, before efficiency factors.
 
     Args:
-        products: matmuls with weights in forward; ``columns``: the part of column-parallel layers.
+        products: matmuls with weights in forward.
+        columns: part of ``products`` in column-parallel layers.
         core, core_back: attention core in forward and in backward.
-        passed: one pass over the saved activations; ``scored``: one pass over the attention scores.
+        passed: one pass over the saved activations.
+        scored: one pass over the attention scores.
         started: overhead of the operations of a forward pass.
         adding: accumulation of the gradients of weights.
         beside, beside_back: time of passes in forward and backward to which no factor applies.
@@ -202,7 +204,7 @@ def _scores(work: Work) -> float:
 # | ... a2a | queries, keys, values, context of X bytes in forward and backward; again if recomputed | 2 (c - 1) / c^2 X |  # noqa: E501
 # | expert | layer with experts and micro-batch: dispatch and combine rows of X bytes, in forward and in backward; again if recomputed | 4 (e - 1) / e X |  # noqa: E501
 # | pipeline | boundary and micro-batch, each way | s b h numbers; in a T5's decoder stages also the encoder's output |
-# | data | all-reduce of gradients over d replicas, ZeRO 0, and 1 on CPUs | 2 (d - 1) / d x 4 bytes of a parameter |
+# | data | all-reduce of gradients over d replicas: ZeRO 0, on CPUs also 1 | 2 (d - 1) / d x 4 bytes per parameter |
 # | ... ZeRO 1 on GPUs, instead of it | reduce-scatter | (d - 1) / d x 4 |
 # | ... of experts distributed over e ranks | all-reduce over d / e replicas, after the last backward; not scattered | 2 (d / e - 1) / (d / e) x 4 |  # noqa: E501
 # | ... ZeRO 1 and 2 also | weights after the update | (d - 1) / d x a weight |
@@ -210,8 +212,8 @@ def _scores(work: Work) -> float:
 # | ... ZeRO 3 | micro-batch: as ZeRO 2, and weights gathered twice, a layer ahead | (d - 1) / d x (4 + 2 x a weight) |
 #
 # Backward starts the all-reduce of a column-parallel layer's input gradient before its weight-gradient matmul, and
-# gathers its input during the input-gradient matmul. All other tensor-parallel communication is exposed, including that
-# around the head.
+# gathers its input during the input-gradient matmul. All other tensor-parallel communication is exposed, including the
+# head's.
 #
 # A group within a node uses the node's links. A group over several nodes shares a node's network cards with other
 # groups. The bandwidth of such a group is the number of its members in a node times the bandwidth per device. The
@@ -417,9 +419,9 @@ class Messages:
     def _orthogonalised(self, layout: Layout, products: Sequence[Product], data: Group) -> tuple[Traffic, float]:
         """Return the traffic of Muon's update, and the seconds of its Newton-Schulz steps.
 
-        The matrices are divided among owners, which are all ranks of the tensor axis and of ``data`` (ranks with the
-        same experts). The steps run in bf16. Query, key and value count as one matrix, and so do gate and up. Matrices
-        are sent to their owner and back with 2 bytes per element.
+        The matrices are divided among ``layout.tensor * data.size`` owners, where ``data`` is the group of ranks with
+        the same experts. The steps run in bf16. Query, key and value count as one matrix, and so do gate and up.
+        Matrices are sent to their owner and back with 2 bytes per element.
         """
         machine, owners = self.machine, layout.tensor * data.size
         dtype = "bf16" if "bf16" in machine.product_flops else layout.dtype

@@ -63,7 +63,7 @@ from megatron.mpu.topology import Topology
 # Export: one of our checkpoints as a Hugging Face folder.
 
 _TYPE, _THEIR_IDS = "hugging_face_type", "hugging_face_ids"
-"""Metadata entries of a checkpoint that an earlier version imported; ``origin`` has replaced them."""
+"""Metadata entries in checkpoints imported by earlier versions; now ``origin`` stores this information."""
 CHAT_TEMPLATE = "chat_template"
 """Metadata entry of a run with --sft: the text of the file given by --chat-template."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}

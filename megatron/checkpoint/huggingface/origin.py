@@ -12,7 +12,7 @@ location (disk or object store) of the checkpoint.
 | tokenizer_config.json, special_tokens_map.json, added_tokens.json | unchanged |
 | chat_template.jinja, additional_chat_templates/*.jinja | unchanged; --chat-template replaces the first |
 
-If the run has another tokenizer than the folder, the ids of control tokens are replaced by the ids of its tokenizer.
+If the run has another tokenizer than the folder, control tokens get the ids of the run's tokenizer.
 """
 
 from __future__ import annotations

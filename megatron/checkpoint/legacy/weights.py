@@ -275,7 +275,7 @@ def _in_halves(name: str, whole: torch.Tensor, layout: RowLayout) -> torch.Tenso
     return heads.flatten(0, 2)
 
 
-# Weights of a checkpoint of these programs, with our names.
+# Read the weights of a legacy checkpoint, with our names.
 
 _BIAS_OF_HEAD = "lm_head.bias"
 
