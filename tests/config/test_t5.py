@@ -363,8 +363,8 @@ def test_the_help_tells_what_dropout_epsilon_and_the_last_step_of_decay_do_in_t5
     for part in (
         "in T5 with relative positions also of the activation and of the final norms",
         "to the mean square in RMS norms",
-        "with inverse-square-root it only gives the warm-up",
-        "--lr-decay-iters then only gives W",
+        "with inverse-square-root it only determines the warm-up",
+        "--lr-decay-iters then only determines W",
         "with a set in three files --enc-seq-length |",
     ):
         assert part in text
