@@ -206,8 +206,8 @@ def _needed(needs: Sequence[bool], number: int) -> tuple[bool, Sequence[bool], S
 def _of_weight(weight: torch.Tensor, rows: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient of ``weight``, or None if the parameter's ``add_product`` has accumulated it in place.
 
-    The gradient is bitwise equal to autograd's. For a non-contiguous weight autograd computes the transposed product,
-    which may differ in the last bits (MKL on AMD processors).
+    The gradient is bitwise equal to autograd's: for a non-contiguous weight both are computed as a transposed product,
+    which may differ from the usual product in the last bits (MKL on AMD processors).
     """
     add_product = info_of(weight).add_product
     if add_product is not None:
