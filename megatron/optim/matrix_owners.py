@@ -32,7 +32,7 @@ from megatron.optim.zero.partition import ParamPartition, partition_of
 # computes all matrices of which it has a slice; Ahn et al. 2025, "Dion", for owners on a grid.
 
 OWN_NUMBERS = 1 << 26
-"""Approximate number of elements of full matrices that an owner holds at a time: 128 MiB in bf16, twice."""
+"""Approximate number of elements of full matrices that an owner holds at a time: 128 MiB each of inputs and results."""
 
 
 @dataclass(frozen=True)

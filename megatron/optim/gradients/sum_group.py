@@ -2,7 +2,7 @@
 
 | parameters | group | reason |
 |---|---|---|
-| sequence-parallel: norms, biases of row-parallel layers, positions | tensor ranks | each rank has some positions |
+| sequence-parallel: norms, biases of row-parallel layers, positions | tensor ranks | a rank has only its positions |
 | experts that only some replicas have | ranks with the same experts | the sum over all replicas excludes them |
 
 Both sums run once per step, in the dtype of the accumulated gradients, after the sums over micro-batches, replicas and

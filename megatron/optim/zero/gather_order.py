@@ -279,9 +279,9 @@ class GatherOrder:
         """Compare the last announcements of all replicas.
 
         Args:
-            others: for the error message if only departing replicas compare: unit that the replicas that have not
-                departed (their hash differs) gathered at this position. None: all replicas compare and exchange their
-                orders for the message.
+            others: None: all replicas compare now and exchange their orders for the error message. Otherwise only
+                departing replicas compare, and the message reports ``others`` as the unit that each replica with
+                another hash gathered at this position.
         """
         if self._announced is None:
             return
