@@ -198,7 +198,7 @@ def _backward(
         if not keeps:
             _set_probabilities(probabilities, q, k, bias, hidden, block)
         torch.bmm(probabilities.transpose(1, 2), context_grad, out=v_grad)
-        score_grads = buffer[: q.shape[0]]  # first the gradient of the probabilities, then that of the scores
+        score_grads = buffer[: q.shape[0]]  # gradient of the probabilities, later of the scores
         torch.bmm(context_grad, v.transpose(1, 2), out=score_grads)
         torch.ops.aten._softmax_backward_data.out(
             score_grads, probabilities, -1, score_grads.dtype, grad_input=score_grads
