@@ -136,7 +136,7 @@ class Costs(ABC):
 
     @abstractmethod
     def unit_parameters(self, tensor: int = 1) -> list[int]:
-        """Return the parameters of each unit on one of ``tensor`` ranks, without those that units share."""
+        """Return the parameters of each unit on one of ``tensor`` ranks, excluding ``shared_parameters``."""
 
     @abstractmethod
     def shared_parameters(self, tensor: int = 1) -> list[Shared]:
@@ -189,7 +189,7 @@ class Costs(ABC):
 
     @abstractmethod
     def shared_kept(self, samples: int, tensor: int, width: int) -> list[Shared]:
-        """Return the bytes that the units of a piece save once for all of them, such as masks."""
+        """Return the bytes that the units of a piece save only once for all of them, such as the encoder's output."""
 
     @abstractmethod
     def logit_bytes(self, samples: int, tensor: int, width: int) -> int:
