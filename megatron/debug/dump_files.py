@@ -52,7 +52,7 @@ class Record:
 
     Args:
         micro_batch, samples: None for weights and their gradients.
-        shape, dtype: those of the rank's slice; ``statistics`` exclude padding.
+        shape, dtype: shape and dtype of the rank's slice, including padding, which ``statistics`` exclude.
         factor: factor to apply to the tensor in ``file``; it is already applied to the statistics.
         time_ns: time of the record, for the order among ranks.
         rank: rank that made the record.
