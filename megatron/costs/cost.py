@@ -29,7 +29,7 @@ OPERATIONS = {"layer": 24, "experts": 30, "decoder": 34, "embedding": 6, "norm":
 
 @dataclass(frozen=True)
 class Product:
-    """``number`` products of [rows, inner] and [inner, columns].
+    """``number`` matrix products of [rows, inner] and [inner, columns].
 
     Args:
         is_column: the weight is sharded by columns over the tensor ranks, which all-reduce the input's gradient.
@@ -52,16 +52,16 @@ class Product:
 
     @property
     def side(self) -> float:
-        """Side of a cube with as many multiplications as one product."""
+        """Geometric mean of rows, inner and columns, by which the planner looks up the speed of a product."""
         return float(self.rows * self.inner * self.columns) ** (1 / 3)
 
 
 @dataclass(frozen=True)
 class Work:
-    """Forward of a unit on one rank.
+    """Work of the forward of a unit on one rank.
 
     Args:
-        products: products with weights; backward has two for each.
+        products: products with weights; backward has two products for each.
         core: products of attention between queries, keys and values, which selective recompute runs again.
         operations: number of kernels.
         sums: bytes of each all-reduce of activations over the tensor ranks in forward; ``back``: in backward.
@@ -84,7 +84,13 @@ def flops_of(products: Sequence[Product]) -> float:
 
 
 def scores(queries: int, keys: int, size: int, number: float) -> tuple[Product, Product]:
-    """Return the products of ``number`` heads: of queries with keys of ``size``, and of probabilities with values."""
+    """Return the two products of attention: queries with keys, and probabilities with values.
+
+    Args:
+        queries, keys: number of queries and of keys per head.
+        size: elements of a query or key of one head.
+        number: number of heads.
+    """
     return Product(queries, size, keys, number), Product(queries, keys, size, number)
 
 
@@ -106,10 +112,11 @@ class Shared:
 
 
 class Costs(ABC):
-    """Parameters, FLOPs, memory and stages of one model for given lengths. Each family implements the lists.
+    """Parameters, FLOPs, memory and stages of one model for given sequence lengths.
 
-    ``bounds`` are always the bounds of pieces, in units, as ``stage_bounds`` returns them. ``tds.schedule.Placement``
-    assigns pieces to stages.
+    Each model family implements the abstract methods, most of which return a list over the units. A piece is a range of
+    consecutive units: a stage, or a chunk of one. ``bounds`` are the bounds of all pieces, in units, as returned by
+    ``stage_bounds``. ``tds.schedule.Placement`` assigns pieces to stages.
     """
 
     @property
@@ -129,7 +136,7 @@ class Costs(ABC):
 
     @abstractmethod
     def unit_parameters(self, tensor: int = 1) -> list[int]:
-        """Return the parameters of each unit on one of ``tensor`` ranks, without those that units share."""
+        """Return the parameters of each unit on one of ``tensor`` ranks, excluding ``shared_parameters``."""
 
     @abstractmethod
     def shared_parameters(self, tensor: int = 1) -> list[Shared]:
@@ -139,9 +146,11 @@ class Costs(ABC):
     def unit_kept(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
     ) -> list[Kept]:
-        """Return the bytes that each unit saves of ``samples`` samples for backward, with ``width`` bytes per element.
+        """Return the bytes that each unit saves for backward of one micro-batch, on one of ``tensor`` ranks.
 
         Args:
+            samples: samples of a micro-batch.
+            width: bytes per element.
             sequence: number of tensor ranks over which tokens are sharded between products: t with sequence
                 parallelism.
             is_joined: products nevertheless save their gathered inputs; see ``megatron.mpu.layers``.
@@ -180,7 +189,7 @@ class Costs(ABC):
 
     @abstractmethod
     def shared_kept(self, samples: int, tensor: int, width: int) -> list[Shared]:
-        """Return the bytes that the units of a piece save jointly."""
+        """Return the bytes that the units of a piece save only once for all of them, such as the encoder's output."""
 
     @abstractmethod
     def logit_bytes(self, samples: int, tensor: int, width: int) -> int:
@@ -194,7 +203,7 @@ class Costs(ABC):
     def stage_bounds(self, stages: int, chunks: int = 1, placement: str = LOOP) -> list[int]:
         """Return the bounds of ``stages * chunks`` pieces, each with at least one layer.
 
-        With one chunk, the slowest stage is as fast as contiguous layers allow. With more chunks, the largest cost of a
+        With one chunk per stage, the cost of the slowest stage is minimal. With more chunks, the largest cost of a
         piece is minimal, and under this condition the costs of stages are as even as possible.
 
         Raises:
@@ -256,10 +265,10 @@ class Costs(ABC):
         ]  # fmt: skip
 
     def gathered_parameters(self, pieces: Sequence[tuple[int, int]], tensor: int = 1, layers_at_once: int = 1) -> int:
-        """Return the maximum number of parameters that ZeRO 3 holds gathered of the units of ``pieces``.
+        """Return the maximum number of parameters of the units of ``pieces`` that ZeRO 3 gathers at the same time.
 
-        They are those outside of layers, and ``layers_at_once`` times those of the largest layer. A unit whose name
-        ends in a number is a layer.
+        This is the number of parameters outside of layers plus ``layers_at_once`` times the number of parameters of the
+        largest layer. A unit whose name ends in a number is a layer.
         """
         units = self.unit_parameters(tensor)
         is_layer = [name.split()[-1].isdigit() for name in self.unit_names]
@@ -290,7 +299,8 @@ class Costs(ABC):
     ) -> list[Memory]:
         """Return an estimate of the memory of one rank of each stage, with the micro-batches in flight of its schedule.
 
-        All chunks of a stage count the same. Overheads of the allocator, of kernels and of Python are not counted.
+        Each forward in flight counts the mean activations of the stage's chunks. Overheads of the allocator, of kernels
+        and of Python are not counted.
 
         Args:
             num_bf16_states: number of AdamW's two states that are in bf16.
@@ -324,8 +334,9 @@ class Costs(ABC):
             saved_per_micro_batch = sum(_held([unit.full for unit in units], shared, [piece]) for piece in pieces)
             has_layers = any(units[n].input for start, stop in pieces for n in range(start, stop))
             scratch, stage_attention_scratch = (core, attention_scratch) if has_layers else (0, 0)
-            # The head is in one chunk, so that each schedule that "auto" may choose counts as with one chunk. In a V
-            # the backward of the loss follows immediately.
+            # Only one chunk has the head, so the losses in flight are those of a schedule with one chunk: the maximum
+            # over the schedules that "auto" may choose. With the placement V the backward of the loss follows
+            # immediately, so only one loss is in flight.
             losses = max(in_flight(stages, num_micro_batches, name, 1, stage) for name in names)
             losses = 1 if placement == V else losses
             logits = self.loss_bytes(*sizes, forwards=losses) if stage == stage_placement.last_stage else 0
@@ -348,7 +359,9 @@ class Costs(ABC):
         return estimates
 
     def small_parameters(self, tensor: int, width: int) -> list[int]:
-        """Return the parameters of each unit, without shared ones, in weights smaller than a bucket of gradients.
+        """Return the number of parameters of each unit in weights smaller than a bucket of gradients.
+
+        Parameters that units share are excluded.
 
         Args:
             width: bytes per element of a gradient.

@@ -63,7 +63,7 @@ def attention_parameters(
     """Return the parameters of one attention on one of ``tensor`` ranks; the output's bias is not sharded.
 
     Args:
-        keys: total size of all keys, and of all values; None: that of the queries.
+        keys: total size of all key heads, equal to that of all value heads; None: equal to the total size of queries.
         has_entering_bias: the products for queries, keys and values always have biases.
     """
     h, width = sizes.hidden_size, attention_width(sizes)
@@ -103,10 +103,10 @@ def layer_products(sizes: ModelDimensions, tokens: int, tensor: int, keys: int |
 def attention_products(
     sizes: ModelDimensions, tokens: int, tensor: int, keys: int | None = None
 ) -> tuple[Product, ...]:
-    """Return the product for queries, keys and values, and that for the output.
+    """Return two products: the projection to queries, keys and values, and the output projection.
 
     Args:
-        keys: total size of all keys, and of all values; None: that of the queries.
+        keys: total size of all key heads, equal to that of all value heads; None: equal to the total size of queries.
     """
     h, width = sizes.hidden_size, attention_width(sizes)
     keys = width if keys is None else keys
@@ -255,15 +255,15 @@ class DecoderCosts(Costs):
 
     @property
     def keys(self) -> int:
-        """Total size of all keys of a layer, and of all values."""
+        """Total size of all key heads of a layer, equal to that of all value heads."""
         return self.sizes.num_query_groups * self.sizes.kv_hidden_size
 
     @property
     def attention_kept(self) -> int:
         """Number of elements per token that attention saves of queries, keys, values and its output.
 
-        Queries and keys count again before rotation, and again before their norms. With context parallelism they are
-        not saved before rotation; an all-to-all saves the output twice.
+        Rotary embedding saves a second copy of queries and keys (not with context parallelism), and so do norms of
+        queries and keys. An all-to-all over the context ranks saves a second copy of the output.
         """
         both = attention_width(self.sizes) + self.keys
         if self.context > 1:
@@ -326,7 +326,7 @@ class DecoderCosts(Costs):
         """Return the parameters of one layer on one of ``tensor`` ranks; norms and output biases are not sharded.
 
         Args:
-            is_active: of the experts, count only those that a token uses.
+            is_active: count only the experts that a token uses.
         """
         inner = attention_parameters(self.sizes, tensor, self.keys, self.sizes.add_qkv_bias)
         norms = self.num_norms * self.norm_parameters + self._head_norm_parameters(tensor)
@@ -368,7 +368,7 @@ class DecoderCosts(Costs):
     ) -> list[Kept]:
         """See ``Costs``. In 16 bits a layer saves 34 h bytes per token if f = 4 h, a d = h and t = 1.
 
-        The head reads all tokens.
+        The input of the head is not sharded by sequence parallelism.
         """
         sizes, h = self.sizes, self.sizes.hidden_size
         bytes_between = between_bytes(2 * h * width, 2 * h * self.mask_bytes, sequence, is_joined=is_joined)
@@ -388,10 +388,10 @@ class DecoderCosts(Costs):
     def attention_work(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False
     ) -> int:
-        """See ``Costs``. With one thread: scratch memory, and gradients of layer, context, query, key and value.
+        """See ``Costs``. For one thread: scratch memory, and gradients of layer, context, query, key and value.
 
-        If the last layer has experts, it has freed more memory before that. Its experts may also need more scratch
-        memory than attention.
+        The experts of a layer may need more scratch memory than its attention. If the last layer has experts, more
+        memory has been freed before the backward of its attention.
         """
         tokens = samples * self.own_length
         feed_forward = tokens * (feed_forward_kept(self.sizes) * width // tensor)
@@ -405,10 +405,10 @@ class DecoderCosts(Costs):
     def _attention_work(
         self, samples: int, tensor: int, width: int, sequence: int, half: int, *, is_joined: bool
     ) -> int:
-        """Return the scratch bytes of attention in backward, less the memory freed by then.
+        """Return the scratch bytes of attention in backward, less the memory that its layer has freed by then.
 
         Args:
-            half: bytes that the feed-forward half has freed.
+            half: bytes that the backward of the layer's feed-forward half has freed.
         """
         if self.context > 1:
             gathered = 0 if self.cuts_heads else sum(self.context_messages(samples, tensor, width))
@@ -423,7 +423,7 @@ class DecoderCosts(Costs):
         return max(scratch + samples * self.seq_length * (gradients - freed) - half, 0)
 
     def context_messages(self, samples: int, tensor: int, width: int) -> tuple[int, ...]:
-        """See ``Costs``. Gathered keys and values, or queries, keys, values and the context of all ranks."""
+        """See ``Costs``. The all-gather of keys and values, or the all-to-alls of queries, keys, values and context."""
         numel = 2 * attention_width(self.sizes) + 2 * self.keys if self.cuts_heads else 2 * self.keys
         return (samples * self.seq_length * numel // tensor * width,) if self.context > 1 else ()
 

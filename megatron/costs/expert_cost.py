@@ -115,7 +115,7 @@ class ExpertCosts:
         return tuple(products)
 
     def kept(self, tokens: int, tensor: int, width: int, sequence: int = 1, *, is_joined: bool = False) -> int:
-        """Return the bytes that the half saves for backward, in addition to the input that a dense half saves.
+        """Return the bytes that the feed-forward half saves for backward, excluding the input that a dense half saves.
 
         Args:
             tokens: tokens of a micro-batch.
@@ -140,7 +140,7 @@ class ExpertCosts:
 
     @property
     def _tables(self) -> int:
-        """Number of tables [tokens, E] that the router saves: one to look up weights, and those of the losses."""
+        """Number of tables [tokens, E] that the router saves: one to look up weights, and others for its losses."""
         sizes = self.sizes
         is_sigmoid = sizes.moe_router_score_function == "sigmoid"
         has_logits = not is_sigmoid and not sizes.moe_router_pre_softmax  # the logits are the table of weights
@@ -148,9 +148,10 @@ class ExpertCosts:
         return 1 + softmax + (bool(sizes.moe_z_loss_coeff) and not has_logits)
 
     def _input(self, part: int, tokens: int, width: int, is_joined: bool) -> int:
-        """Return the bytes of the router's input and weight (in 16 bits copies), less the input saved by a dense half.
+        """Return the bytes of inputs that the half saves, less the input that a dense half saves.
 
-        Experts save rows rather than the input.
+        The router saves its input, and with 16-bit weights fp32 copies of its input and weight. A shared expert saves
+        the same input as a dense half. Other experts save rows, which ``kept`` counts separately.
 
         Args:
             part: number of tokens that the router processes.
@@ -165,7 +166,7 @@ class ExpertCosts:
     def work(self, tokens: int, tensor: int, width: int, sequence: int = 1) -> int:
         """Return the scratch bytes of the half in backward, less the memory that it has freed by then.
 
-        The gradients of one weight of all experts exist at the same time, before they are added to their sums.
+        The gradients of the same weight of all experts exist at the same time, before they are accumulated.
         """
         sizes, h, k = self.sizes, self.sizes.hidden_size, self.sizes.moe_router_topk
         rows, f = self._seen(tokens, tensor) * k, sizes.moe_ffn_hidden_size // self._cut(tensor)
@@ -181,9 +182,9 @@ class ExpertCosts:
         return max(held + largest, 0) * width
 
     def messages(self, tokens: int, tensor: int, width: int) -> tuple[int, int]:
-        """Return the bytes of the rows that a rank passes to the all-to-all to the experts, and to the one back.
+        """Return the bytes that a rank passes to the all-to-all to the experts, and to the all-to-all back.
 
-        They include its own rows. Gradients have the same sizes.
+        The bytes include rows of local experts. Gradients have the same sizes.
         """
         if self.ranks == 1:
             return 0, 0

@@ -33,11 +33,10 @@ from megatron.costs.dimensions import ModelDimensions, known_vocab_size
 # gathered as a whole.
 #
 # Source of the activations of layers: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer
-# models", section 4, without scores, which a fused kernel recomputes. The scratch memory of causal attention on a CPU
-# (below) counts if it exceeds the memory that its layer has freed and the logits. Other tensors with an element per
-# query and key, T5's relative biases and the probabilities of its blocked attention on a CPU, are counted with T5's
-# layers. With attention dropout on a CPU, or with --layout-independent-dropout, probabilities count too (5 a s / h
-# times s b h), except for T5.
+# models", section 4, without scores, which a fused kernel recomputes in backward. The scratch memory of causal
+# attention on a CPU (below) counts as far as it exceeds the logits and the memory that its layer has freed. T5's
+# relative biases and the probabilities of its blocked attention on a CPU are counted with T5's layers. With attention
+# dropout on a CPU, or with --layout-independent-dropout, probabilities count too (5 a s / h times s b h), but not T5's.
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -82,7 +81,7 @@ class Zero:
         return 2 if self.prefetches and self.replicas > 1 else 1
 
     def share(self, stage: int) -> int:
-        """Return the number of shards of state that ZeRO shards from ``stage`` on: 1 below that stage."""
+        """Return the number of shards of a state that is sharded from ZeRO stage ``stage`` on; 1: it is not sharded."""
         return self.replicas if self.stage >= stage else 1
 
 
@@ -91,9 +90,9 @@ PLAIN = Zero()
 
 @dataclass(frozen=True)
 class State:
-    """Bytes per parameter: weight, gradient and optimizer state.
+    """Bytes per parameter: ``width`` of the weight, ``gradient``, and ``optimizer`` for main param and states.
 
-    For matrices of layers, the optimizer state is smaller by ``saved``.
+    With Muon, the optimizer state of matrices of layers is smaller by ``saved`` bytes.
     """
 
     width: int
@@ -160,7 +159,7 @@ class State:
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes that a unit saves of a micro-batch for backward: ``full``, or ``input`` if it is recomputed.
+    """Bytes that a unit saves for backward of one micro-batch: ``full``, or ``input`` if the unit is recomputed.
 
     ``core`` is the part of ``full`` that selective recompute does not save.
     """
@@ -185,10 +184,12 @@ class SavedActivations:
     def placed(
         self, memory: Memory, pieces: Sequence[Sequence[Kept]], forwards: float, read: int, work: int = 0
     ) -> Memory:
-        """Return ``memory`` with the activations that recompute saves in ``forwards`` through a stage's ``pieces``.
+        """Return ``memory`` with the activations of a stage whose layers are recomputed.
 
         Args:
-            read: bytes per forward that all layers of the pieces read; they are saved in full on the device.
+            pieces: saved bytes of each unit of each piece of the stage.
+            forwards: number of forwards through all pieces that are in flight.
+            read: bytes per forward of tensors that several layers read; they are saved in full on the device.
             work: scratch bytes of the backward of a recomputed layer.
         """
         inputs = sum(sum([unit.input for unit in piece if unit.input][:: self.every]) for piece in pieces)
@@ -217,8 +218,8 @@ def waiting_of(config: Any) -> SavedActivations:
 # | together | in the dtype of the weights; in 16 bits also an fp32 copy | their fp32 softmax |
 # | in chunks | one chunk in fp32, two with several tensor ranks; in 16 bits also copies | two gradients |
 #
-# The gradients are those of the hidden states and, in fp32, of the table. Copies are made of a chunk and of the
-# gradient of the table. ``megatron.config.loss_chunk.tokens_at_once`` chooses between both rows.
+# The two gradients are those of the hidden states and, in fp32, of the table. With 16-bit weights a chunk and the
+# table's gradient are copied. ``megatron.config.loss_chunk.tokens_at_once`` chooses between the two rows.
 
 
 def loss_bytes(
@@ -259,7 +260,7 @@ def loss_bytes(
 # |---|---|
 # | query, key, value; the gradients of the context, of key and of value | 6 s d |
 # | scores and their gradients, for the q queries of a block | 2 q s |
-# | a product of a block; products to add to the gradients of key and value | q d; d per key before the last block |
+# | a product of a block; a product to add to the gradient of key or value | q d; d per key before the last block |
 #
 # All heads share the q x q mask. The formula is that of ``megatron.ops.causal_attention``. The kernel's memory consists
 # of query, key and gradient of the context; the transposes of these three, of the value and of the gradients of key and
@@ -283,12 +284,13 @@ def heads_at_once(heads: int, length: int, threads: int = 1) -> int:
 
 
 def backward_bytes(heads: int, length: int, size: int, width: int, threads: int = 1) -> int:
-    """Return the scratch bytes of a backward, for heads of ``size`` elements of ``width`` bytes.
-
-    In fp32 they are those of the kernel.
+    """Return the scratch bytes of attention's backward on a CPU; in fp32 those of the C++ kernel.
 
     Args:
         heads: number of heads on this rank, over all samples.
+        length: number of tokens of a sample.
+        size: elements of a head per token.
+        width: bytes per element.
         threads: number of threads of this rank.
     """
     if width == 4:

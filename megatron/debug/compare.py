@@ -23,7 +23,7 @@ from megatron.debug.statistics import Statistics, joined, summed, zeros
 # | of a tensor group, without cuts, other statistics | slices of an unknown cut: statistics add up, sketches do not |
 # | of a tensor group, shares of a sum | summands: means and sketches add up, norms do not |
 # | of replicas and micro-batches | other samples: joined until both dumps cover the same samples |
-# | of stages with a tied weight, of replicas with a weight | copies |
+# | of a weight on several replicas, of a tied weight on several stages | copies |
 
 SAME = 1e-9
 """Relative difference up to which ranks are assumed to hold copies."""
@@ -57,7 +57,7 @@ class Joined:
 
     @property
     def lead(self) -> Record:
-        """The part whose time counts: the earliest of the lowest rank, because the clocks of ranks differ."""
+        """The earliest part of the lowest rank, whose time determines the order; clocks of different ranks differ."""
         return min(self.parts, key=lambda part: (part.rank, part.time_ns))
 
 
@@ -88,12 +88,12 @@ def _calls(dump: Dump) -> dict[tuple[int, str, int, int], int]:
 
 
 def paired(first: Dump, second: Dump) -> Iterator[tuple[Joined, Joined]]:
-    """Yield each tensor that both dumps contain, joined over the smallest ranges of samples that both allow.
+    """Yield each tensor that both dumps contain, joined over the smallest ranges of samples that both dumps record.
 
-    Layers of a pipeline pass on tensors for later layers in addition to their first tensor, and the gradients of these
-    on the way back. If only one dump has a pipeline, only first tensors are comparable, and other tensors whose cut is
-    known from a module's own weight. A tensor without a dimension of samples, such as the positions of a micro-batch,
-    is comparable only if both dumps have the same micro-batch size.
+    In a pipeline, layers also receive and return tensors that they only forward to later layers, and the gradients of
+    these tensors. If only one of the dumps has a pipeline, a tensor is comparable only if it is the first input or
+    output of its module, or if its cut is known from the module's own weight. A tensor without a dimension of samples,
+    such as the positions of a micro-batch, is comparable only if both dumps have the same micro-batch size.
     """
     first_records, second_records = grouped(first), grouped(second)
     have_pipeline = {dump.facts["layout"].get("pipe", 1) > 1 for dump in (first, second)}
@@ -112,13 +112,17 @@ def paired(first: Dump, second: Dump) -> Iterator[tuple[Joined, Joined]]:
 
 
 def _can_add_up(one: Sequence[Record], other: Sequence[Record]) -> bool:
-    """Return True if micro-batches have the same size in both, or if their sizes show in the shapes of tensors."""
+    """Return True if a tensor's records can be joined over samples, so that both dumps are comparable.
+
+    The micro-batches of both dumps must have the same size, or the shapes must differ, which shows that the tensor has
+    a dimension of samples.
+    """
     sizes = [{r.samples.stop - r.samples.first for r in records if r.samples is not None} for records in (one, other)]
     return sizes[0] == sizes[1] or {whole_shape(r) for r in one}.isdisjoint(whole_shape(r) for r in other)
 
 
 def whole_shape(record: Record) -> tuple[int, ...]:
-    """Return the shape of the tensor that all ranks of a tensor group hold together, as far as the cut is known."""
+    """Return the shape of the full tensor over its tensor group; the shape on the rank if the cut is unknown."""
     cut, shape = record.cut, record.shape
     return shape if cut is None else (*shape[: cut.dim], cut.size, *shape[cut.dim + 1 :])
 
@@ -205,7 +209,10 @@ LATER = 10.0
 UNJUDGED = math.inf
 """Tolerance of weights after the first step, for the same reason."""
 SMALLEST_SHARE = 1e-6
-"""Fraction of the largest norm of the same kind in the step. Smaller tensors are zero by symmetry, up to rounding."""
+"""Errors are relative to at least this fraction of the step's largest norm of the same kind of tensor.
+
+Smaller tensors are zero by symmetry, up to rounding.
+"""
 
 
 @dataclass(frozen=True)
@@ -361,7 +368,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _tensor_error(first: Dump, second: Dump, one: Joined, other: Joined, floor: float) -> float | None:
-    """Return the relative norm of the difference; None if not both dumps have the tensors of the same samples."""
+    """Return the relative norm of the difference, computed from tensors; None if they are missing or not comparable."""
     if any(part.file is None for part in (*one.parts, *other.parts)):
         return None
     a, b = _whole(first, one.parts), _whole(second, other.parts)

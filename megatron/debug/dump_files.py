@@ -39,7 +39,7 @@ WEIGHT, GRADIENT = "weight", "gradient"
 class Samples(NamedTuple):
     """Range of samples of the step's global batch to which a tensor belongs: from ``first`` up to ``stop``.
 
-    If samples are split into shorter sequences (--seq-length-schedule), these are counted instead.
+    If samples are split into shorter sequences (--seq-length-schedule), the range counts sequences instead.
     """
 
     first: int
@@ -52,7 +52,7 @@ class Record:
 
     Args:
         micro_batch, samples: None for weights and their gradients.
-        shape, dtype: those of the rank's slice; ``statistics`` exclude padding.
+        shape, dtype: shape and dtype of the rank's slice, including padding, which ``statistics`` exclude.
         factor: factor to apply to the tensor in ``file``; it is already applied to the statistics.
         time_ns: time of the record, for the order among ranks.
         rank: rank that made the record.
@@ -138,7 +138,7 @@ class Writer:
         self._write({"kind": "tensor", "step": self._step, "record": record})
 
     def note(self, kind: str, **facts: Any) -> None:
-        """Write a line of another ``kind`` about the step."""
+        """Write a line of a ``kind`` other than "tensor" with ``facts`` about the step."""
         self._write({"kind": kind, "step": self._step, **facts})
 
     def close(self) -> None:
@@ -148,6 +148,7 @@ class Writer:
             self._file = None
 
     def _keep(self, x: torch.Tensor) -> str | None:
+        """Save ``x`` if tensors are requested; return the name of its file relative to the folder."""
         if not self.with_tensors:
             return None
         name = f"tensors/rank-{self.rank:05d}/step-{self._step:06d}-{self._number:06d}.safetensors"
@@ -184,7 +185,11 @@ def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 class Dump(NamedTuple):
-    """A dump as read: the manifest, the records of its complete and incomplete steps, the other lines by kind."""
+    """The content of a dump.
+
+    ``facts`` are the manifest, ``records`` the records of complete and incomplete steps. ``ends`` maps each complete
+    step to its "end" line. ``findings`` are the "not finite" lines.
+    """
 
     folder: Path
     facts: dict[str, Any]
@@ -238,10 +243,12 @@ def read(folder: Path) -> Dump:
 
 
 def _of_mean_loss(record: Record, forms: Mapping[int, bool], replicas: int) -> Record:
-    """Return ``record`` with a gradient converted to that of the mean loss, up to a factor common to all layouts.
+    """Return ``record`` with a gradient of a scalar loss divided by the number of replicas; others unchanged.
+
+    Afterwards gradients are those of the mean loss over all replicas, up to a factor common to all layouts.
 
     Args:
-        forms: step -> True if the loss is a pair (sum, count); a scalar is the mean of a replica.
+        forms: step -> True if the loss is a pair (sum, count), False if it is a scalar, the mean of a replica.
     """
     is_weighted = forms.get(record.step, next(iter(forms.values()), True))
     if record.what not in (GRAD_OUTPUT, GRAD_INPUT) or is_weighted:

@@ -111,7 +111,7 @@ class Watch:
             self._see(seen, tensor.detach())
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Return views of the model's outputs, whose gradients are exactly those that arrive from outside."""
+        """Return views of the model's outputs; hooks on the views report the gradients that arrive from outside."""
         names = {id(tensor): name for name, tensor in self._last}
         self._last.clear()
         if not model.training or not torch.is_grad_enabled():
@@ -131,6 +131,7 @@ class Watch:
         return replaced(output, alias)
 
     def _before(self, name: str, module: nn.Module, args: Any) -> Any:
+        """Report the inputs of a module; return views of them, with hooks that report their gradients."""
         if not module.training:
             return None
         micro_batch, is_recomputed = self._micro_batch(), is_recomputing()
@@ -157,13 +158,14 @@ class Watch:
         return replaced(args, alias)
 
     def _chunk_at(self, name: str, micro_batch: int, call: int, is_again: bool) -> int:
-        """Return the chunk in which this call was originally made."""
+        """Return the chunk of this call; ``is_again``: the call is a recompute, and the chunk that of its forward."""
         if is_again:
             return self._chunks.get((name, micro_batch, call), 0)
         self._chunks[name, micro_batch, call] = self._chunk
         return self._chunk
 
     def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Report the outputs of a module and hook their gradients."""
         if not module.training:
             return
         micro_batch, is_recomputed = self._micro_batch(), is_recomputing()
@@ -313,4 +315,5 @@ class FiniteCheck:
         return None
 
     def _is_of_loss(self, seen: Seen) -> bool:
+        """Return True if ``seen`` is a gradient that this rank's loss has computed."""
         return seen.what == GRAD_OUTPUT and self.has_loss and seen.chunk == self.chunks - 1

@@ -31,7 +31,7 @@ class Statistics:
     """Statistics of the finite elements of a tensor, in fp64; ``nan`` and ``inf`` count the others.
 
     ``largest`` is an absolute value. ``sketch`` is empty if the positions of the columns in the full tensor are
-    unknown. ``norm`` and ``largest`` are NaN for a sum of which only the summands are known.
+    unknown. ``norm`` and ``largest`` are NaN for a sum, because the statistics of its summands do not determine them.
     """
 
     count: int
@@ -145,13 +145,13 @@ def signs(first: int, number: int, device: torch.device) -> torch.Tensor:
 # | module with a weight of its own, or with only a bias | inputs | outputs |
 # |---|---|---|
 # | sharded by output rows (``partition_dim`` 0), with as many output columns | full | its columns |
-# | the same with ``num_outputs`` n, whose outputs have every n-th row each | full | its columns of each |
+# | the same with ``num_outputs`` n outputs, output i from rows i, i + n, ... | full | its columns of each output |
 # | the same with more output columns (gathered), or with token ids as input (an embedding) | full | full |
 # | sharded by input columns (``partition_dim`` 1), with as many input columns | its columns | full |
 #
-# With --sequence-parallel, "full" stands for this rank's rows in the first tensor. The same holds for the inputs and
-# outputs of a module that has a ``place`` in which the sequence is sharded. The cuts of other modules are unknown: if
-# the statistics of a tensor group's ranks differ, the ranks are assumed to hold slices.
+# With --sequence-parallel, "full" stands for this rank's rows in the first input or output. The same applies to modules
+# whose attribute ``place``, a parallel context, has ``sequence_parallel`` set. The cuts of other modules are unknown:
+# if the statistics of a tensor group's ranks differ, the ranks are assumed to hold slices.
 
 
 class Cut(NamedTuple):
@@ -196,7 +196,7 @@ def output_cut(module: nn.Module, output: torch.Tensor, has_ids: bool, index: in
 
 
 def input_cut(module: nn.Module, given: torch.Tensor, index: int = 0) -> Cut | None:
-    """Return the cut of ``given``, input ``index``; None if every rank holds the full tensor, or if it is unknown."""
+    """Return the cut of input ``index``, the tensor ``given``; None if every rank holds it in full or it is unknown."""
     shard, shape = own_shard(module)
     if shard is None or shard.partition_dim != 1:
         return _rows(module, given, index)
@@ -206,10 +206,7 @@ def input_cut(module: nn.Module, given: torch.Tensor, index: int = 0) -> Cut | N
 
 
 def is_share(module: nn.Module, index: int, *, of_output: bool = False) -> bool:
-    """Return True if the gradient of input (or output) ``index`` is this rank's summand.
-
-    The gradient is the sum over the tensor group, which is computed later.
-    """
+    """Return True if the gradient of input (or output) ``index`` is a partial sum over the tensor group."""
     return index in getattr(module, "output_shares" if of_output else "shares", ())
 
 

@@ -49,9 +49,9 @@ class ActivationStorage:
     """Stores the inputs of recomputed runs of layers, each tensor once, and restores them in backward.
 
     Args:
-        slots: returns the maximum number of stored first inputs (runs per forward times forwards in flight), and that
-            of stored inputs that all runs of a forward share, such as the encoder's output. Called at the first
-            forward.
+        slots: returns two maximum numbers of stored tensors: of first inputs (runs per forward times forwards in
+            flight), and of the other inputs, which all runs of a forward share, such as the encoder's output. Called
+            at the first forward.
     """
 
     def __init__(self, how: ActivationOffload, slots: Callable[[], tuple[int, int]] = lambda: (1, 1)) -> None:
@@ -70,7 +70,7 @@ class ActivationStorage:
         return Inputs(inputs, stored)
 
     def waiting_bytes(self) -> int:
-        """Return the number of bytes stored for backward at present, without free slots of buffers."""
+        """Return the number of bytes currently stored for backward, excluding free slots of buffers."""
         return sum(stored.held.nbytes for stored in self._waiting)
 
     def buffer_bytes(self) -> int:
@@ -78,6 +78,7 @@ class ActivationStorage:
         return sum(buffer.num_bytes for buffer in self._buffers.values())
 
     def _keep(self, x: torch.Tensor, *, is_first: bool) -> _Kept:
+        """Store ``x``, unless it is stored already; ``is_first``: it is the first input of a run."""
         stored: _Kept | None = self._seen.get(x)
         if stored is None:
             stored = self._seen[x] = _Kept(x, self.how, self._room(x, is_first))
@@ -85,7 +86,10 @@ class ActivationStorage:
         return stored
 
     def _room(self, x: torch.Tensor, is_first: bool) -> Callable[[torch.Tensor], tuple[torch.Tensor, Any]]:
-        """Return an allocator of memory for a slice of ``x``; it returns the memory and a function that releases it."""
+        """Return a function that allocates memory for a slice of ``x``.
+
+        The function returns the memory, and a function that releases it (None: the memory has no slot to release).
+        """
         if not self.how.is_contiguous:
             return lambda part: (self._memory(part.shape, part), None)
         return lambda part: self._buffer(part, is_first).slot()
@@ -147,7 +151,7 @@ class _Kept:
         return self.how.is_partitioned and self.how.group.size > 1
 
     def _own_part(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the elements of ``x`` that this rank stores, flattened; the last rank's are padded with zeros."""
+        """Return this rank's slice of the flattened ``x``; the last slice is padded with zeros."""
         flat, group = x.reshape(-1), self.how.group
         if not self._is_cut:
             return flat

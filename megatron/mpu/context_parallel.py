@@ -48,7 +48,7 @@ def runs_of(length: int, group: Group) -> tuple[Run, ...]:
 
 
 def runs_within(runs: tuple[Run, ...], start: int, stop: int) -> Iterator[Run]:
-    """Yield ``runs`` restricted to the local indices ``start`` to ``stop``, with indices relative to ``start``."""
+    """Yield the parts of ``runs`` within local indices ``start`` to ``stop``, with indices relative to ``start``."""
     for run in runs:
         low, high = max(run.start, start), min(run.stop, stop)
         if low < high:

@@ -42,7 +42,7 @@ def vocab_parallel_cross_entropy(
 
 
 def _with_z_loss(ctx: Any, kept: tuple[torch.Tensor, ...], losses: torch.Tensor, log_z: torch.Tensor, c: float) -> Any:
-    """Return ``losses`` and the z-losses; save ``kept`` and the slopes of the softmax for backward."""
+    """Return ``losses`` and the z-losses; save the tensors ``kept`` and ``slopes_of_softmax`` for backward."""
     squares = c * log_z.square()
     ctx.save_for_backward(*kept, slopes_of_softmax(log_z, c))
     ctx.mark_non_differentiable(squares)
@@ -50,32 +50,32 @@ def _with_z_loss(ctx: Any, kept: tuple[torch.Tensor, ...], losses: torch.Tensor,
 
 
 def slopes_of_softmax(log_z: torch.Tensor, z_loss: float) -> torch.Tensor:
-    """Return the factor of the softmax in the gradient of the loss: 1, plus ``2 c log Z`` for the z-loss."""
+    """Return the factor by which the gradient of the loss multiplies the softmax: ``1 + 2 c log Z``, c = ``z_loss``."""
     return 1 + 2 * z_loss * log_z
 
 
 def known_or_nan(
     weights: torch.Tensor, targets: torch.Tensor, vocab_size: int, *, is_on_host: bool | None = None
 ) -> torch.Tensor:
-    """Return ``weights`` with NaN for tokens that count but whose target is outside the vocabulary.
+    """Return ``weights`` with NaN for tokens of non-zero weight whose target is outside the vocabulary.
 
-    Without this check such a token would get a probability of 0 and a plausible loss. On a CPU the function raises. On
-    other devices the host would have to wait for the result of the check, so the loss becomes NaN instead.
+    Without this check such a token would get a probability of 0 and a plausible loss. On a CPU the function raises an
+    error. On other devices, raising would require the host to wait for the device, so the loss becomes NaN instead.
 
     Shapes:
         weights, targets [...]
 
     Args:
-        is_on_host: raise rather than return NaN; None: True if the targets are on a CPU.
+        is_on_host: raise an error instead of returning NaN; None: True if the targets are on a CPU.
 
     Raises:
-        ValueError: there is such a token and ``is_on_host``.
+        ValueError: such a token exists and ``is_on_host`` is True.
     """
     is_invalid = ((targets < 0) | (targets >= vocab_size)) & (weights != 0)
     if not (targets.device.type == "cpu" if is_on_host is None else is_on_host):
         return weights.masked_fill(is_invalid, float("nan"))
     try:
-        # on CUDA this check would not block, and a failure would abort the process
+        # only on the host: on CUDA the assertion would run asynchronously and abort the process if it failed
         torch._assert_async(~is_invalid.any())
     except RuntimeError as error:
         raise _outside(targets[is_invalid], vocab_size) from error
@@ -137,7 +137,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         else:
             at_target = torch.zeros_like(largest)
         exponentials = shifted.exp_()
-        sums = torch.stack([exponentials.sum(dim=-1), at_target])  # one message for both sums
+        sums = torch.stack([exponentials.sum(dim=-1), at_target])  # one all-reduce for both sums
         all_reduce(sums, group)
         denominator, at_target = sums[0], sums[1]
         softmax = exponentials.div_(denominator.unsqueeze(-1))

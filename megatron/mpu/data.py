@@ -16,8 +16,8 @@ from megatron.mpu.groups import Group
 class Upload(dict[str, torch.Tensor]):
     """A micro-batch in host memory that is being copied to a device.
 
-    Programs see a dictionary of tensors on the host, as in a run on CPUs. ``broadcast_data`` uses the copies on the
-    device, and copies again any tensor that the program has replaced or changed in place since.
+    The training script sees a dictionary of tensors on the host, as in a run on CPUs. ``broadcast_data`` uses the
+    copies on the device. A tensor that the script has replaced or changed in place since then is copied again.
     """
 
     def __init__(self, batch: Mapping[str, torch.Tensor], place: torch.device) -> None:
@@ -50,16 +50,16 @@ def broadcast_data(
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Return ``data[key]`` for each key on every rank of ``group``, on ``device``. Collective.
 
-    The shapes are exchanged between hosts, so that no host waits for its device.
+    The shapes are broadcast in host memory, so that no host waits for its device.
 
     Args:
         data: tensors, read on the group's first rank only; the other ranks may pass None.
         dtype: dtype of all these tensors.
-        host: group of the same ranks over the CPU; None: ``group`` communicates tensors in host memory.
+        host: group of the same ranks with a CPU backend, for the shapes; None: ``group`` has a CPU backend itself.
 
     Raises:
         KeyError: the first rank's ``data`` lacks a key.
-        TypeError: a tensor of the first rank has another dtype.
+        TypeError: a tensor of the first rank does not have ``dtype``.
     """
     if group.size > 1:
         return _broadcast(list(keys), data, dtype, group, device, host or group)

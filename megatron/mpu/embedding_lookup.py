@@ -26,7 +26,7 @@ def embedding_lookup(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         output [..., h]
 
     Raises:
-        IndexError: If an id is negative or not below v.
+        IndexError: an id is negative or not below v.
     """
     if table.dtype in HALF_PRECISION and table.device.type == "cpu" and not torch.compiler.is_compiling():
         rows: torch.Tensor = _HalfPrecisionLookup.apply(ids, table)
@@ -37,7 +37,7 @@ def embedding_lookup(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 def accumulate_rows(ids: torch.Tensor, grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the distinct ids in ascending order and the fp32 sum of each id's gradients.
 
-    The sums need memory for the rows that occur only, not for a full table in fp32.
+    Memory is needed only for the rows that occur in ``ids``, not for a full table in fp32.
 
     Shapes:
         ids    [n]

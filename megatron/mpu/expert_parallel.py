@@ -69,7 +69,11 @@ class Exchange:
         return _Send.apply(rows, self)
 
     def give_back(self, rows: torch.Tensor) -> torch.Tensor:
-        """Send outputs of experts back; return those of the rows that this rank sent, in order. Collective."""
+        """Send outputs of experts back to the ranks of their rows. Collective.
+
+        Returns:
+            The outputs of the rows that this rank passed to ``send``, in the same order.
+        """
         return _GiveBack.apply(rows, self)
 
     def forth(self, rows: torch.Tensor) -> torch.Tensor:

@@ -95,7 +95,7 @@ def keyed_dropout(
     probability: float,
     by_kernel: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dropout of ``x``, and the data for its backward: the key, or the factor of each element.
+    """Return ``x`` after dropout, and the tensor that backward needs: the key, or the factor of each element.
 
     Args:
         position: step and micro-batch, on the CPU.

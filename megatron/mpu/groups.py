@@ -86,7 +86,7 @@ def build_grid(topology: Topology, rank: int, timeout: timedelta | None = None, 
 
     Args:
         timeout: timeout of collectives on the new groups; None: torch's default.
-        is_on_host: the default process group communicates tensors in host memory, as in a run on CPUs.
+        is_on_host: True if the default process group communicates tensors in host memory, as in a run on CPUs.
     """
     if topology.world_size == 1:
         return single_grid()
@@ -124,11 +124,12 @@ def _own_group(
     sets: list[list[int]], topology: Topology, rank: int, timeout: timedelta | None, made: dict[tuple[int, ...], Any],
     backend: str | None = None,
 ) -> Group:  # fmt: skip
-    """Create the groups of all ``sets`` of ranks, in the same order on every rank; return the one with ``rank``.
+    """Create a process group for each of ``sets`` and return the group that contains ``rank``. Collective.
 
     Args:
-        made: process groups by their ranks; existing ones are reused.
-        backend: backend of new groups; None: that of the default group, which then serves as the group of all ranks.
+        sets: disjoint sets of ranks, in the same order on every rank.
+        made: process groups created so far, by their ranks. Existing groups are reused, new ones are added.
+        backend: backend of new groups; None: the backend of the default group, which is reused for a set of all ranks.
     """
     group = None
     for ranks in map(tuple, sets):

@@ -75,6 +75,8 @@ def destroy_model_parallel() -> None:
 
 
 def _view(axis: str, part: str) -> Any:
+    """Return an accessor function for the attribute ``part`` of the grid's group ``axis``."""
+
     def read() -> Any:
         group: Group = getattr(get_grid(), axis)
         return getattr(group, part)
@@ -84,6 +86,8 @@ def _view(axis: str, part: str) -> Any:
 
 
 def _data_view(part: str) -> Any:
+    """Return an accessor function for the attribute ``part`` of the data group, or of the data x context group."""
+
     def read(with_context_parallel: bool = False) -> Any:
         grid = get_grid()
         return getattr(grid.data_context if with_context_parallel else grid.data, part)

@@ -31,7 +31,7 @@ from tds.param_info import info_of
 #
 # Compiled for a CPU, torch's product with a bias first copies the bias to every row. A bias that is added separately is
 # fused with the operation that follows, such as GELU or the residual addition. The gradient of the bias must not be
-# fused with the operations before it: for a sum over rows the compiler computes every summand again, column by column.
+# fused with the operations before it: the compiler would recompute each summand of the sum over rows, column by column.
 #
 # | first product of the feed-forward layer and GELU, [4096, 512] to 2,048, fp32, 2 cores; ms | forward | backward |
 # |---|---|---|
@@ -40,8 +40,8 @@ from tds.param_info import info_of
 # | bias added separately, its gradient a sum that the compiler generates | 28.4 | 67.8 |
 # | bias added separately, its gradient a product with ones (the implementation below) | 29.8 | 56.5 |
 #
-# A custom operator expands the bias to all rows without a copy. It is an operator because operators can define their
-# own gradient; an autograd.Function would keep the compiled layer out of torch's cache.
+# A custom operator expands the bias to all rows without a copy. An autograd.Function could define the same gradient,
+# but would keep the compiled layer out of torch's cache.
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -60,19 +60,20 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 BESIDE, WHOLE_TILES = 8, 64
 """Alignment of logits on devices other than the CPU.
 
-A width that is not a multiple of ``BESIDE`` columns (16 bytes in 16 bits) is padded to a multiple of ``WHOLE_TILES``.
+A width that is not a multiple of ``BESIDE`` columns (16 bytes of a 16-bit dtype) is padded to a multiple of
+``WHOLE_TILES`` columns.
 """
 
 
 def aligned(columns: int, place: torch.device) -> int:
-    """Return the padded number of columns with which ``columns`` logits are computed on ``place``."""
+    """Return the width to which a product with ``columns`` columns of logits is padded on the device ``place``."""
     if place.type == "cpu" or columns % BESIDE == 0:
         return columns
     return -(-columns // WHOLE_TILES) * WHOLE_TILES
 
 
 def aligned_linear(x: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``x table^T + bias``, [..., v/t], computed with aligned products in forward and backward."""
+    """Return ``x table^T + bias``, [..., v/t], computed by products of aligned width in forward and backward."""
     rows = len(table)
     width = aligned(rows, x.device) if torch.is_grad_enabled() and table.requires_grad else rows
     if width == rows:
@@ -95,13 +96,14 @@ def plus_bias(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 def _stands_alone(x: torch.Tensor) -> bool:
     """Return True if a bias is added separately: in fp32 and fp64 layers compiled for a CPU.
 
-    In 16 bits torch's product adds the bias, because it then rounds only once.
+    In 16-bit layers the product adds the bias, so that the result is rounded only once.
     """
     return torch.compiler.is_compiling() and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
 
 
 @torch.library.custom_op("megatron_tds::in_every_row", mutates_args=())
 def _in_every_row(bias: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return ``bias`` expanded to ``shape``, without copying it to every row."""
     return bias.clone(memory_format=torch.contiguous_format).expand(shape)
 
 
@@ -132,14 +134,15 @@ _in_every_row.register_autograd(_gradient)
 # With sequence parallelism the graph saves only this rank's slice of the input, not the gathered input.
 #
 # The results are bitwise equal to those of the same operations without overlap. On GPUs, kernels start in the order of
-# their calls only with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron requires as well. It is set for tensor
-# parallelism without a pipeline. A pipeline posts receives early, which would block the kernels after them in a single
-# queue, so ``megatron.training.initialize`` sets several queues. The sums are the same then but may start later.
+# their calls only with ``CUDA_DEVICE_MAX_CONNECTIONS=1``, which Megatron requires as well. For tensor parallelism
+# without a pipeline ``megatron.training.initialize`` sets this variable. A pipeline posts receives early. In a single
+# queue they would block the kernels after them, so a pipeline gets several queues. The results are then the same, but a
+# collective may start later.
 #
 # While a schedule defers weight gradients (``tds.engine.weight_grad_store``), no product is left to overlap with a
 # collective, so the operations run sequentially. Compiled layers use the same sequential operations, whose order the
 # compiler chooses. With sequence parallelism their graph saves the gathered input, s b h elements instead of s b h / t,
-# for attention and for the feed-forward half.
+# once for attention and once for the feed-forward half.
 #
 # Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.2.2.
 
@@ -150,7 +153,7 @@ Pair = tuple[torch.Tensor, torch.Tensor | None]
 def column_products(
     x: torch.Tensor, pairs: Sequence[Pair], group: Group, sequence_parallel: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """Return ``X W^T + b`` for each of ``pairs``, whose weights are this rank's rows. Collective, also in backward.
+    """Return ``X W^T + b`` for each pair of this rank's rows of W and b. Collective, also in backward.
 
     Shapes:
         x      [s, b, input_size], or [s/t, b, input_size] with ``sequence_parallel``
@@ -201,10 +204,10 @@ def _needed(needs: Sequence[bool], number: int) -> tuple[bool, Sequence[bool], S
 
 
 def _of_weight(weight: torch.Tensor, rows: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of ``weight`` as autograd computes it, or None if ``add_product`` accumulated it in place.
+    """Return the gradient of ``weight``, or None if the parameter's ``add_product`` has accumulated it in place.
 
-    For a weight with non-contiguous rows autograd computes the transposed product, which may differ in the last bits
-    (MKL on AMD processors).
+    The gradient is bitwise equal to autograd's: for a non-contiguous weight both are computed as a transposed product,
+    which may differ from the usual product in the last bits (MKL on AMD processors).
     """
     add_product = info_of(weight).add_product
     if add_product is not None:
@@ -215,7 +218,7 @@ def _of_weight(weight: torch.Tensor, rows: torch.Tensor, inputs: torch.Tensor) -
 
 
 def _start_sum(ctx: Any, x: torch.Tensor, rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> AsyncHandle:
-    """Compute this rank's summand of the input's gradient and start the reduction over the group."""
+    """Compute this rank's partial sum of the input's gradient and start its reduction over the group."""
     summand = rows[0].mm(weights[0])
     for grad, weight in zip(rows[1:], weights[1:], strict=True):
         summand += grad.mm(weight)
@@ -252,7 +255,7 @@ class ColumnParallelLinear(nn.Module):
         output [s, b, output_size/t], or [s, b, output_size] with ``gather_output``
 
     Args:
-        has_entered: the input is an output of ``enter_tensor_region`` that several layers share.
+        has_entered: the input has already passed ``enter_tensor_region``, because several layers share it.
 
     Raises:
         ValueError: ``output_size`` is not a multiple of the group size.
@@ -275,7 +278,7 @@ class ColumnParallelLinear(nn.Module):
         self.group = group
         self.gather_output = gather_output
         self.sequence_parallel, self.has_entered = sequence_parallel, has_entered
-        self.shares = (0,) if has_entered else ()  # inputs whose gradient is this rank's summand, for megatron.debug
+        self.shares = (0,) if has_entered else ()  # inputs whose gradient is a partial sum, for megatron.debug
         local = divide("output_size", output_size, group)
         start = group.rank * local
         self.weight = empty_weight((local, input_size), Shard((output_size, input_size), 0, start, local))

@@ -14,9 +14,9 @@ recomputed, and [n, h] and [v/t, h] are saved for backward instead of [n, v/t]. 
 computed.
 
 Logits of 16-bit inputs are products in 16 bits, as in a linear layer; on CUDA they are written in fp32. Everything else
-is computed in fp32 (fp64 for fp64), including the sum of the table's gradients over chunks. The contribution of a chunk
-is again a product in 16 bits. It is a sum over tokens, which no loss scale makes smaller, so it could overflow in fp16.
-To bound it, the hidden states are divided by a power of two.
+is computed in fp32 (fp64 for fp64), including the sum of the table's gradients over chunks. The gradient of the table
+from one chunk is again a product in 16 bits. As a sum over tokens it could overflow in fp16 at any loss scale, so the
+hidden states in this product are divided by a power of two.
 
 On GPUs a product is 2 to 4 times slower if rows do not start at multiples of 16 bytes, as with 50,257 logits. On
 devices other than the CPU, the logits therefore have additional columns (``aligned``), computed from padding rows of
@@ -63,13 +63,14 @@ def linear_cross_entropy(
     """Return the sum over all positions of ``weights * -log softmax(x table^T + bias)[targets]``. Collective.
 
     With a ``z_loss`` the weighted sum of the z-losses is returned as a second tensor. As in
-    ``vocab_parallel_cross_entropy``, the gradient of the first sum is that of both.
+    ``vocab_parallel_cross_entropy``, this second sum is not differentiable, and backward of the first sum computes the
+    gradient of both.
 
-    With a ``cap`` each logit y becomes ``cap * tanh(y / cap)``. The slopes of a chunk, [c, v/t], need additional
-    memory.
+    With a ``cap`` each logit y becomes ``cap * tanh(y / cap)``. The derivatives of a chunk's capped logits, [c, v/t],
+    need additional memory.
 
-    The gradient of ``x`` is this rank's summand of a sum over the group, as in a linear layer sharded by output rows.
-    The preceding ``copy_to_tensor_region`` or gather of the sequence reduces it. Padded rows of the table get no
+    The gradient of ``x`` is a partial sum on each rank, as in a linear layer sharded by output rows. Backward of the
+    preceding ``copy_to_tensor_region`` or of the gather of the sequence reduces it. Padded rows of the table get no
     probability and a zero gradient. No gradient flows to ``weights``.
 
     Shapes:
@@ -77,7 +78,7 @@ def linear_cross_entropy(
         table   [v/t, h], padded rows last
         bias    [v/t] or None
         targets [...] token ids below ``vocab_size``; any value if the weight is 0
-        weights [...], 0 for tokens that do not count
+        weights [...], 0 for ignored tokens
         output  a scalar in fp32 (fp64 for fp64)
 
     Args:
@@ -85,7 +86,8 @@ def linear_cross_entropy(
 
     Raises:
         RuntimeError: in a second backward, because the first one overwrites the gradients.
-        ValueError: a token that counts has a target outside the vocabulary, on a CPU; elsewhere the sum is NaN.
+        ValueError: on a CPU, a token of non-zero weight has a target outside the vocabulary. On other devices the sum
+            is NaN instead.
     """
     _, start, num_real = vocab_range(vocab_size, group, divisible_by)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -99,7 +101,11 @@ def linear_cross_entropy(
 
 @dataclass(frozen=True)
 class _Given:
-    """Arguments of a loss. ``targets`` [n] are relative to this rank's first token; ``weights`` are [n]."""
+    """Arguments of the loss.
+
+    ``targets`` [n] are relative to the first token id of this rank's shard, whose table has ``num_real`` rows without
+    padding. ``weights`` are [n]. ``has_backward``: gradients are enabled.
+    """
 
     targets: torch.Tensor
     weights: torch.Tensor
@@ -151,15 +157,18 @@ def _scale(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A chunk whose softmax statistics of all ranks, ``every`` [t, 3, c], are being gathered.
+    """A chunk of tokens ``rows`` whose softmax statistics are being gathered from all ranks.
 
-    ``exponentials`` [c, v/t] are those of this rank; ``room`` is their memory, which may have additional columns.
+    ``own`` [3, c] contains this rank's statistics: maximum, sum of exponentials, logit of the target. ``every``
+    [t, 3, c] contains the statistics of all ranks once ``handle`` is done. ``exponentials`` [c, v/t] is a view of
+    ``room``, which may have additional columns. ``local`` [c, 1] contains the targets relative to this rank's shard,
+    and ``is_here`` [c] is True for targets within the shard.
     """
 
     rows: slice
     room: torch.Tensor
     exponentials: torch.Tensor
-    slopes: torch.Tensor | None  # of capped logits, if gradients are computed
+    slopes: torch.Tensor | None  # derivatives of capped logits; None without a cap or without gradients
     local: torch.Tensor
     is_here: torch.Tensor
     own: torch.Tensor
@@ -171,7 +180,7 @@ class _Work:
     """Buffers and running sums of one forward.
 
     Args:
-        needs: flags of the gradients to compute: x, table, bias.
+        needs: whether to compute the gradients of x, of the table and of the bias.
     """
 
     def __init__(
@@ -187,13 +196,13 @@ class _Work:
         rows = max(len(table), self.width)
         self.of_table = table.new_empty((rows, table.shape[1]), dtype=self.wide) if needs[1] else None
         if self.of_table is not None:
-            # in the dtype of the table, the first product overwrites these rows
+            # if no conversion is needed, the first product overwrites these rows; only the others are set to zero
             num_overwritten = self.width if len(x) and table.dtype == self.wide else 0
             self.of_table[num_overwritten:].zero_()
         self.of_bias = torch.zeros_like(bias, dtype=self.wide) if needs[2] and bias is not None else None
 
     def run(self) -> torch.Tensor:
-        """Return the sum; the gather of a chunk overlaps with the next chunk's logits."""
+        """Return the sum of the weighted losses. The gather of a chunk overlaps with the next chunk's logits."""
         waiting: deque[_Begun] = deque()
         max_in_flight = 2 if self.given.group.size > 1 else 1
         tokens = min(self.given.at_once, len(self.x))
@@ -228,7 +237,7 @@ class _Work:
         return _Begun(rows, room, exponentials, slopes, local_targets, is_local, statistics, gathered, handle)
 
     def _logits(self, x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """Return the logits [c, v/t], a view of ``room``, which has additional columns if the product is aligned."""
+        """Return the logits [c, v/t] as a view of ``room`` [c, width], whose additional columns align the product."""
         out = room if x.dtype == room.dtype else None
         if out is None and writes_wide(x):
             logits = torch.mm(x, self.table.t(), out_dtype=room.dtype, out=room)
@@ -250,7 +259,10 @@ class _Work:
         return any(grad is not None for grad in (self.of_x, self.of_table, self.of_bias))
 
     def _gathered(self, own: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Start to gather ``own`` of all ranks; return the result [t, 3, c] and the handle to wait for, if any."""
+        """Start an all-gather of the statistics ``own`` [3, c]; return its output [t, 3, c] and its handle.
+
+        The handle is None if the group has one rank.
+        """
         group = self.given.group
         if group.size == 1:
             return own.unsqueeze(0), None
@@ -276,7 +288,13 @@ class _Work:
             self._add_gradients(begun, factor, softmax_factor * (begun.own[0] - max_logits).exp() / denominator)
 
     def _add_gradients(self, begun: _Begun, factor: torch.Tensor, of_exponentials: torch.Tensor) -> None:
-        """Turn the exponentials into the gradient of the logits; accumulate the gradients of x, table and bias."""
+        """Convert the exponentials into the gradient of the logits; accumulate the gradients of x, table and bias.
+
+        Args:
+            factor: [c], weight of each token, times the fp16 scale.
+            of_exponentials: [c], factor that converts a token's exponentials into its softmax times ``factor`` (with a
+                z-loss also times ``slopes_of_softmax``).
+        """
         wide_grad = begun.exponentials.mul_(of_exponentials.unsqueeze(-1))  # [c, v/t], softmax times weight
         if self.given.num_real:
             wide_grad.scatter_add_(-1, begun.local, -(factor * begun.is_here).unsqueeze(-1))
@@ -311,10 +329,11 @@ def writes_wide(x: torch.Tensor) -> bool:
 
 
 def _power(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the power of two, at least 1, by which ``x`` is divided in the product with a chunk's gradient of logits.
+    """Return the power of two, at least 1, by which ``x`` is divided so that the gradient of the table fits fp16.
 
-    A column of that gradient sums to at most ``FP16_SCALE`` times the sum of weights, and an element of the product to
-    that times the largest element of ``x``. With 4096 tokens of weight 1, elements of ``x`` up to 1 need no division.
+    The gradient of the table is the product of the logits' gradient with ``x``. A column of the logits' gradient sums
+    to at most ``FP16_SCALE`` times the sum of weights. Multiplied by the largest element of ``x``, this is a bound of
+    each element of the product. With 4096 tokens of weight 1, elements of ``x`` up to 1 need no division.
     """
     bound = FP16_SCALE * weights.abs().sum() * x.abs().amax().to(weights.dtype)
     return torch.exp2((bound / FP16_LARGEST).log2().ceil().clamp(min=0))
@@ -323,10 +342,11 @@ def _power(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def _add_product(
     total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, power: torch.Tensor | None = None, *, is_first: bool
 ) -> None:
-    """Add the product ``a b`` to ``total``, computed in 16 bits for 16-bit factors, with ``b`` divided by ``power``.
+    """Add the product ``a b`` to ``total``. The product of 16-bit factors is computed in 16 bits.
 
     Args:
-        is_first: ``total`` is uninitialized if it has the dtype of ``b``.
+        power: factor by which ``b`` is divided before the product, and the product multiplied afterwards; None: 1.
+        is_first: overwrite ``total`` if it has the dtype of ``b``, because it is uninitialized then.
     """
     if total.dtype == b.dtype:
         torch.addmm(total, a, b, beta=0 if is_first else 1, out=total)

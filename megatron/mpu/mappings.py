@@ -63,7 +63,7 @@ def reduce_scatter_to_sequence_region(x: torch.Tensor, group: Group) -> torch.Te
 
 
 def enter_tensor_region(x: torch.Tensor, group: Group, sequence_parallel: bool = False) -> torch.Tensor:
-    """Return the input of a tensor-parallel region, the same on every rank; its gradient is summed over ``group``.
+    """Return ``x`` as the input of a tensor-parallel region: the full tensor, whose gradient is reduced over ``group``.
 
     Args:
         sequence_parallel: ``x`` is this rank's slice of the sequence rather than the full sequence.
@@ -121,6 +121,7 @@ def start_reduce_scatter(x: torch.Tensor, group: Group) -> AsyncHandle:
 
 
 def _room_for_part(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Allocate the output of a reduce-scatter of ``x``, or raise ValueError if its rows cannot be split evenly."""
     if x.shape[0] % group.size:
         raise ValueError(
             "with --sequence-parallel the sequence must be a multiple of the tensor-parallel size, got "
@@ -130,18 +131,21 @@ def _room_for_part(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _join_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """All-gather ``x`` along the first dimension."""
     gathered = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     all_gather_single(gathered, x.contiguous(), group=group.handle)
     return gathered
 
 
 def _sum_parts(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Reduce-scatter ``x`` along the first dimension."""
     shard = _room_for_part(x, group)
     reduce_scatter_single(shard, x.contiguous(), group=group.handle)
     return shard
 
 
 def _own_slice(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Return this rank's slice of the last dimension, or raise ValueError if it cannot be split evenly."""
     if x.shape[-1] % group.size:
         raise ValueError(
             f"the last dimension must be a multiple of the group size, got {x.shape[-1]} and {group.size}. "
@@ -151,6 +155,7 @@ def _own_slice(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def _all_gather(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """All-gather ``x`` along the last dimension."""
     slices = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size)]
     dist.all_gather(slices, x.contiguous(), group=group.handle)
     return torch.cat(slices, dim=-1)

@@ -11,7 +11,12 @@ from tds.param_info import Matrices, info_of, set_info
 
 
 def set_matrices(parameter: torch.nn.Parameter, widths: Sequence[int] = (), head: int = 0) -> torch.nn.Parameter:
-    """Record the ``Matrices`` that a layer's weight ``parameter`` [m, n] contains; called when layers are built."""
+    """Record the ``Matrices`` packed in a layer's weight ``parameter`` [m, n]; called when layers are built.
+
+    Args:
+        widths: rows of each matrix in a period; empty: the weight is one matrix.
+        head: rows of an attention head; 0: no heads along the rows.
+    """
     return set_info(parameter, replace(info_of(parameter), matrices=Matrices(tuple(widths), head)))
 
 

@@ -33,7 +33,7 @@ def philox(counter: Words, key: int) -> Words:
     a, b, c, d = counter
     first, second = key & WORD, key >> 32
     for _ in range(ROUNDS):
-        even, odd = a * MULTIPLIERS[0], c * MULTIPLIERS[1]  # modulo 2**64: all bits are right, even if negative
+        even, odd = a * MULTIPLIERS[0], c * MULTIPLIERS[1]  # modulo 2**64: the bits are correct even if int64 overflows
         a, b, c, d = _mixed(odd, b, first), odd, _mixed(even, d, second), even
         first, second = (first + KEY_STEPS[0]) & WORD, (second + KEY_STEPS[1]) & WORD
     return a, b & WORD, c, d & WORD

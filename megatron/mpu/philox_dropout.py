@@ -11,9 +11,10 @@ the global batch; four neighbouring columns share a counter:
 | 3 | 0 | head |
 
 Neither key nor counter depends on the rank, stage, replica or micro-batch. Samples are numbered as
-``megatron.data.batches`` distributes them: sample j of micro-batch i on replica r is sample (r m + i) b + j of the
-global batch, with m micro-batches of b samples on each replica. If samples are split into shorter sequences
-(--seq-length-schedule), these are numbered instead: b is their number per micro-batch.
+``megatron.data.data_loader`` distributes them: sample j of micro-batch i on replica r is sample (r m + i) b + j of the
+global batch, with m micro-batches of b samples on each replica. If replicas have different numbers of micro-batches,
+``DropoutKey.first`` takes the place of r m. If samples are split into shorter sequences (--seq-length-schedule), the
+sequences are numbered instead of the samples, and b is the number of sequences per micro-batch.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class PhiloxDropout(DropoutStreams):
     """Source of all dropout masks of one rank, independent of the layout.
 
     Args:
-        micro_batch_size: samples per forward, by which the shapes of tensors are validated. A tensor may have a
-            multiple of it if samples are split into shorter sequences (--seq-length-schedule), which count as samples.
+        micro_batch_size: samples per micro-batch, by which the shapes of tensors are validated. If samples are split
+            into shorter sequences (--seq-length-schedule), tensors contain a multiple of this number.
         seed, data, tensor: see ``DropoutStreams``.
         context: context-parallel group, whose ranks hold chunks of the same samples.
     """
@@ -71,7 +72,7 @@ class PhiloxDropout(DropoutStreams):
         self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str, is_cut: bool = False,
         is_part: bool = False, residual: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return dropout of ``x`` with the mask of its elements, plus ``residual`` if given.
+        """Return ``x`` after dropout, plus ``residual`` if given.
 
         Shapes:
             x, residual, output [s, b, h], or [s, b, h/t] with ``is_cut``, or [s/t, b, h] with ``is_part``
@@ -108,7 +109,13 @@ class PhiloxDropout(DropoutStreams):
         self, x: torch.Tensor, residual: torch.Tensor | None, probability: float, key: int,
         first: tuple[int, int, int, int], is_part: bool,
     ) -> torch.Tensor:  # fmt: skip
-        """Apply dropout to each run of ``x`` at the run's positions; ``x`` is a slice of [s/c, b, h] from ``first``."""
+        """Apply dropout to ``x`` with context parallelism, run by run, because each run has its own positions.
+
+        Args:
+            first: coordinates of the first element of ``x``: row among this context rank's s/c rows, sample, plane,
+                column.
+            is_part: ``x`` is this tensor rank's slice of the sequence.
+        """
         row, sample, plane, column = first
         rank_runs = runs_of(len(x) * (self.tensor_size if is_part else 1), self.context)
         runs = list(runs_within(rank_runs, row, row + len(x)))
@@ -153,7 +160,7 @@ class PhiloxDropout(DropoutStreams):
 
         Args:
             at: position of the forward pass.
-            runs: runs of the queries in the full sequence; empty: the queries are its first tokens.
+            runs: runs of the queries in the full sequence; empty: the queries start at its first token.
             first_head: index of the first head among the heads of this tensor rank.
         """
         samples, heads, queries, keys = x.shape
@@ -179,7 +186,7 @@ class PhiloxDropout(DropoutStreams):
         return _without(x, mask, probability)
 
     def _first_sample(self, samples: int, at: DropoutKey | None = None) -> int:
-        """Return the index within the global batch of the first of the ``samples`` of a micro-batch."""
+        """Return the index in the global batch of the first sample of a micro-batch with ``samples`` samples."""
         at = at or self.position
         return (at.first + at.micro_batch) * samples
 
@@ -206,6 +213,7 @@ def dropped_mask(
 
 
 def _without(x: torch.Tensor, mask: torch.Tensor, probability: float) -> torch.Tensor:
+    """Return ``x / (1 - probability)`` with zeros where ``mask`` is True."""
     return (x * (1.0 / (1.0 - probability))).masked_fill_(mask, 0.0)
 
 

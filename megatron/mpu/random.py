@@ -71,7 +71,7 @@ class DropoutStreams:
             self._counts = torch.tensor([position.step, position.micro_batch])
 
     def enter_graphs(self) -> None:
-        """Keep the position in a tensor from now on, so that compiled layers apply dropout within their graphs."""
+        """Store the position in a tensor from now on, so that compiled layers apply dropout within their graphs."""
         self._counts = torch.tensor([self.position.step, self.position.micro_batch])
 
     @contextmanager
@@ -111,7 +111,7 @@ class DropoutStreams:
         self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str, is_cut: bool = False,
         is_part: bool = False, residual: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Return dropout of ``x`` with the mask of ``layer`` and ``site``, plus ``residual`` if given.
+        """Return ``x`` after dropout with the mask of ``layer`` and ``site``, plus ``residual`` if given.
 
         Args:
             is_cut: ``x`` is this tensor rank's shard rather than a replicated tensor.
@@ -127,7 +127,11 @@ class DropoutStreams:
         self, x: torch.Tensor, probability: float, layer: int, site: str, is_cut: bool,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Apply ``dropout`` as in training."""
+        """Apply dropout unconditionally, outside of compiled graphs; ``dropout`` decides whether to call this.
+
+        Args:
+            is_cut: tensor ranks draw different masks, because ``x`` is a shard or a slice of the sequence.
+        """
         if self.by_kernel(x):
             return fused_dropout.drop(x, residual, Mask(self.key(layer, site, is_cut), probability))
         with self.generator(x.device, layer, site, is_cut):
@@ -135,7 +139,7 @@ class DropoutStreams:
         return add_residual(residual, dropped)
 
     def _drop_in_graph(self, x: torch.Tensor, probability: float, layer: Any, site: str, is_cut: bool) -> torch.Tensor:
-        """Apply ``drop`` by a custom operator; ``layer`` is a tensor."""
+        """Apply dropout by the custom operator ``keyed_dropout``; ``layer`` is a tensor."""
         ranks = [self.seed, self.data_rank, self.tensor_rank if is_cut else -1]
         by_kernel = self.by_kernel(x)
         dropped, _ = fused_dropout.keyed_dropout(x, self._counts, layer, ranks, site, probability, by_kernel)

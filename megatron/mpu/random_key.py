@@ -7,5 +7,9 @@ from typing import Any
 
 
 def hashed(place: tuple[Any, ...], num_bytes: int) -> int:
-    """Return the hash of ``place``, an integer of ``num_bytes`` bytes: a key of a generator or of Philox."""
+    """Return a key for a generator or for Philox: the hash of the position ``place`` as an int of ``num_bytes`` bytes.
+
+    Args:
+        place: the values that identify the position, such as seed, step, layer and site.
+    """
     return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=num_bytes).digest(), "little")

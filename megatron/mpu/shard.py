@@ -92,6 +92,6 @@ def global_norm(
 
     Args:
         gradients: gradients that this rank contributes to the norm.
-        holders: replicas that hold different shards of the gradients.
+        holders: group of replicas that hold different shards of the gradients.
     """
     return tds.grad_norm.global_norm(gradients, [holders.handle, model.handle], device)

@@ -1,7 +1,7 @@
 """Arithmetic of the grid of ranks; requires neither torch nor running processes.
 
 ``rank = ((pipe * d + data) * c + context) * t + tensor``: the tensor axis varies fastest, so that a tensor group stays
-within a node; the pipe axis varies slowest. Megatron-LM's default order (tp-cp-ep-dp-pp) is the same, and so is that of
+within a node; the pipe axis varies slowest. Megatron-LM's default (tp-cp-ep-dp-pp) has the same order, and so has
 DeepSpeed's ``PipeModelDataParallelTopology``, in which data and context form one axis.
 """
 

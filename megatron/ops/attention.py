@@ -20,7 +20,8 @@ FOR_MASKS = [
 ]
 """Kernels allowed with a mask: all except cuDNN's, torch's first choice on H100 from 2.11 on.
 
-With a mask, s % 128 == 64 and low scores, as for a query that may attend to no key, its gradients of queries are NaN.
+cuDNN's kernel returns NaN gradients of queries if there is a mask, s % 128 == 64, and the scores of a query are low,
+for example because it may attend to no key.
 """
 
 
@@ -37,8 +38,8 @@ def attention(
         output [b, a/t, s, d]
 
     Args:
-        is_causal: no query sees a later key, without an s x s mask in memory; None: True if there is no mask. A mask
-            must include the causal rule.
+        is_causal: no query sees a later key, without an s x s mask in memory; None: True if there is no mask. If there
+            is a mask, it must exclude later keys itself.
         drop: dropout of probabilities, used instead of ``dropout``; all probabilities are in memory then.
         scale: default ``d ** -0.5``.
 
@@ -79,9 +80,9 @@ def lower_right_attention(
 
 
 def attention_kernels(mask: torch.Tensor | None) -> AbstractContextManager[None]:
-    """Return a context that restricts the kernels that torch may choose if there is a mask.
+    """Return a context manager that restricts torch's attention kernels to ``FOR_MASKS`` if there is a mask.
 
-    Source: https://github.com/pytorch/pytorch/issues/196678 describes the case of FOR_MASKS.
+    Source: https://github.com/pytorch/pytorch/issues/196678 describes the error of cuDNN's kernel.
     """
     return nullcontext() if mask is None else sdpa_kernel(FOR_MASKS)
 
@@ -101,7 +102,7 @@ def dropped_attention(
     scale: float | None = None,
     cap: float = 0.0,
 ) -> torch.Tensor:
-    """Return ``drop(softmax(q k^T * scale + added)) v``, operator by operator, with softmax in fp32 for 16 bits.
+    """Return ``drop(softmax(q k^T * scale + added)) v``, operator by operator; the softmax of 16-bit scores is in fp32.
 
     Shapes:
         as in ``attention``; added [b or 1, a/t or 1, s, s_k]
@@ -176,7 +177,7 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def lowest(dtype: torch.dtype) -> float:
     """Return the value added to masked scores: half the lowest number of ``dtype``.
 
-    It remains finite when a low score is added, and when multiplied by log2(e) in kernels that compute powers of 2.
-    Scores that count must be well above it: in fp16 above -30,000.
+    The value remains finite when a low score is added, and when multiplied by log2(e) in kernels that compute powers
+    of 2. Scores that are not masked must be well above it: in fp16 above -30,000.
     """
     return torch.finfo(dtype).min / 2

@@ -63,9 +63,10 @@ def diagonal_sums(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def sums_of_some(matrices: torch.Tensor, at_once: int) -> torch.Tensor:
-    """Return ``diagonal_sums``, computed for ``at_once`` heads at a time, which must divide the number of heads.
+    """Return ``diagonal_sums``, computed for ``at_once`` heads at a time; the number of heads must be a multiple of it.
 
-    Row i of a matrix is shifted by i columns to the left within rows of length 2s, so that columns are distances.
+    Row i of a matrix is shifted by i columns to the left within rows of length 2s, so that each column contains the
+    entries of one distance.
     """
     size = matrices.shape[-1]
     rows = matrices.new_zeros(at_once, size, 2 * size)
@@ -126,12 +127,15 @@ def biased_attention(
 
 
 def is_blocked(x: torch.Tensor) -> bool:
-    """Return True if attention of ``x`` works block by block: on CPUs, where torch is slow, most of all with a bias."""
+    """Return True if attention of ``x`` works block by block: in fp32 and fp64 on a CPU.
+
+    torch's own attention is slow there, most of all with a bias.
+    """
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
 
 
 class _Block(NamedTuple):
-    """Consecutive heads among those of all samples: full samples if one fits, otherwise some heads of one sample."""
+    """Heads that are processed together: all heads of one or more samples if they fit, otherwise some of one sample."""
 
     part: slice  # of [b a, ...]
     samples: slice
@@ -149,8 +153,11 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the context and, if ``keeps``, the probabilities [b a, s, s_k]; otherwise an empty second tensor.
 
-    Scores become probabilities in place, block by block. Above ``KEPT`` there is never a tensor [b, a, s, s_k] in
-    memory. In the same case torch's attention allocates several tensors of that size and passes over each of them.
+    Scores become probabilities in place, block by block. With more than ``KEPT`` probabilities no tensor [b, a, s, s_k]
+    is allocated, whereas torch's attention allocates several tensors of that size and passes over each of them.
+
+    Args:
+        hidden: bool [b or 1, 1, s, s_k], True where a query may not attend.
     """
     context = torch.empty_like(query, memory_format=torch.contiguous_format)
     bias = None if by_distance is None else spread_values(by_distance)  # [a, s, s]
@@ -191,7 +198,7 @@ def _backward(
         if not keeps:
             _set_probabilities(probabilities, q, k, bias, hidden, block)
         torch.bmm(probabilities.transpose(1, 2), context_grad, out=v_grad)
-        score_grads = buffer[: q.shape[0]]  # first the gradient of the probabilities, then that of the scores
+        score_grads = buffer[: q.shape[0]]  # gradient of the probabilities, later of the scores
         torch.bmm(context_grad, v.transpose(1, 2), out=score_grads)
         torch.ops.aten._softmax_backward_data.out(
             score_grads, probabilities, -1, score_grads.dtype, grad_input=score_grads
@@ -272,7 +279,7 @@ def _flops_of_backward(
 
 
 def _add_samples(total: torch.Tensor, scores: torch.Tensor, *, is_first: bool) -> None:
-    """Add the scores [heads, s, s] of each sample of a block to ``total``; with ``is_first`` overwrite it."""
+    """Add the scores [heads, s, s] of each sample of a block to ``total``; with ``is_first`` overwrite ``total``."""
     samples = scores.split(total.shape[0])
     if is_first:
         total.copy_(samples[0])

@@ -27,18 +27,18 @@ CACHED = 2**18
 
 
 def queries_of_block(size: int) -> int:
-    """Return the number q of queries per block; about (1 + q/s) / 2 of the s x s scores are computed.
+    """Return the number q of queries per block, for sequences of ``size`` tokens.
 
-    With small blocks of long rows a core processes few heads together, and the overhead of more products is larger than
-    the computation that is saved.
+    About (1 + q/s) / 2 of the s x s scores are computed, so smaller blocks save computation. But in long sequences only
+    few heads fit into a core's caches, and the overhead of more products would exceed the computation saved.
     """
     return min(size, 64 if size <= 512 else 128)
 
 
 class Room:
-    """Memory for heads that are processed together, and their blocks.
+    """Memory for n heads that are processed together, and the blocks of their queries.
 
-    The last block comes first, because it sees every key.
+    ``blocks`` start with the last block, which sees every key, so that its gradients initialize all rows.
 
     Args:
         packed: [s, b, a/t, 3, d], the tensor from which heads are copied.
@@ -61,12 +61,12 @@ class Room:
         return Block(self, self.own(first))
 
     def own(self, first: int) -> slice:
-        """Return the range of the queries of the block that starts at ``first``."""
+        """Return the indices of the queries of the block that starts at ``first``."""
         return slice(first, min(first + queries_of_block(self.size), self.size))
 
 
 class Block:
-    """Views of the queries ``own`` of a room's heads and of the keys that they see.
+    """Views of a block of queries, with the indices ``own``, of the heads in a room, and of the keys that they see.
 
     Shapes:
         query   [n, own, d]
@@ -115,7 +115,11 @@ class RoomOfBackward(Room):
 
 
 class BlockOfBackward(Block):
-    """A block with the gradient of its context, ``given`` [n, own, d], and ``second``, memory of the scores' size."""
+    """A block with views for backward.
+
+    ``given`` [n, own, d] is the gradient of the context, ``second`` [n, own, seen] is memory for the gradient of the
+    probabilities, and later of the scores. ``of_key`` and ``of_value`` accumulate gradients over the blocks.
+    """
 
     def __init__(self, room: RoomOfBackward, own: slice) -> None:
         super().__init__(room, own)
@@ -126,7 +130,10 @@ class BlockOfBackward(Block):
 
 
 class _Sum:
-    """The first ``seen`` rows of ``place`` [n, s, d], to which a block adds. The first block sets all rows instead."""
+    """Accumulates a gradient in the first ``seen`` rows of ``place`` [n, s, d].
+
+    The first block sees all s rows and overwrites them; later blocks add to them, using ``spare`` for their product.
+    """
 
     def __init__(self, place: torch.Tensor, seen: int, spare: torch.Tensor, scale: float = 1.0) -> None:
         self._rows, self._is_first, self._scale = place[:, :seen], seen == place.shape[1], scale
@@ -148,7 +155,7 @@ AnyRoom = TypeVar("AnyRoom", bound=Room)
 
 
 def rooms(kind: type[AnyRoom], packed: torch.Tensor) -> Iterator[tuple[slice, AnyRoom]]:
-    """Yield each range of heads that are processed together, with the room for them; all ranges share one room."""
+    """Yield (range of heads, room) for the heads that are processed together; all ranges use the same room."""
     size, num_heads = len(packed), packed.shape[1] * packed.shape[2]
     max_heads = max(1, CACHED * torch.get_num_threads() // (queries_of_block(size) * size))
     heads_per_room = -(-num_heads // -(-num_heads // max_heads))  # ranges of nearly equal size
@@ -225,7 +232,7 @@ def forward(packed: torch.Tensor, starts: torch.Tensor | None = None) -> tuple[t
 def backward(
     grad: torch.Tensor, packed: torch.Tensor, queries: torch.Tensor, starts: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the gradient of ``packed``, in its shape, given that of the context [s, b, a/t, d]."""
+    """Return the gradient of ``packed``, in its shape, given the gradient of the context [s, b, a/t, d]."""
     packed = packed.contiguous()
     out = torch.empty_like(packed)
     _call("causal_backward", grad.contiguous(), packed, _read(starts), queries, out, is_backward=True, packed=packed)
@@ -320,7 +327,7 @@ def causal_self_attention(
 
     Shapes:
         packed [s, b, a/t, 3, d]: query, key and value of each head
-        starts int32 [b, s], see ``document_attention``; there is no dropout then; or None
+        starts int32 [b, s], see ``document_attention``, only without dropout; None: each sample is one document
         output [b, a/t, s, d]
 
     Args:
@@ -342,7 +349,7 @@ def causal_self_attention(
 
 
 def heads_of(packed: torch.Tensor) -> list[torch.Tensor]:
-    """Return the parts of the heads, such as query, key and value.
+    """Return the parts that are packed in each head, such as query, key and value.
 
     Shapes:
         packed [s, b, a/t, parts, d]
@@ -369,7 +376,7 @@ def _forward(packed: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("megatron_tds::causal_self_attention_backward", mutates_args=())
 def _backward(grad: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of ``packed``, in its shape, given that of the context [s, b, a, d]."""
+    """Return the gradient of ``packed``, in its shape, given the gradient of the context [s, b, a, d]."""
     qkv, context_grad = _by_part(packed), grad.flatten(1, 2).transpose(0, 1)
     packed_grad = torch.empty_like(packed, memory_format=torch.contiguous_format)
     qkv_grad = _by_part(packed_grad)

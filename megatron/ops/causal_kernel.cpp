@@ -28,7 +28,7 @@ using at::native::cpublas::brgemm;
 
 constexpr int64_t kLanes = Vector::size();
 constexpr int64_t kQueries = 64;  // queries of a block
-constexpr int64_t kTile = 16;     // rows of scores and of transposed operands start at multiples of it
+constexpr int64_t kTile = 16;     // rows of scores and of transposed operands start at multiples of kTile
 static_assert(kTile % kLanes == 0, "a row of scores must hold whole vectors");
 
 constexpr int64_t whole(int64_t count, int64_t of) { return (count + of - 1) / of * of; }
@@ -83,9 +83,9 @@ void leave_out(float* row, const int32_t* starts, int64_t query, int64_t low) {
   if (starts) std::fill(row + low, row + starts[query], -std::numeric_limits<float>::infinity());
 }
 
-// Replaces the scores from `low` to `seen` by exp(scale * (row - most)), sets those after `seen` to 0, and returns the
-// sum. The largest score is subtracted before scaling, which is exact: its exponential is 1 in forward and backward,
-// however large it is.
+// Replaces the scores from `low` to `seen` by exp(scale * (row - most)), sets the scores after `seen` to 0, and returns
+// the sum. The largest score, `most`, is subtracted before scaling, so that its exponential is exactly 1 in forward and
+// backward, however large it is.
 float exponentials(float* row, int64_t seen, int64_t width, Vector scale, Vector most, int64_t low) {
   Vector sum(0.f);
   for (int64_t j = low; j < width; j += kLanes) {
@@ -146,7 +146,8 @@ void backward_of_head(const Sizes& z, const float* grad, const float* packed, co
   transpose(key, d, keys, width, z.s, d);
   transpose(packed + 2 * d, apart, values, width, z.s, d);
   transpose(given, d, all_given, width, z.s, d);
-  // The last block comes first. Without documents it sees every key, so it sets the gradients and other blocks add.
+  // The last block is processed first. Without documents it sees every key, so it sets the gradients of keys and
+  // values, and other blocks add to them.
   if (starts) std::fill(of_key, of_key + z.columns(), 0.f), std::fill(of_value, of_value + z.columns(), 0.f);
   for (int64_t first = (z.s - 1) / kQueries * kQueries; first >= 0; first -= kQueries) {
     const int64_t count = std::min(kQueries, z.s - first), end = first + count, low = lowest_key(starts, first);
@@ -178,8 +179,8 @@ void backward_of_head(const Sizes& z, const float* grad, const float* packed, co
   transpose(of_value, width, found + 2 * d, apart, d, z.s);
 }
 
-// Calls `work(head, room)` for each head. Only one thread uses a room at a time, whatever the number of threads is: if
-// this was built with another OpenMP runtime than torch, that runtime has its own number of threads.
+// Calls `work(head, room)` for each head. Only one thread uses a room at a time, whatever the number of threads is. It
+// may differ from torch's if this library was built with another OpenMP runtime.
 template <typename Work>
 void for_heads(int64_t n, float* memory, int64_t rooms, int64_t each, const Work& work) {
   std::atomic<int64_t> next{0};
@@ -208,7 +209,7 @@ const char* said(const Run& run) {
 
 extern "C" {
 
-// Returns the bits of the vectors that this was built for; 0 if none was specified and torch emulates them by loops.
+// Returns the vector width in bits for which this library was built; 0 if torch emulates vectors by loops.
 int64_t causal_vectors() {
 #if defined(CPU_CAPABILITY_AVX512)
   return 512;
@@ -245,7 +246,7 @@ const char* causal_forward(const float* packed, const int32_t* starts, float* co
   });
 }
 
-// Computes the gradient `found` of `packed`, in its shape, given that of the context, `grad`.
+// Computes `found`, the gradient of `packed` in its shape, from `grad`, the gradient of the context.
 const char* causal_backward(const float* grad, const float* packed, const int32_t* starts, const float* queries,
                             float* found, float* memory, int64_t rooms, int64_t s, int64_t n, int64_t d,
                             int64_t heads) {

@@ -46,7 +46,7 @@ def document_starts(segment_ids: Tensor) -> Tensor:
 
 
 def document_stops(starts: Tensor) -> Tensor:
-    """Return one more than the last position of each position's document, given ``starts`` of full samples; int32."""
+    """Return the end (exclusive) of each position's document, int32 [b, s], given the ``starts`` of full samples."""
     length = starts.shape[1]
     is_same = starts[:, 1:] == starts[:, :-1]
     ends = starts[:, 1:].masked_fill(is_same, length)  # i + 1 if that starts a document
@@ -113,6 +113,7 @@ def way_of(x: Tensor, length: int, head_size: int, *, is_plain: bool = True) -> 
 
 @torch.compiler.assume_constant_result
 def _has_flash(dtype: torch.dtype, place: torch.device, head_size: int) -> bool:
+    """Return True if torch's FlashAttention supports this dtype and head size on this device."""
     return _asked_flash(dtype, place, head_size)
 
 
@@ -144,7 +145,7 @@ class _Tile(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Some groups of one sample with their heads, and the tiles of the sample."""
+    """Key groups of sample ``row`` that are processed together, with their query heads and the tiles of the sample."""
 
     row: int
     groups: slice
@@ -168,7 +169,10 @@ class _Scores:
         self.high = positions + 1 if stops is None else stops
 
     def taken(self, x: Tensor, row: int, heads: slice) -> Tensor:
-        """Return ``heads`` of one sample of ``x`` [b, n, s, d], contiguous; 16 bits as fp32, which is faster."""
+        """Return a contiguous copy of ``heads`` of sample ``row`` of ``x`` [b, n, s, d].
+
+        16-bit values are converted to fp32, in which products on a CPU are faster.
+        """
         return x[row, heads].to(self.wide).contiguous()
 
     def parts(self) -> Iterator[_Part]:
@@ -326,9 +330,10 @@ def _flops_of_backward(_: torch.Size, query: torch.Size, key: torch.Size, *__: A
 # On CUDA: documents of more than ``SHORT`` tokens by ``cu_seqlens``, shorter ones by windows of preceding keys.
 #
 # FlashAttention launches blocks for as many sequences as cu_seqlens has entries, and its backward allocates memory for
-# each. With one entry per token, which would fit any sample, that would be gigabytes. The number of long documents in a
-# sample is limited by its length, so that the number of entries follows from the length and the host does not count
-# documents. Runs of short documents become sequences, split every ``CUT`` tokens, whose results are not used.
+# each sequence. One entry per token would fit any sample but require gigabytes. The length of a sample limits the
+# number of long documents in it, so the number of entries follows from the length, and the host does not count
+# documents. A run of neighbouring short documents becomes one or more sequences of at most ``CUT`` tokens, whose
+# results are not used.
 
 SHORT = 256
 CUT = 4 * SHORT
@@ -370,10 +375,11 @@ def _plan(starts: Tensor, _: None, num_keys: int, first: int, window: int) -> _P
 
 
 def cumulative_lengths(starts: Tensor, is_short: Tensor, positions: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Return the start of each sequence among the queries of all samples, and among the keys.
+    """Return ``cu_seqlens`` of the queries and of the keys: the start of each sequence, counted over all samples.
 
-    The first sequence of a sample has no queries; its keys are those before the first key that any query sees. The last
-    one has the keys after the sample's queries. Both are empty if queries are full samples, and so are unused entries.
+    If queries are a slice of a sample, two of its sequences contain keys but no queries: the first sequence contains
+    the keys before the first key that any query sees, the last one the keys after the queries. If queries are full
+    samples, these two sequences are empty. Unused entries are always empty sequences.
 
     Shapes:
         starts, is_short [b, s], positions [s]
@@ -401,7 +407,7 @@ def _ended(begins: Tensor, total: int) -> Tensor:
 
 
 def _mask_of_windows(starts: Tensor, first: int, window: int) -> Tensor:
-    """Return the mask of ``_by_windows``: True for keys in the query's block or the one before that it may attend to.
+    """Return the mask of ``_by_windows``: True where a query may attend to a key of its block or of the previous block.
 
     Shapes:
         output bool [b blocks, 1, SHORT, 2 SHORT]
@@ -421,9 +427,9 @@ def _mask_of_windows(starts: Tensor, first: int, window: int) -> Tensor:
 
 
 def _by_windows(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, first: int, scale: float) -> Tensor:
-    """Return attention within documents to at least the ``SHORT`` - 1 preceding keys, which cover a short document.
+    """Return attention within documents of at most ``SHORT`` tokens; results of longer documents are incomplete.
 
-    Each block of ``SHORT`` queries sees its own keys and the ``SHORT`` keys before them.
+    Each block of ``SHORT`` queries sees the keys of its positions and the ``SHORT`` keys before them.
     """
     b, _, s, _ = query.shape
     blocks = -(-s // SHORT)

@@ -85,6 +85,7 @@ def _scores(cap: float, slopes: Tensor | None, positions: Tensor) -> Callable[..
 
 
 def _slopes(query: Tensor, slopes: list[float] | None) -> Tensor | None:
+    """Return the ALiBi slopes as a tensor on the device of ``query``."""
     if slopes is None:
         return None
     return _slopes_on(tuple(slopes), torch.promote_types(query.dtype, torch.float32), query.device)
@@ -127,12 +128,14 @@ def _as_the_last(x: Tensor) -> Tensor:
 
 
 def _blocks_seen(low: Tensor, high: Tensor, num_blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the blocks of keys that some but not all queries of a block see, and those that all of them see.
+    """Return the partial and full blocks of keys for each block of queries, as arguments of ``from_kv_blocks``.
+
+    In a full block every query sees every key. In a partial block only some queries see some of the keys.
 
     Shapes:
         low, high int32 [b, s], first key that each query sees, and one more than the last key
-        output    for both kinds, the number of blocks, int32 [b, 1, s / BLOCK], and the indices of the blocks, int32
-            [b, 1, s / BLOCK, num_blocks], at the start of the last dimension
+        output    (counts, indices) of partial blocks and (counts, indices) of full blocks, int32: counts
+            [b, 1, s / BLOCK], indices [b, 1, s / BLOCK, num_blocks], of which the first ``counts`` are used
     """
     lows, highs = (x.unflatten(1, (-1, BLOCK)) for x in (low, high))  # 2 x [b, s / BLOCK, BLOCK]
     first_seen, end_seen = lows.amin(2) // BLOCK, -(-highs.amax(2) // BLOCK)

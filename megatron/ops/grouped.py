@@ -41,7 +41,7 @@ class Slots:
         """Return the slots of ``experts`` [n, k].
 
         Args:
-            drops: an expert of ``num_experts`` marks a dropped choice. The host then waits for the device.
+            drops: an expert index equal to ``num_experts`` marks a dropped choice. The host then waits for the device.
         """
         flat = experts.reshape(-1)
         order = flat.sort(dim=0, stable=True).indices
@@ -175,6 +175,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _of_input(grad: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch.Tensor, way: str) -> torch.Tensor:
+    """Return the gradient of the input, [m, input_size]."""
     if way == GROUPED:
         return F.grouped_mm(grad, torch.stack(tuple(weights)), offs=_ends(counts))
     x_grad = grad.new_empty(len(grad), weights[0].shape[1])
@@ -187,6 +188,7 @@ def _of_input(grad: torch.Tensor, weights: Sequence[torch.Tensor], counts: torch
 def _of_weights(
     x: torch.Tensor, grad: torch.Tensor, counts: torch.Tensor, is_wanted: Sequence[bool], way: str
 ) -> Sequence[torch.Tensor | None]:
+    """Return the gradient of each weight that requires one (``is_wanted``), otherwise None."""
     if not any(is_wanted):
         return [None] * len(is_wanted)
     if way == GROUPED:

@@ -12,7 +12,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 Plan = TypeVar("Plan")
 
 _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Starts -> plans by function, version, slice and settings. An entry is dropped with its tensor of starts."""
+"""Tensor of starts -> its plans, keyed by function, version of the tensor, slice and settings.
+
+An entry is dropped when its tensor is freed.
+"""
 
 
 def plan_of(make: Callable[..., Plan], starts: Tensor, stops: Tensor | None, *settings: int) -> Plan:
@@ -38,4 +41,5 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def _piece(x: Tensor) -> tuple[Any, ...]:
+    """Return a key that identifies ``x`` among the views of one tensor."""
     return x.storage_offset(), x.shape, x.stride()

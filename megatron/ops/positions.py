@@ -79,13 +79,17 @@ class Rotary:
         return self.attention_factor or (0.1 * math.log(self.factor) + 1.0 if self.factor > 1.0 else 1.0)
 
     def frequencies(self) -> list[float]:
-        """Return the angle between neighbouring positions of each of the d/2 pairs, or fewer if only a part rotates.
+        """Return the speed of each rotated pair of a head: its angle between neighbouring positions, in radians.
+
+        linear: each original speed is divided by ``factor``. llama3 and yarn: a weighted mean of the original speed and
+        that quotient.
 
         llama3: let n = original_positions / w be the number of turns of a pair with wavelength w over the original
-        length. Its speed does not change if n is at least high_frequency_factor, and is divided by the factor if n is
-        at most low_frequency_factor. In between, it is a weighted mean of both speeds. yarn: the weight depends on the
-        index of the pair instead, between the pair that turns beta_fast times over the original length, rounded down,
-        and the pair that turns beta_slow times, rounded up.
+        length. The weight of the original speed rises linearly in n, from 0 at low_frequency_factor and below to 1 at
+        high_frequency_factor and above.
+
+        yarn: the weight falls linearly in the index of the pair, from 1 at the pair that turns beta_fast times over the
+        original length (index rounded down) to 0 at the pair that turns beta_slow times (index rounded up).
         """
         size = self.num_turned
         unscaled = [self.base ** (-2.0 * pair / size) for pair in range(size // 2)]
@@ -99,12 +103,14 @@ class Rotary:
         ]
 
     def _llama3_share(self, plain: list[float]) -> list[float]:
-        """Return the weight of each pair's original speed."""
+        """Return the weight of each pair's original speed, given the original speeds ``plain``."""
         low, high = self.low_frequency_factor, self.high_frequency_factor
         num_turns = [self.original_positions * frequency / (2.0 * math.pi) for frequency in plain]
         return [min(max((n - low) / (high - low), 0.0), 1.0) for n in num_turns]
 
     def _yarn_share(self) -> list[float]:
+        """Return the weight of each pair's original speed."""
+
         def pair_of(turns: float) -> float:
             waves = self.original_positions / (turns * 2.0 * math.pi)
             return self.num_turned * math.log(waves) / (2.0 * math.log(self.base))
@@ -128,8 +134,8 @@ def turns(
         output    2 x [s, d/2], or [b, 1, s, d/2] with ``positions``; fewer columns if only a part of the head rotates
 
     Args:
-        longest: positions must be below ``max(longest, s)``. Larger ones read outside the table or get wrong values,
-            and only a CPU raises an error. ``DecoderModel`` checks its positions.
+        longest: positions must be below ``max(longest, s)``. Larger positions read outside the table or get wrong
+            values, and only a CPU raises an error. ``DecoderModel`` checks its positions.
     """
     length = x.shape[2]
     rows = max(length, longest)
@@ -181,8 +187,8 @@ def rotated(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.
 def alibi_slopes(num_heads: int, bias_max: float = 8.0) -> list[float]:
     """Return the slope of each head: ``2 ** (-bias_max k / n)`` for k = 1 ... n, with n heads.
 
-    If ``num_heads`` is not a power of two, n is the next one. The heads get every second slope, starting with the
-    second, and then the remaining ones, starting with the first. The first n/2 slopes are therefore those of n/2 heads.
+    If ``num_heads`` is not a power of two, n is the next power of two. The heads get the slopes in the order k = 2, 4,
+    ..., n, 1, 3, ... The first n/2 heads therefore have the slopes of a model with n/2 heads.
 
     Source: Press et al. 2022, "Train short, test long", section 3 and code; MosaicML's MPT has ``bias_max``.
     """
@@ -214,7 +220,7 @@ def alibi_bias(
 def within_documents(bias: torch.Tensor, segment_ids: torch.Tensor) -> torch.Tensor:
     """Return ``bias`` with the lowest number where query and key belong to different documents.
 
-    Distances are differences of positions, so that within a document they do not depend on where it starts.
+    Distances are differences of positions, so that within a document they do not depend on the start of the document.
 
     Shapes:
         bias   [1, a, s, s]

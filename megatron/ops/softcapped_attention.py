@@ -60,7 +60,7 @@ def softcapped_attention(
 
 
 class _Part(NamedTuple):
-    """Some groups of one sample."""
+    """Key groups of one sample that are processed together, with their query heads."""
 
     sample: int
     groups: slice
@@ -68,6 +68,7 @@ class _Part(NamedTuple):
 
 
 def _parts(query: torch.Tensor, key: torch.Tensor) -> Iterator[_Part]:
+    """Yield parts that cover all heads of all samples."""
     (b, a, s, _), (_, g, s_k, _) = query.shape, key.shape
     heads_per_group = a // g
     max_groups = max(1, (ON_CPU if query.device.type == "cpu" else ELSEWHERE) // max(heads_per_group * s * s_k, 1))
@@ -89,7 +90,7 @@ def _probabilities(
 
     Shapes:
         query  [groups, n/groups s, d], key [groups, s_k, d]
-        output 2 x [groups, n/groups s, s_k]; the first in fp32 for 16 bits
+        output 2 x [groups, n/groups s, s_k], in fp32 for 16-bit inputs
     """
     size = query.shape[1] // ((part.heads.stop - part.heads.start) // len(query))
     tangents = torch.bmm(query, key.transpose(1, 2))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 NUMBERS_AT_ONCE = 2**22
-"""Number of elements updated at a time. Temporary tensors have at most four times as many, in the weight's dtype."""
+"""Number of elements updated at a time. Temporary tensors have at most four times as many elements."""
 STATES = ("exp_avg", "exp_avg_sq")
 
 # Update n of a main param w with gradient g, all in the dtype of w (fp32 or fp64):
@@ -22,8 +22,9 @@ STATES = ("exp_avg", "exp_avg_sq")
 # operation is a fused multiply-add, which a vectorized kernel and its remainder loop may round differently, so that an
 # element has the same bits wherever ZeRO splits its weight.
 #
-# bf16 has 8 significant bits, so v does not change by less than half a unit in the last place, 2^-9 to 2^-8 of v. With
-# b2 = 0.999 it would decrease by 2^-10, which rounds to no change; with 0.99 and less it does decrease.
+# bf16 has 8 significant bits, so a change of v by less than half a unit in the last place (2^-9 to 2^-8 of v) is lost
+# in rounding. If gradients vanish, v should decrease by (1 - b2) v per update. With b2 = 0.999 that is about 2^-10 v,
+# so v stays constant; with b2 = 0.99 or less v decreases.
 #
 # Source: Loshchilov and Hutter 2019, "Decoupled weight decay regularization", algorithm 2; for the states in bf16,
 # Megatron-LM's --exp-avg-dtype and --exp-avg-sq-dtype.
@@ -76,7 +77,7 @@ class AdamW(torch.optim.Optimizer):
 def _update(
     w: torch.Tensor, g: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, number: int, group: dict[str, Any]
 ) -> None:
-    """Update elements of one weight in place."""
+    """Update elements of one weight and its two states in place; ``number`` is the index of the update from 1."""
     (b1, b2), lr = group["betas"], group["lr"]
     m = mean.to(w.dtype).mul_(b1).add_(g * (1 - b1))
     v = square.to(w.dtype).mul_(b2).add_(g.mul(g).mul_(1 - b2))

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 class GradScaler:
     """A loss scale that doubles after ``window`` steps without overflow and halves after ``hysteresis`` overflows.
 
-    Each further overflow halves it again. A window without overflow resets the hysteresis; halving does not. This is
-    the rule of DeepSpeed (``consecutive_hysteresis`` false) and Megatron.
+    Each further overflow halves the scale again. A window without overflow restores the full hysteresis; halving does
+    not. This is the rule of DeepSpeed (``consecutive_hysteresis`` false) and Megatron.
 
     Args:
         scale: the initial factor on the loss, a power of two.
         is_dynamic: adapt the scale; otherwise it is fixed.
         window: steps without overflow before the scale doubles.
         hysteresis: overflows before the scale halves.
-        floor: smallest scale. Overflows at this scale are not attributed to it.
+        floor: smallest scale. At this scale a norm that is not finite does not count as an overflow, because the scale
+            cannot decrease further.
 
     Source: Micikevicius et al. 2018, "Mixed precision training", section 3.2.
     """
@@ -42,7 +43,7 @@ class GradScaler:
 
     @property
     def is_to_blame(self) -> bool:
-        """True if a smaller scale could have prevented an overflow."""
+        """True if the scale can still decrease, so that a smaller scale may prevent an overflow."""
         return self.is_dynamic and self.scale > self.floor
 
     def update(self, has_overflow: bool) -> None:
@@ -73,8 +74,8 @@ class GradScaler:
     def load(self, state: Mapping[str, float]) -> None:
         """Resume from ``state`` if this scaler and the saved one are dynamic; restart from the initial scale otherwise.
 
-        ``window``, ``hysteresis`` and ``floor`` remain as configured: a saved scale below ``floor`` is raised to it,
-        and the overflows counted before saving also count if ``hysteresis`` has changed.
+        ``window``, ``hysteresis`` and ``floor`` remain as configured. A saved scale below ``floor`` is raised to
+        ``floor``. Overflows that were counted before saving still count towards the configured ``hysteresis``.
 
         Args:
             state: return value of ``state``. A state without ``is_dynamic`` is ignored.

@@ -37,7 +37,7 @@ class LRScheduler:
         decay_updates: updates from the first to the one that reaches ``min_lr``, the warm-up included.
         warmup: fraction of ``decay_updates``; the warm-up need not be a whole number of updates.
         warmup_length: updates of the warm-up; None: the fraction.
-        wsd_length: updates of the decay of wsd; None: ``wsd_decay_fraction`` of those after the warm-up.
+        wsd_length: updates of the decay of wsd; None: ``wsd_decay_fraction`` of the updates after the warm-up.
 
     Raises:
         ValueError: an unknown style, or exponential decay to 0.
@@ -67,7 +67,7 @@ class LRScheduler:
 
     @property
     def warmup_updates(self) -> float:
-        """Length of the warm-up in updates, or in samples if the other lengths are."""
+        """Length of the warm-up, in updates, or in samples if the other lengths are samples."""
         return self.warmup * self.decay_updates if self.warmup_length is None else self.warmup_length
 
     @property
@@ -79,11 +79,15 @@ class LRScheduler:
         return self.wsd_length / remaining if remaining > 0 else 1.0
 
     def at(self, update: int) -> float:
-        """Return the rate of update number ``update``, counted from 0, if the lengths are updates."""
+        """Return the learning rate of update ``update``, counted from 0; valid if the lengths are updates."""
         return self.after(update + 1)
 
     def after(self, done: float) -> float:
-        """Return the rate of the update that completes ``done`` updates, or ``done`` samples, in total."""
+        """Return the learning rate of an update.
+
+        Args:
+            done: total number of updates after this update, or of samples if the lengths are samples.
+        """
         if done <= self.warmup_updates:
             return self.lr * done / self.warmup_updates
         if self.style == INVERSE_SQUARE_ROOT:
@@ -93,7 +97,7 @@ class LRScheduler:
         return _DECAYS[self.style](self, progress)
 
     def between(self, lr: float, min_lr: float) -> LRScheduler:
-        """Return the same schedule with another peak and floor."""
+        """Return the same schedule with the peak ``lr`` and the floor ``min_lr``."""
         return replace(self, lr=lr, min_lr=min_lr)
 
 

@@ -21,7 +21,7 @@ from megatron.optim.zero.partition import ParamPartition, partition_of
 # | direction | sent over the replicas | sent over the tensor ranks of one replica |
 # |---|---|---|
 # | to the owner | with ZeRO, slices of one tensor rank's shard | shards of the matrix |
-# | back | with ZeRO, slices of that shard; without, the full shard | shards of the matrix |
+# | from the owner | with ZeRO, slices of one tensor rank's shard; otherwise the full shard | shards of the matrix |
 #
 # Main params, moments and gradients are sharded as for every other optimizer. Memory is therefore balanced for matrices
 # of any shape, and checkpoints and gathers of weights need no other partition. Matrices are sent in bf16, the input and
@@ -32,7 +32,7 @@ from megatron.optim.zero.partition import ParamPartition, partition_of
 # computes all matrices of which it has a slice; Ahn et al. 2025, "Dion", for owners on a grid.
 
 OWN_NUMBERS = 1 << 26
-"""Approximate number of elements of full matrices that an owner holds at a time: 128 MiB in bf16, twice."""
+"""Approximate number of elements of full matrices that an owner holds at a time: 128 MiB each of inputs and results."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class MatrixPartition:
         """Return the partition of ``parameter``.
 
         Args:
-            replicas: number of replicas over which ZeRO shards it; 1: none.
+            replicas: number of replicas over which ZeRO shards the parameter; 1: every replica has the full shard.
 
         Raises:
             ValueError: the shards of the tensor ranks differ in size.
@@ -100,10 +100,11 @@ def owners(costs: Sequence[int], number: int) -> list[int]:
 
 
 def runs_of(cuts: Sequence[MatrixPartition], number: int, numbers: int | None = None) -> Iterator[range]:
-    """Yield ranges of weights to exchange together, limited by the memory of the ``number`` owners.
+    """Yield ranges of indices of weights to exchange together, limited by the memory of the ``number`` owners.
 
     Args:
-        numbers: elements of full matrices per owner; None: ``OWN_NUMBERS``.
+        cuts: partition of each weight.
+        numbers: maximum number of elements of full matrices per owner; None: ``OWN_NUMBERS``.
     """
     limit, start, numel = number * (numbers or OWN_NUMBERS), 0, 0
     for idx, partition in enumerate(cuts):
@@ -118,7 +119,7 @@ def runs_of(cuts: Sequence[MatrixPartition], number: int, numbers: int | None = 
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor to exchange over one group.
+    """Description of a tensor that the ranks of one group send to its owner or receive from it.
 
     Args:
         shape: shape of the full tensor.
@@ -177,8 +178,8 @@ def from_owners(
     """Return this rank's slice of each of ``weights``. Collective over ``group``.
 
     Args:
-        wholes: full tensors of the weights that this rank owns.
-        like: a tensor of their dtype and device, for ranks that own none.
+        wholes: full tensors of the weights that this rank owns, in order.
+        like: a tensor with the dtype and device of the result, for ranks that own no weight.
     """
     if group.size == 1:
         return list(wholes)

@@ -30,7 +30,7 @@ from tds.param_info import Matrices
 #
 # | --muon-scale-mode | scale(m, n) | origin |
 # |---|---|---|
-# | match_rms_adamw | 0.2 sqrt(max(m, n)) | Moonlight; updates have the usual RMS of AdamW's |
+# | match_rms_adamw | 0.2 sqrt(max(m, n)) | Moonlight; updates have about the RMS of AdamW's updates |
 # | spectral | sqrt(max(m, n)) | Megatron; with --muon-extra-scale-factor 0.2 equal to Moonlight's |
 # | original | sqrt(max(1, m / n)) | Jordan; Megatron's shape_scaling |
 # | unit_rms_norm | sqrt(m / n) | Megatron |
@@ -75,7 +75,7 @@ class MuonWeight:
     matrices: Matrices
 
     def flops(self, steps: int) -> int:
-        """Return the FLOPs of its Newton-Schulz steps."""
+        """Return the FLOPs of ``steps`` Newton-Schulz steps on all matrices of the weight."""
         return sum(newton_schulz_flops(*shape, steps) for shape in self.matrices.shapes(self.cut.shape))
 
 
@@ -131,10 +131,10 @@ class Muon(torch.optim.Optimizer):
             self._step_on(run, list(islice(main_params, len(run))))
 
     def _step_on(self, run: range, main_params: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
-        """Update the weights ``run``, whose slices are exchanged together."""
+        """Update the weights with the indices ``run``, whose slices are exchanged together."""
         weights = [self._weights[idx] for idx in run]
         updates = [self._momentum(main_param) for main_param, _ in main_params]
-        # for example if only states are created: no weight would change
+        # with learning rates of 0, for example if a caller only wants states to be created, no weight would change
         if not any(group["lr"] for _, group in main_params):
             return
         orthogonalized = self._orthogonalised(weights, [self._owners[idx] for idx in run], updates)
@@ -190,7 +190,7 @@ class Muon(torch.optim.Optimizer):
         return result
 
     def _move(self, weight: MuonWeight, main_param: torch.Tensor, group: dict[str, Any], update: torch.Tensor) -> None:
-        """Apply weight decay and ``update`` to ``main_param``; each row has the scale of its full matrix."""
+        """Apply weight decay and ``update`` to ``main_param``; the update of a row has the scale of its matrix."""
         if not main_param.numel():
             return
         main_param.mul_(1 - group["lr"] * group["weight_decay"])
@@ -205,7 +205,7 @@ class Muon(torch.optim.Optimizer):
             main_param.index_copy_(0, rows, moved)
 
     def _scale_of_rows(self, weight: MuonWeight, scales: Sequence[float]) -> torch.Tensor:
-        """Return the scale of each row that this rank holds."""
+        """Return the scale of the update of each local row, [rows]; ``scales`` has one scale per matrix."""
         row_scales = torch.empty(weight.cut.shape[0], 1, dtype=torch.float64)
         for scale, rows in zip(scales, weight.matrices.views(row_scales), strict=True):
             rows.fill_(scale)

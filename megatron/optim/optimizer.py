@@ -56,8 +56,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     Attributes:
         store, reducer, policy, inner: the parts in the table of the module.
         gradient_factor: factor by which the next step multiplies the gradients; the step resets it to 1.
-        last_factor: the factor of the last step without clipping: ``gradient_factor`` divided by the loss scale.
-        raw_norm: ``norm_of_sums`` of the current gradients, if it has been computed already.
+        last_factor: factor of the last step's gradients before clipping: ``gradient_factor`` divided by the loss scale.
+        raw_norm: result of ``norm_of_sums`` for the current gradients, if it has been computed already.
         overflow: True if the last step was skipped because fp16 gradients overflowed.
         was_refused: True if ``policy.accepts_step`` rejected the last step.
         clips_gradients: True, because ``step`` clips and engines must not.
@@ -113,7 +113,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Update the parameters, unless fp16 gradients have overflowed or the step is rejected. Collective.
 
         Raises:
-            NumericsError: the norm is not finite, and there is no loss scale or it is at its minimum.
+            NumericsError: the norm is not finite, no smaller loss scale can help, and ``policy.accepts_step`` is None.
             ConfigError: with ZeRO 3, the replicas did not call the same layers.
         """
         self.store.check_gather_order()
@@ -153,9 +153,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.store.clear_grads()
 
     def norm_of_sums(self) -> torch.Tensor:
-        """Return the norm of the reduced gradients, including the loss scale but not ``gradient_factor``. Collective.
+        """Return the norm of the reduced gradients, which are still multiplied by the loss scale. Collective.
 
-        The host does not wait for it, so that it can be copied together with other values.
+        ``gradient_factor`` is not applied either. The host does not wait for the norm, so that a caller can copy it to
+        the host together with other values.
         """
         return self.reducer.norm()
 

@@ -9,7 +9,7 @@
 
 In step n Adafactor changes a weight by ``min(lr, 1 / sqrt(n)) max(1e-3, RMS(weight))`` times an update whose RMS is
 clipped at 1. The mean squares decay with ``1 - n^-0.8``. This is the recipe of T5 without the relative step size: the
-learning rate is the given one, with any schedule, rather than always ``1 / sqrt(n)``. T5 was trained without weight
+learning rate is ``--lr`` with any schedule, rather than always ``1 / sqrt(n)``. T5 was trained without weight
 decay and without clipping of the global norm, and with an lr that never exceeds ``1 / sqrt(n)`` (``LRScheduler``,
 inverse-square-root). With a larger lr, torch's bound ``1 / sqrt(n)`` takes effect.
 
@@ -40,13 +40,13 @@ from tds.gradients import is_reduced_apart
 
 OPTIMIZERS = ("adamw", "adafactor", "muon", "sgd")
 MATRIX_EPS, VECTOR_EPS, LEAST_WEIGHT = 2e-19, 1e-8, 1e-3
-"""Lower bounds of the RMS of a gradient, for matrices and for vectors, and of the RMS of a weight.
+"""Adafactor's lower bounds: RMS of a matrix's gradient, RMS of a vector's gradient, RMS of a weight.
 
-For a matrix torch also uses the first one as a lower bound of the mean *square*. Its default, 1e-7 in fp32, applies to
-gradients below 3e-4, which are common, and then the running means have no effect. The value here applies below 4e-10.
-It is about the smallest one whose square fp32 can represent, so that a row without a gradient is not divided by 0. For
-a vector, the bound works like Adam's epsilon: the bias of attention's keys has a gradient of rounding errors only,
-which must not move it at full speed.
+For a matrix torch also uses ``MATRIX_EPS`` as a lower bound of the mean *square*. torch's default, 1e-7 in fp32, takes
+effect for gradients below 3e-4, which are common, and the running means then have no effect. ``MATRIX_EPS`` takes
+effect below 4e-10. It is about the smallest number whose square fp32 can represent, so that a row without a gradient is
+not divided by 0. For a vector, the bound works like Adam's epsilon: the gradient of the bias of attention's keys
+consists only of rounding errors, and without the bound they would cause updates of full size.
 """
 
 
@@ -117,14 +117,14 @@ def build_optimizer(
     rates: Mapping[torch.nn.Parameter, ParamRate] | None = None,
     bf16_states: Sequence[str] = (),
 ) -> MixedPrecisionOptimizer:
-    """Return the optimizer ``name``. For other arguments see ``MixedPrecisionOptimizer`` and ``ParamStore``.
+    """Build the optimizer ``name``. For arguments not listed see ``MixedPrecisionOptimizer`` and ``ParamStore``.
 
     Args:
         betas, epsilon: settings of AdamW, also for weights that Muon does not update; other optimizers ignore them.
         momentum: momentum of SGD.
         adam: used instead of ``torch.optim.AdamW``, with the same arguments; None: torch's.
         muon: settings of Muon.
-        rates: settings of single parameters that differ from the defaults.
+        rates: settings of individual parameters that differ from the defaults.
         bf16_states: states that AdamW stores in bf16, out of ``exp_avg`` and ``exp_avg_sq``.
 
     Raises:

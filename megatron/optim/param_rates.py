@@ -1,4 +1,4 @@
-"""Learning rates, weight decays and epsilons of single parameters, which flags set by name.
+"""Learning rates, weight decays and epsilons of individual parameters, which flags set by name.
 
 | flag | parameters |
 |---|---|

@@ -103,6 +103,7 @@ class ParamStore:
     def _make_main_param(
         self, parameter: torch.nn.Parameter, partition: ParamPartition | None, is_wide: bool
     ) -> torch.nn.Parameter:
+        """Return a main param separate from ``parameter``; ``is_wide``: the training dtype is fp32 or fp64."""
         position, values = shard_of(parameter), parameter.detach()
         if partition is not None:
             self._partitions[parameter] = partition
@@ -195,7 +196,7 @@ class ParamStore:
     def bucket_numel(self, device: torch.device, operation: str = "reduce") -> int | None:
         """Return the number of elements of a bucket on ``device``; None if ``BUCKET_BYTES`` limits it.
 
-        ZeRO 2 and 3 reduce copies of buckets, which therefore get larger than the default only on request.
+        ZeRO 2 and 3 reduce copies of gradients, so their reduce buckets exceed ``BUCKET_BYTES`` only on request.
 
         Args:
             operation: "reduce" or "allgather".
@@ -269,7 +270,8 @@ class ParamStore:
         """Round the main params into the parameters. Collective over the replicas if main params are sharded.
 
         Args:
-            deferred: return before the weights of the other replicas have arrived, if layers wait for them (NCCL).
+            deferred: return before the weights of the other replicas have arrived, if layers wait for their weights
+                (``zero.param_gather``, on NCCL).
         """
         if self.units is not None:
             self.units.free()  # gathered weights are outdated
@@ -279,8 +281,8 @@ class ParamStore:
                 shard.copy_(self.main_params[parameter])
         pairs = [(p, m) for p, m in self.main_params.items() if p is not m and p not in self._partitions]
         if pairs:
-            # With non_blocking the device rounds the received values. Otherwise the host would round them, into memory
-            # that is not pinned.
+            # With non_blocking, offloaded values are sent first and rounded on the device. Otherwise the host would
+            # round them, into memory that is not pinned.
             torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs], non_blocking=True)
         self._gather(deferred)
 

@@ -20,9 +20,9 @@ from tds.gradients import is_reduced_apart, reduce_gradients
 class AllReduceGradReducer(GradReducer):
     """Accumulates full gradients and all-reduces them over the replicas.
 
-    Without a pipeline ``finish`` all-reduces them after the last backward. In a pipeline this class only accumulates:
-    the engine's ``tds.bucket_reducer.BucketReducer`` all-reduces the buckets that it has passed to ``use_buckets`` (or
-    reduce-scatters them, with ZeRO 1 on NCCL) and starts during the last backward; ``finish`` is not called.
+    Without a pipeline ``finish`` all-reduces them after the last backward. In a pipeline this class only accumulates,
+    and ``finish`` is not called. Instead the engine's ``tds.bucket_reducer.BucketReducer`` passes its buckets to
+    ``use_buckets`` and all-reduces them from the last backward on (with ZeRO 1 on NCCL it reduce-scatters them).
     """
 
     def __init__(self, store: ParamStore, model: Group = SINGLE, tensor: Group = SINGLE) -> None:
@@ -70,6 +70,7 @@ class AllReduceGradReducer(GradReducer):
         return self.grad(parameter) if self._is_scattered(parameter) else super().grad_of_main_param(parameter)
 
     def _is_scattered(self, parameter: torch.nn.Parameter) -> bool:
+        """Return True if the gradient of ``parameter`` is reduce-scattered."""
         return self.buffer.is_scattered and not is_reduced_apart(parameter)
 
     def _partition(self, parameter: torch.nn.Parameter) -> ParamPartition | None:

@@ -7,12 +7,12 @@
 | after the slots | unsharded gradients, one after the other | an all-reduce in place |
 
 Gradients are not copied: autograd's gradient of a weight is added to the bucket and freed, or a fused layer adds its
-product there (``tds.linear_function``; with slots, one product for each length of a shard, at most three). A bucket has
-memory from its first gradient in a step until the step is taken. A bucket of one weight takes over the memory of the
-first gradient if the layouts agree, so that a large gradient is never held twice.
+product there (``tds.linear_function``; with slots, one product for each length of a shard, at most three). The memory
+of a bucket is allocated at its first gradient in a step and freed after the step. A bucket of one weight takes over the
+memory of the first gradient if the layouts agree, so that a large gradient never exists twice.
 
 Source: Megatron-LM's ``param_and_grad_buffer`` for the terms ``main_grad`` and bucket; Rajbhandari et al. 2020, "ZeRO",
-section 5.1, for sums of which each replica keeps its shard.
+section 5.1, for reduce-scattered gradients.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from tds.linear_function import add_product
 SCATTERS: bool | None = None
 """True if ZeRO 1 reduce-scatters gradients; None: on NCCL only.
 
-gloo implements a reduce-scatter by an all-reduce. With gloo, full gradients are therefore all-reduced in the buckets of
-ZeRO 0, which is bitwise equal to ZeRO 0.
+gloo implements a reduce-scatter by an all-reduce. With gloo, ZeRO 1 therefore all-reduces full gradients in the buckets
+of ZeRO 0, and its results are bitwise equal to those of ZeRO 0.
 """
 
 
 def scatters(group: Group) -> bool:
-    """Return True if a sum over ``group`` should leave each replica only its shard."""
+    """Return True if ZeRO 1 reduce-scatters gradients over ``group`` rather than all-reducing them."""
     return dist.get_backend(group.handle) == "nccl" if SCATTERS is None else SCATTERS
 
 
@@ -50,10 +50,10 @@ class GradBuffer:
     """Gradients of parameters that are replicated over the same ranks, in the buckets of ``order``.
 
     Args:
-        order: the buckets of all parameters. It may change them while the buffer is empty.
+        order: the buckets of all parameters. ``order`` may rearrange buckets only while the buffer is empty.
         replicas: group of the replicas.
-        partition_of: returns the partition of a parameter in slots, or None for a parameter that is summed in full. If
-            it is None, all buckets have the plain layout.
+        partition_of: function that returns the partition of a parameter in slots, or None for a parameter that is
+            all-reduced. Without this function all buckets have the plain layout.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GradBuffer:
 
     @property
     def is_scattered(self) -> bool:
-        """True if a replica keeps only its shards of the sums."""
+        """True if gradients are reduce-scattered, so that a replica keeps only its shards of the sums."""
         return self._partition_of is not None
 
     @torch.no_grad()
@@ -79,7 +79,7 @@ class GradBuffer:
         """Add ``parameter.grad``, if there is one, and free it.
 
         Raises:
-            RuntimeError: the sum of its bucket has started.
+            RuntimeError: the reduction of its bucket has started.
             ValueError: the gradient is sparse.
         """
         gradient, parameter.grad = parameter.grad, None
@@ -91,20 +91,21 @@ class GradBuffer:
         """Add ``rows^T inputs``, the gradient of ``parameter`` in a fused layer, without materializing it.
 
         Raises:
-            RuntimeError: the sum of its bucket has started.
+            RuntimeError: the reduction of its bucket has started.
         """
         self._bucket_of(parameter).add_product(parameter, rows, inputs)
 
     def main_grad(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return the accumulated gradient of ``parameter`` in the buffer, zeros if there is none.
 
-        With slots, it is this replica's shard, contiguous, and contains the sum once that has arrived.
+        With slots, the result is this replica's shard, contiguous. It contains the sum over the replicas after the
+        bucket's reduce-scatter.
         """
         return self._bucket_of(parameter).main_grad(parameter)
 
     @torch.no_grad()
     def start_reduce_scatter(self, bucket: Bucket) -> ScatteredBucket:
-        """Start the sum of ``bucket``, which has slots. Collective over the replicas."""
+        """Start the reduce-scatter of ``bucket``, which has slots. Collective over the replicas."""
         memory = self._bucket_of(bucket[0])
         if [id(p) for p in memory.parameters] != [id(p) for p in bucket]:
             raise RuntimeError("parameters must not be frozen or unfrozen between the micro-batches of a step")
@@ -113,7 +114,7 @@ class GradBuffer:
         return memory.start(self.replicas)
 
     def clear(self) -> None:
-        """Discard all gradients and free their memory; no sum may be running."""
+        """Discard all gradients and free their memory; no reduction may be running."""
         for memory in self._buckets.values():
             memory.free()
         self._is_in_use = False
@@ -248,7 +249,7 @@ class _BucketMemory:
                 target.zero_()
 
     def _pairs(self, parameter: torch.nn.Parameter, full: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of views of the same elements: in ``full``, of the shape of ``parameter``, and in the bucket."""
+        """Yield pairs of views of the same elements in ``full``, which has the parameter's shape, and in the bucket."""
         offset, partition = self._offsets[parameter], self._partitions[parameter]
         if partition is None:
             yield full, self.unsharded[offset : offset + full.numel()].view(full.shape)
@@ -285,12 +286,12 @@ class _Works:
 
 @dataclass(frozen=True)
 class ScatteredBucket:
-    """A running sum of a bucket with slots: ``gradients`` contain this replica's shard once ``work`` is done."""
+    """A running reduce-scatter of a bucket: ``gradients`` contain this replica's shards once ``work`` is done."""
 
     gradients: Sequence[torch.Tensor]
     work: _Works
 
     def wait(self, factor: float | torch.Tensor) -> None:
-        """Wait for the sum and multiply it by ``factor``."""
+        """Wait for the reduce-scatter and multiply its result by ``factor``."""
         self.work.wait()
         multiply([gradient for gradient in self.gradients if gradient.numel()], factor)

@@ -13,7 +13,7 @@ from tds.linear_function import add_product
 
 
 class LocalGradReducer(GradReducer):
-    """Accumulates 16-bit gradients in fp32 and frees them at once; others stay in ``param.grad``."""
+    """Accumulates 16-bit gradients in fp32 and frees the originals; other gradients stay in ``param.grad``."""
 
     def __init__(self, store: ParamStore, model: Group = SINGLE, tensor: Group = SINGLE) -> None:
         super().__init__(store, model, tensor)

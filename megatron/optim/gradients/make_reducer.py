@@ -19,7 +19,7 @@ def make_reducer(
     overlap_grad_reduce: bool = False,
     has_pipeline: bool = False,
 ) -> GradReducer:
-    """Return the reducer of gradients for the replicas and the ZeRO stage of ``store``.
+    """Build the ``GradReducer`` that fits the replicas and the ZeRO stage of ``store``.
 
     Args:
         model, tensor: group of the ranks of one replica, and tensor-parallel group.

@@ -28,7 +28,7 @@ class OverlappedGradReducer(AllReduceGradReducer):
 
     def begin_last_backward(self) -> None:
         self._is_last = True
-        self._reducer.begin_last_backward()  # its hooks run after those that accumulate
+        self._reducer.begin_last_backward()  # registers hooks, which run after the hooks that accumulate
 
     def end_micro_batch(self) -> None:
         if self._is_last:

@@ -4,9 +4,10 @@ A bucket is reduced as soon as backward has computed the gradients of all its we
 time. A replica accumulates its shards over the micro-batches, in fp32. The memory of a step is therefore 4 / d bytes of
 gradients per parameter, one or two buckets, and the gradients of an incomplete bucket.
 
-Every micro-batch is reduced separately, as in DeepSpeed. Waiting for the last one would require full gradients, which
-this stage is meant to avoid. With one micro-batch per step the sums are bitwise equal to those of ZeRO 0 if the
-reductions are (``reduction``). With several micro-batches the order of the additions differs.
+Every micro-batch is reduced separately, as in DeepSpeed. Reducing only after the last micro-batch would require full
+gradients, which ZeRO 2 is meant to avoid. With one micro-batch per step and a backend that reduces in the order of
+ZeRO 0 (``reduction``), the sums are bitwise equal to those of ZeRO 0. With several micro-batches the order of the
+additions differs.
 
 The buckets are those of ZeRO 0, and all replicas reduce them in one order (``AgreedOrder``). Buckets that backward does
 not fill are reduced at its end, with zeros for missing gradients.

@@ -115,18 +115,21 @@ class GradReducer:
 
     @cached_property
     def norm_group(self) -> Group:
-        """The replicas over which sums of ``counted_grads`` are added up."""
+        """Group of replicas over which a norm or another sum over ``counted_grads`` is all-reduced."""
         return self._store.data_group if self._has_experts else self.shard_group
 
     def norm(self) -> torch.Tensor:
-        """Return the norm of the reduced gradients, including the loss scale, on their device. Collective."""
+        """Return the norm of the reduced gradients, not divided by the loss scale, on their device. Collective."""
         self.sum_over_groups()
         grads = [grad for _, grad in self.counted_grads()]
         device = next((parameter.device for parameter in self._store.main_params), None)
         return global_norm(grads, [self.norm_group.handle, self.model_group.handle], device)
 
     def counted_grads(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Return the (parameter, gradient) pairs that this rank counts in sums over ``norm_group`` and the model."""
+        """Return the (parameter, gradient) pairs that this rank contributes to the norm.
+
+        Summed over ``norm_group`` and the ranks of a replica, each element of the model occurs once.
+        """
         return [(parameter, self.grad(parameter)) for parameter in self._counted_params]
 
     @cached_property
@@ -135,7 +138,7 @@ class GradReducer:
         return [p for p in self._store.main_params if is_counted_in_norm(p, rank) and self._is_counted(p)]
 
     def _is_counted(self, parameter: torch.nn.Parameter) -> bool:
-        """Return True if this replica counts ``parameter`` in sums over ``norm_group``."""
+        """Return True if this replica contributes the gradient of ``parameter`` to the norm."""
         if is_reduced_apart(parameter) or (self._has_experts and self.shard_group.size == 1):
             return self._store.group_of(parameter).rank == 0
         return self.shard_group.size == 1 or self.shard_group.rank == 0 or self._store.is_sharded(parameter)

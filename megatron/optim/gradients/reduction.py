@@ -1,4 +1,4 @@
-"""Reduction: a sum of gradients over the replicas, of which each replica keeps only its shards.
+"""Reduction: sums gradients over the replicas; each replica keeps only its shards of the sums.
 
 | backend | collective, for n bytes on d replicas | order of the additions |
 |---|---|---|
@@ -55,7 +55,7 @@ class LocalGrad:
         return max(torch.Size(self.shard_shape(replica)).numel() for replica in range(num_replicas))
 
     def shard(self, full: torch.Tensor, replica: int) -> torch.Tensor:
-        """Return the view of one replica's shard of ``full``."""
+        """Return one replica's shard of ``full``, a view."""
         return full if self.partition is None else self.partition.slice(full, replica)
 
 
@@ -132,7 +132,7 @@ def _flattened(grads: Sequence[LocalGrad]) -> torch.Tensor:
 
 
 def _in_slots(grads: Sequence[LocalGrad], num_replicas: int) -> torch.Tensor:
-    """Return each replica's shards of all gradients: [d, slots]."""
+    """Return a tensor [d, slots] whose row r contains replica r's shards of all gradients."""
     numels = [grad.slot_numel(num_replicas) for grad in grads]
     slots = torch.zeros(num_replicas, sum(numels), dtype=grads[0].dtype, device=grads[0].parameter.device)
     for grad, targets in zip(grads, slots.split(numels, dim=1), strict=True):

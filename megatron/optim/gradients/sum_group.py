@@ -2,11 +2,11 @@
 
 | parameters | group | reason |
 |---|---|---|
-| sequence-parallel: norms, biases of row-parallel layers, positions | tensor ranks | a rank sees its own positions |
-| experts that only some replicas have | ranks with the same experts | the sum over all replicas leaves them out |
+| sequence-parallel: norms, biases of row-parallel layers, positions | tensor ranks | a rank has only its positions |
+| experts that only some replicas have | ranks with the same experts | the sum over all replicas excludes them |
 
-Both sums run once per step, after those over micro-batches, replicas and tied copies, in the dtype of the accumulated
-gradients. ``megatron.costs.memory`` does not count the buffer in which small gradients are sent, because the
+Both sums run once per step, in the dtype of the accumulated gradients, after the sums over micro-batches, replicas and
+tied copies. ``megatron.costs.memory`` does not count the buffer in which small gradients are sent, because the
 activations have been freed by then.
 
 Source: Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4.2.2.

@@ -9,18 +9,19 @@ A pass is a micro-batch of training (forward, recompute, backward) or one call i
 |---|---|---|
 | the first of its kind: its order is recorded | each unit when it is needed | the next unit, before each gather |
 | a later one, in that order | the next unit as soon as one is used | a rolling hash of the order, at the end |
-| one that departs from the order | from then on as in a first pass | as in a first pass |
+| a later one that departs from the order | from then on as in a first pass | as in a first pass |
 
-If a pass has another kind than the previous pass, it departs from the previous order, unless both start with the same
-unit.
+A pass of another kind than the previous pass departs from the previous order, unless the recorded order of its kind
+starts with the same unit.
 
-A replica that departs reports this in the gather that the others expect next, whose message has room for a few integers
-per replica. If all replicas depart to the same unit, they continue and record the new order. Otherwise the departing
-replicas raise an error. On a CPU the other replicas raise it as well, because they can read the notes without waiting
-for a device; elsewhere they block in a collective until the launcher terminates them. The hash detects the remaining
-differences. It is read when the next pass ends or the step begins, so that the host does not wait for the device.
+A departing replica reports its departure in the gather that the other replicas expect next: each message has room for a
+few integers per replica (``Note``). If all replicas depart to the same unit, they continue and record the new order.
+Otherwise the departing replicas raise an error. On a CPU the other replicas raise it as well, because they can read the
+notes without waiting for a device. On other devices they block in a collective until the launcher terminates them. The
+hash detects all other differences. It is read when the next pass ends or the optimizer step begins, so that the host
+does not wait for the device.
 
-Prefetched weights have the values from before an update, so they are dropped when the weights change (``drop``).
+An update makes prefetched weights outdated, so they are dropped when the weights change (``drop``).
 
 Source: Zhao et al. 2023, "PyTorch FSDP", section 3.3.2, for prefetching in the order of the previous iteration.
 """
@@ -45,7 +46,7 @@ TRAINING = 0
 FACTOR, MODULUS = 1_000_003, 2**61 - 1
 """Constants of the rolling hash."""
 DIGIT = 256
-"""Integers up to this value are exact in every floating-point type of weights."""
+"""Base of the digits of a ``Note``. Integers up to this value are exact in every floating-point dtype of weights."""
 
 
 class Gathered(Protocol):
@@ -91,7 +92,7 @@ class GatherOrder:
         units: the units, by index.
         device: device of the tensors that the group communicates.
         prefetches: gather the next unit early.
-        reads_notes: read the note of each gather; None: only on a CPU, where this needs no wait.
+        reads_notes: read the notes of each gather; None: only on a CPU, where the host need not wait for a device.
 
     Attributes:
         kind: the kind of the current pass; None between passes.
@@ -111,18 +112,18 @@ class GatherOrder:
         self._prefetches = prefetches
         self._reads_notes = device.type == "cpu" if reads_notes is None else reads_notes
         self._orders: dict[int, list[int]] = {}  # by kind of pass, with END at the end
-        self._order: list[int] | None = None  # followed by the current pass
-        self._last: list[int] | None = None  # of the previous pass
-        self._is_other = False  # _order is that of the previous pass, from which the current one will depart
+        self._order: list[int] | None = None  # that the current pass follows; None: the pass records its order
+        self._last: list[int] | None = None  # order of the previous pass
+        self._is_other = False  # True: _order is the previous pass's order, from which the current pass will depart
         self._done: list[int] = []
         self._hash = 0
-        self._ahead: list[Gather] = []  # of the next unit in the order
+        self._ahead: list[Gather] = []  # prefetch of the next unit in the order
         self._announced: tuple[torch.Tensor, Any, list[int]] | None = None  # gathered hashes, their event, local order
 
     def begin(self, kind: int) -> None:
         """Begin a pass, unless it belongs to a running micro-batch."""
         if self.kind is not None and self.kind != TRAINING:
-            self.end()  # an evaluation that failed
+            self.end()  # the previous evaluation failed before its end
         if self.kind is None:
             self._open(kind)
 
@@ -167,7 +168,7 @@ class GatherOrder:
         """Compare the orders of the last pass, before an update. Collective.
 
         Raises:
-            ConfigError: they differ; raised on every replica.
+            ConfigError: the orders differ; raised on every replica.
         """
         if self.kind is not None and self.kind != TRAINING:
             self.end()
@@ -186,7 +187,7 @@ class GatherOrder:
         self._order = last if self._is_other else recorded
 
     def _agree(self, unit: int) -> None:
-        """Agree on ``unit`` with the other replicas: it follows from the order, or they all announce it now."""
+        """Agree with the other replicas that ``unit`` is next: the order determines it, or all replicas announce it."""
         if self._order is None:
             self._announce(unit)
             self._check_announced()
@@ -262,7 +263,7 @@ class GatherOrder:
         return copy, device.mark(self._device)
 
     def _announce(self, unit: int) -> None:
-        """Send the hash and kind of this pass and its next unit; ``_check_announced`` compares them. Collective."""
+        """All-gather the hash, kind and next unit of this pass, for ``_check_announced`` to compare. Collective."""
         if self._group.size == 1:
             return
         self._check_announced()
@@ -278,8 +279,9 @@ class GatherOrder:
         """Compare the last announcements of all replicas.
 
         Args:
-            others: unit that replicas with another hash have gathered at this position. None: all replicas compare now
-                and exchange their orders for the error message.
+            others: None: all replicas compare now and exchange their orders for the error message. Otherwise only
+                departing replicas compare, and the message reports ``others`` as the unit that each replica with
+                another hash gathered at this position.
         """
         if self._announced is None:
             return

@@ -83,7 +83,10 @@ class ParamPartition:
 
 
 def partition_of(parameter: torch.Tensor, replicas: int) -> ParamPartition | None:
-    """Return the partition of ``parameter`` over ``replicas``; None for an empty one and a scalar, which all update."""
+    """Return the partition of ``parameter`` over ``replicas`` replicas.
+
+    None for scalars and empty parameters, which every replica updates in full.
+    """
     if parameter.dim() == 0 or parameter.numel() == 0:
         return None
     position = shard_of(parameter)
@@ -91,7 +94,7 @@ def partition_of(parameter: torch.Tensor, replicas: int) -> ParamPartition | Non
     dim = 0 if is_unsharded or position.partition_dim is None else position.partition_dim
     size = parameter.shape[dim]
     step = VECTOR // math.gcd(VECTOR, parameter.numel() // size)
-    if dim > 0 and size % step:  # the remainder would be spread over the rows: one replica takes all
+    if dim > 0 and size % step:  # each row would end with a remainder of a vector, so one replica updates everything
         step = size
     return ParamPartition(dim, tuple(min(step * steps, size) for steps in _even_bounds(-(-size // step), replicas)))
 

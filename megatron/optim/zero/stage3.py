@@ -1,12 +1,12 @@
 """ParamUnits: gathers full weights under ZeRO 3 for a layer's forward and backward and frees them afterwards.
 
-A unit is gathered at once. It consists of the weights of a layer (``layers``), or of all weights that belong to no
-layer or to several (embeddings, final norms, heads, shared weights). The full weight is always the same tensor object,
-to which autograd's graph refers; only its memory is allocated and freed. Replicas must gather the same units in the
-same order; otherwise the step raises an error. The next unit of that order is gathered while the current one is used
+A unit consists of weights that are gathered together: the weights of a layer (``layers``), or all weights that belong
+to no layer or to several layers (embeddings, final norms, heads, shared weights). The full weight is always the same
+tensor object, to which autograd's graph refers; only its memory is allocated and freed. Replicas must gather the same
+units in the same order; otherwise the step raises an error. The next unit is gathered while the current unit is used
 (``GatherOrder``).
 
-| event | a layer | the other unit |
+| event | unit of a layer | unit of all other weights |
 |---|---|---|
 | forward of a module with its weights starts | gathered | gathered |
 | that forward returns, outside backward | freed | freed, unless backward follows |
@@ -23,7 +23,8 @@ A weight that is not gathered keeps its shape and consists of a single expanded 
 forward yields NaN rather than an outdated value. A warning names the layers that the first forward has not called.
 Every replica holds frozen weights and scalars in full.
 
-Source: Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP", section 4.3, for keeping the tensor.
+Source: Rajbhandari et al. 2020, section 5.3; Zhao et al. 2023, "PyTorch FSDP", section 4.3, for freeing only the memory
+of a tensor.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Unit:
 
     Args:
         name: name of the module, for messages.
-        weights: the weights, whose memory belongs to this unit from now on, and this replica's shard of each.
+        weights: each weight with this replica's shard of it. From now on the unit allocates and frees their memory.
         spans_forward: keep the weights from a forward to its backward.
     """
 
@@ -133,7 +134,7 @@ class ParamUnits:
     """The units of a model, with the hooks that gather and free them.
 
     Args:
-        module: the model. The graph of its outermost forward is watched.
+        module: the model. Tensors that its outermost forward saves for backward are tracked.
         weights: the sharded weights. Other weights are not changed.
         prefetches: gather the next unit early if the order is known and there are several replicas.
     """
@@ -194,7 +195,7 @@ class ParamUnits:
         """Check that the replicas have gathered the same units, before gradients are used. Collective.
 
         Raises:
-            ConfigError: they have not; raised on every replica.
+            ConfigError: the replicas have gathered different units; raised on every replica.
         """
         self._order.check()
 
@@ -278,7 +279,7 @@ class ParamUnits:
 
         For a weight the entry includes its unit, because the weight may be freed before backward.
         """
-        if tensor.layout is not torch.strided:  # has no such storage and is not a weight
+        if tensor.layout is not torch.strided:  # sparse tensors have no single storage and are never weights
             return tensor.detach()
         unit = self._unit_at.get(tensor.untyped_storage().data_ptr())
         return tensor.detach() if unit is None else (unit, tensor)
