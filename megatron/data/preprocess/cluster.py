@@ -77,7 +77,7 @@ class _Use:
     looked_s: float = field(default_factory=time.monotonic)
 
     def begin(self, seconds: float) -> None:
-        """Start the measurement ``seconds`` ago, when the first unit began; before that, Ray was starting processes."""
+        """Start the measurement at the start of the first unit, ``seconds`` ago, to exclude the startup of Ray."""
         if self.start_s is None:
             self.looked_s = time.monotonic() - seconds
             self.start_s = self.looked_s - self.began_s
@@ -133,7 +133,7 @@ class ClusterWorkers:
         address = os.environ.get("RAY_ADDRESS", "") if self._address == AUTO else self._address
         if not address:
             options |= {"num_cpus": self._most or None, "include_dashboard": False}
-            self._most = 0  # the number of CPUs of the local cluster is the limit
+            self._most = 0  # the CPUs of the local cluster already limit the units
         elif address != AUTO:  # RAY_ADDRESS=auto: Ray searches for a cluster on this machine
             _check_answers(address)
         try:
