@@ -27,7 +27,7 @@ from megatron.tokenizer.tokenizer import Tokenizer
 # | source | content |
 # |---|---|
 # | --chat-template FILE | the template's text |
-# | chat_template.jinja next to the tokenizer's file, with additional_chat_templates/NAME.jinja | "default", others |
+# | chat_template.jinja next to the tokenizer's file, with additional_chat_templates/NAME.jinja | "default"; NAME |
 # | tokenizer_config.json next to it | "chat_template": the text, or a list of named templates with a "default" |
 #
 # A conversation with tools is rendered by the template "tool_use" if it exists, and other conversations by "default",
@@ -36,7 +36,7 @@ from megatron.tokenizer.tokenizer import Tokenizer
 # Rendering follows `transformers`: sandboxed jinja2 with the variables `messages`, `tools`, `add_generation_prompt` and
 # the names of control tokens (`bos_token`, `eos_token`, ...), the tag `{% generation %}`, and the functions
 # `raise_exception` and `strftime_now`. Each conversation is encoded as a whole, without added tokens. As in
-# `transformers`, a control token that a message spells becomes this token.
+# `transformers`, the spelling of a control token in a message is encoded as the control token.
 
 TEMPLATE, SETTINGS, SPECIAL = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
 NAMED = "additional_chat_templates"
@@ -83,7 +83,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 _HAS_LOSS = "_megatron_has_loss"
-"""Template variable: ``id`` of a message -> True if its tokens have a loss. Only set if some messages have none."""
+"""Template variable: ``id(message)`` -> True if the message has a loss. Only set if some messages have no loss."""
 
 
 def _block_has_loss(context: jinja2.runtime.Context, has_loss: Mapping[int, bool]) -> bool:
@@ -274,7 +274,7 @@ class ChatTemplate:
         try:
             if self.stop_id is not None:
                 return None
-        except TemplateError:  # the template rejects a question with an answer, which is reported for the data
+        except TemplateError:  # rendering the data reports that the template rejects a question with an answer
             return None
         text, end = self._sample_turn()
         closing = text[end:].strip()
