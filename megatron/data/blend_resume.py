@@ -202,7 +202,7 @@ def _changed_parts(was: str, now: str) -> tuple[str, ...]:
         return ()
     changed = [part for part, old, new in zip(_PARTS, saved_parts, current_parts, strict=True) if old != new]
     if saved_parts[0] != current_parts[0]:
-        changed.remove(SAMPLES)  # the fingerprint of samples contains that of the tokens
+        changed.remove(SAMPLES)  # the digest of the samples depends on the content
     return tuple(changed)
 
 

@@ -33,8 +33,8 @@ class Corpus:
         is_drawn: the samples depend on random draws (spans, fill-in-the-middle), which differ between a single corpus
             and a mixture.
         num_documents, num_tokens: counts of the token files, for messages; None if unknown.
-        other_fingerprints: fingerprints under which a checkpoint may contain the same corpus, because an earlier
-            version or a copy of the tokenizer has another digest of the same tokenizer.
+        other_fingerprints: fingerprints of the same corpus with other digests of the same tokenizer, which a checkpoint
+            may contain.
     """
 
     name: str

@@ -153,7 +153,7 @@ class Collate:
             raise SampleError(f"sample {index}{self._origin(index, item)} cannot be read: {text}") from error
 
     def _origin(self, index: int, item: int) -> str:
-        """Describe the corpus and the index within it, or the item of a restarted dataset, for an error message."""
+        """Describe the sample's position in its corpus, or in a dataset that has restarted, for an error message."""
         ordered = as_ordered(self.dataset)
         if ordered is not None:
             corpus_idx, sample_idx = ordered.order.locate(item)

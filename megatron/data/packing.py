@@ -196,7 +196,7 @@ class _Cut:
         return result
 
     def long(self, num_long: int) -> np.ndarray:
-        """Return int64[2 x num_long]: the documents of several pieces, then the cumulative counts of full pieces."""
+        """Return int64[2 x num_long]: the documents with several pieces, then the cumulative counts of full pieces."""
         result, filled = np.empty((2, num_long), np.int64), 0
         for documents, sizes in self._blocks():
             is_long = sizes > self.capacity

@@ -140,7 +140,7 @@ def _hashes(token_file: IndexedDataset, key: str, cache: IndexCache) -> list[np.
 
 
 def _numbers(hashes: list[np.ndarray], limits: tuple[int, int], part: int) -> Iterator[np.ndarray]:
-    """Yield the indices of the documents of one split, those whose hashes are within its limits."""
+    """Yield the indices of the documents in split ``part``, whose hashes are within the limits of the split."""
     index_type = np.int32 if sum(map(len, hashes)) <= 1 << 31 else np.int64
     valid_below, test_from = limits
     low, high = ((valid_below, test_from), (0, valid_below), (test_from, 1 << 32))[part]

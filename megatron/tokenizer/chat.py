@@ -433,8 +433,8 @@ def _templates_in(folder: Path) -> tuple[str, dict[str, str]]:
 def special_names(tokenizer: Tokenizer) -> dict[str, str]:
     """Return template variable -> control token from the tokenizer's folder, or else from the tokenizer itself.
 
-    As in transformers, special_tokens_map.json overrides tokenizer_config.json, unless the latter has an
-    "added_tokens_decoder" and is therefore complete.
+    As in transformers, special_tokens_map.json overrides tokenizer_config.json. It is ignored if tokenizer_config.json
+    has an "added_tokens_decoder" and is therefore complete.
     """
     folder = tokenizer.paths[0].parent if tokenizer.paths else None
     settings = read_object(folder / SETTINGS) if folder else {}

@@ -8,8 +8,8 @@
 4. the sum of all frequencies, in which jieba counts a duplicate word of its dictionary twice.
 
 This module therefore uses rjieba, with a corrected sum, only to compute the route, and only for text without the
-characters of 3. It segments the remaining runs of single characters with jieba's rules and tables. jieba's dictionary
-is never loaded, which saves the loading time and the cache file.
+characters in item 3. It segments the remaining runs of single characters with jieba's rules and tables. jieba's
+dictionary is never loaded, which saves the loading time and the cache file.
 
 For these runs, each character has a state: it begins, continues or ends a word, or is a word. Sums are computed in
 jieba's order in float64, and ties are broken as in jieba, so that all words are the same.
@@ -136,7 +136,7 @@ def to_text(pieces: str) -> str:
 
 
 def mark_words(texts: Sequence[str]) -> list[str]:
-    """Return each text with ``MARK`` between its words, which are equal to those of ``jieba.cut(text)``."""
+    """Return each text with ``MARK`` between its words; the words are equal to the result of ``jieba.cut(text)``."""
     if not texts:
         return []
     parts = _RUN.split(_TEXT_END.join(_route(text) for text in texts))  # alternating: text outside runs, run, ...

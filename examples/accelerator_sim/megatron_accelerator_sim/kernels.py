@@ -138,7 +138,7 @@ def _as_the_cpu_views(operation: Any) -> Callable[..., Any]:
 
 
 def _collectives() -> list[str]:
-    """Return the names of the collectives for which torch has kernels of the device's dispatch key."""
+    """Return the names of the collectives that torch implements for the device's dispatch key."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key(KEY)
     return sorted(name.removeprefix("c10d::") for name in names if name.startswith("c10d::"))
 

@@ -99,8 +99,8 @@ class ClusterWorkers:
     """A pool of Ray workers with the interface of ``Workers``, used as a context manager.
 
     Args:
-        address: HOST:PORT of an existing cluster that includes this machine; ``auto`` for the cluster in RAY_ADDRESS,
-            or, if the variable is not set, for a cluster of only this machine that ends with the job.
+        address: HOST:PORT of an existing cluster that includes this machine, or ``auto``. ``auto`` selects the cluster
+            in RAY_ADDRESS; if the variable is not set, a cluster of only this machine is created for the job.
         most: maximum number of concurrent units; 0: the number of CPUs.
 
     Raises:

@@ -218,7 +218,7 @@ def _difference(path: str, size: int, time: int, new_size: int, new_time: int) -
     )
 
 
-# Create the units and the folder of parts of a job, or continue those of an interrupted job.
+# Create the units and the folder of parts of a job, or load them to continue an interrupted job.
 
 _SMALLEST_UNIT = 4 << 20
 _UNITS_PER_WORKER = 8

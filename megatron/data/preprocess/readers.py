@@ -66,7 +66,7 @@ def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
 
 
 def _rows_at_once(groups: Sequence[Any]) -> int:
-    """Return the number of rows of these groups that take about 4 MB according to their metadata, at most 256."""
+    """Return the number of rows that take about 4 MB according to the metadata of ``groups``, at most 256."""
     mean = sum(group.total_byte_size for group in groups) / max(sum(group.num_rows for group in groups), 1)
     return max(1, min(_ROWS_AT_ONCE, int(_BYTES_AT_ONCE / max(mean, 1))))
 

@@ -121,7 +121,7 @@ def _encoded(encoder: Encoder, parts: ShardFolder, unit: Unit, seconds_between: 
     yield Finished(part, is_new=True)
 
 
-# The pool: it distributes units, watches the workers, and never leaves a process behind after an error.
+# The pool: it distributes units, monitors the workers, and stops all of them after an error.
 
 
 class UnitError(RuntimeError):
