@@ -1,4 +1,4 @@
-"""A custom model: a bidirectional language model that predicts masked bytes, for any tensor, pipeline and data sizes.
+"""A custom model: a bidirectional language model that predicts masked bytes, in every 3D-parallel layout.
 
     python -m megatron.launch --nproc-per-node 4 --preload torch,deepspeed examples/own_model.py \\
         --pipe-parallel-size 2 --model-parallel-size 2 --num-layers 4 --hidden-size 128 --seq-length 128 --gas 4

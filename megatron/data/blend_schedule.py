@@ -58,8 +58,8 @@ class Phase:
 
     Args:
         cursors: samples of each corpus that were read before ``start``.
-        ranks: position of each corpus when sorted by fingerprint. Ranks break ties between
-            equal weights, independently of the order in which corpora are listed and of additional corpora.
+        ranks: position of each corpus when sorted by fingerprint. Ranks break ties between equal weights, independently
+            of the order in which corpora are listed and of additional corpora.
     """
 
     start: int

@@ -113,7 +113,10 @@ class IndexCache:
         return [arrays[idx] for idx in range(count)]
 
     def keep_newest(self, opening: str, kept: int) -> None:
-        """Delete the sets of files named ``opening``...; retain the ``kept`` sets that were built or verified last."""
+        """Delete old sets of files whose names start with ``opening``.
+
+        The ``kept`` sets that were built or verified last are retained.
+        """
         sets: dict[str, list[tuple[float, Path]]] = {}
         with suppress(OSError):
             for path in self.folder.glob(f"{opening}*{_SUFFIX}"):

@@ -63,8 +63,7 @@ def prefetch_of(dataset: Any) -> Callable[[int], None] | None:
 def looking_ahead(asked: Iterable[MicroBatch], depth: int, num_readers: int) -> Iterator[MicroBatch]:
     """Set ``coming`` of each micro-batch to the samples of the micro-batch ``depth`` positions later.
 
-    The first micro-batch of each reader also receives the samples of the same reader's micro-batches before that
-    position.
+    The first micro-batch of each reader also receives the samples of the same reader's micro-batches in between.
 
     Args:
         depth: a multiple of ``num_readers``, so that the process that prefetches samples also reads them.

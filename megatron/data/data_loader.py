@@ -1,11 +1,10 @@
 """DataLoader: the micro-batches of one data-parallel replica.
 
-A step that begins after c consumed samples reads the samples c ... c + B - 1. The global batch size is
-B = b m d, with m micro-batches of b samples on each of d replicas. It depends only on c, and is constant or grows
+A step that begins after c consumed samples reads the samples c ... c + B - 1. The global batch size is B = b m d, with
+m micro-batches of b samples on each of d replicas. It depends only on c, and is constant or grows
 (``megatron.config.batch``). Replica r reads the contiguous range r m b ... (r + 1) m b - 1 of the step's samples, one
-micro-batch after another. If B is not a multiple of b d, the first replicas read one
-additional micro-batch each. The number of consumed samples is therefore the only state needed to resume, with any
-values of b, m and d.
+micro-batch after another. If B is not a multiple of b d, the first replicas read one additional micro-batch each. The
+number of consumed samples is therefore the only state needed to resume, with any values of b, m and d.
 
 A dataset with a length restarts at its end: sample i of the run is its item i % len. A dataset without a length, such
 as ``GPTDataset``, has an item for every index.

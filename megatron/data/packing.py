@@ -173,7 +173,7 @@ class _Cut:
         self.sizes, self.documents, self.capacity = sizes, documents, capacity
 
     def counts(self) -> np.ndarray:
-        """Return int64[capacity + 3]: last pieces by length 0 ... capacity, tokens, documents of several pieces."""
+        """Return numbers of last pieces by length (0 ... capacity), of tokens and of documents with several pieces."""
         counts, num_tokens, num_long = np.zeros(self.capacity + 1, np.int64), 0, 0
         for _, sizes in self._blocks():
             counts += np.bincount(self._last(sizes), minlength=len(counts))

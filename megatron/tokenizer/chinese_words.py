@@ -79,7 +79,7 @@ def _word_ends(codes: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> np
 def _step(
     state: str, score: dict[str, np.ndarray], codes: np.ndarray, places: np.ndarray, took_second: np.ndarray
 ) -> np.ndarray:
-    """Return the scores of ``state`` at the characters ``codes``; record the best predecessors in ``took_second``."""
+    """Return the scores of ``state`` at the characters ``codes``; mark in ``took_second`` each second predecessor."""
     emitted = _EMITTED[state][codes]
     first, second = (
         score[predecessor][: len(codes)] + trans_P[predecessor].get(state, MIN_FLOAT) + emitted

@@ -28,8 +28,8 @@ class GigatokenTokenizer(LibraryTokenizer):
     Args:
         identity: identity of the replaced tokenizer.
         names: control tokens whose spellings the replaced tokenizer escapes. gigatoken also recognizes other spellings.
-            The few texts with any of these spellings are therefore encoded by the library. They are split
-            only at ``names``, because a split at other spellings would prevent merges.
+            The few texts with any of these spellings are therefore encoded by the library. They are split only at
+            ``names``, because a split at other spellings would prevent merges.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def plain_names(self) -> frozenset[str]:
-        """<s> and </s> if they are ordinary symbols, such as HTML tags, because the model has other control pieces."""
+        """<s> and </s> if they are ordinary symbols, such as HTML tags, because BOS and EOS are other pieces."""
         library = self._library
         ends = {"<s>": library.bos_id(), "</s>": library.eos_id()}
         return frozenset(

@@ -64,6 +64,8 @@ class Lengths:
     def quantile(self, share: float) -> int:
         """Return the smallest length n such that at least ``share`` of the documents have at most n tokens.
 
+        A share of 0 gives the shortest length.
+
         Raises:
             ValueError: there are no documents.
         """

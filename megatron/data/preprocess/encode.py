@@ -110,8 +110,8 @@ CHUNK_BYTES = 1 << 18
 """Bytes of text per call of the tokenizer: large enough to amortize the overhead, small enough for the CPU cache."""
 
 MAX_PIECE = 1 << 18
-"""Maximum characters of a text for the tokenizer. Longer documents are split, because the time
-of some tokenizers is quadratic in the length of a text."""
+"""Maximum characters of a text for the tokenizer. Longer documents are split, because the time of some tokenizers is
+quadratic in the length of a text."""
 
 
 @dataclass

@@ -172,9 +172,8 @@ class ErrorLimits:
 
     Args:
         max_lines: maximum number of bad records.
-        max_fraction: maximum fraction of bad records. A running job fails as soon as the
-            fraction would be exceeded even if all remaining records were valid. The result therefore does not depend
-            on the order of the units.
+        max_fraction: maximum fraction of bad records. A running job fails as soon as the fraction would be exceeded
+            even if all remaining records were valid. The result therefore does not depend on the order of the units.
     """
 
     max_lines: int | None = None

@@ -284,7 +284,7 @@ def decompressed(path: str, file: BinaryIO) -> Iterator[bytes]:
     stream, in_stream, position, unpacked = _new(suffix), False, 0, 0
     while piece := file.read(_PIECE_BYTES[suffix]):
         position += len(piece)
-        while piece := piece if in_stream or suffix != "gz" else piece.lstrip(b"\x00"):  # skip zero padding
+        while piece := piece if in_stream or suffix != "gz" else piece.lstrip(b"\x00"):  # zero padding of tapes
             try:
                 data = stream.decompress(piece)
             except (zlib.error, zstandard.ZstdError) as error:

@@ -100,8 +100,8 @@ class TrainingText:
     """The documents of ``drawn`` except the held-out ones; can be iterated once.
 
     A document is held out when its group has held out 16 kB less than its share of the bytes read so far, up to a total
-    of 16 MB. Held-out documents are therefore evenly distributed and have typical lengths. A small text
-    has no held-out documents.
+    of 16 MB. Held-out documents are therefore evenly distributed and have typical lengths. A small text has no
+    held-out documents.
 
     Args:
         group_of: returns the group of a document from the path of its file.
