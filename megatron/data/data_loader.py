@@ -35,8 +35,8 @@ from megatron.data.step_predictions import StepPredictions, predictions_of
 class DataLoader:
     """Endless iterable over the micro-batches of replica ``data_rank`` of ``data_size``.
 
-    A micro-batch is ``{"text": int64 [b, L+1]}``. If the samples of the dataset are dictionaries, it is a dictionary
-    with the same keys and the stacked arrays or tensors of b samples, plus "step_predictions" if the dataset has
+    A micro-batch is ``{"text": int64 [b, L+1]}``. If the samples of the dataset are dictionaries, the micro-batch
+    has the same keys, the stacked arrays or tensors of b samples, and "step_predictions" if the dataset has
     ``num_predicted``. In a step with sequence length l < L, all values except "step_predictions" are split into
     chunks, [b L/l, l+1].
 

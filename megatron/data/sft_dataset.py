@@ -115,7 +115,7 @@ class ConversationFile:
     def fingerprint(self) -> str:
         """A short digest of the file, the template and the interpretation of the records.
 
-        If earlier releases read the file in the same way, the fingerprint equals the one in their checkpoints.
+        If earlier releases read the file in the same way, the fingerprint is the same as in their checkpoints.
         """
         key = f"{self._digest}:{self.template.key}"
         if self._differs_from_v1:

@@ -227,9 +227,10 @@ class ChatTemplate:
         """Return the tokens of a complete conversation, and mark the tokens of the assistant.
 
         If the template has ``{% generation %}`` blocks, the tokens of the assistant are those that overlap the blocks.
-        Otherwise, each turn of the assistant is located by two renderings: the messages before the turn with the
-        generation prompt, and the messages up to and including the turn. The text that the second rendering appends to
-        the first belongs to the assistant, except white space after the last control token of the turn.
+        Otherwise, each turn of the assistant is located by two renderings. The first contains the messages before the
+        turn, followed by the generation prompt. The second contains the messages up to and including the turn. The text
+        that the second rendering appends to the first belongs to the assistant, except white space after the last
+        control token of the turn.
 
         Args:
             without_loss: indices of messages whose tokens have no loss.
@@ -256,7 +257,7 @@ class ChatTemplate:
 
     @cached_property
     def stop_id(self) -> int | None:
-        """The token that ends a turn of the assistant: the first control token after its text; None without one."""
+        """The token that ends a turn of the assistant: the first control token after its text, or None."""
         text, end = self._sample_turn()
         control = set(self.tokenizer.control_tokens.values())
         ids, offsets = self.tokenizer.encode_rendered(text)
@@ -431,7 +432,7 @@ def _templates_in(folder: Path) -> tuple[str, dict[str, str]]:
 
 
 def special_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return template variable -> control token from the tokenizer's folder, or else from the tokenizer itself.
+    """Return template variable -> control token, from the tokenizer's folder if possible, otherwise from the tokenizer.
 
     As in transformers, special_tokens_map.json overrides tokenizer_config.json. It is ignored if tokenizer_config.json
     has an "added_tokens_decoder" and is therefore complete.

@@ -206,7 +206,7 @@ class ClusterWorkers:
         )
 
     def _ready(self) -> list[Any]:
-        """Wait at most one second for a report and return the tasks that have one."""
+        """Wait at most one second for reports and return the tasks with a new report."""
         tasks = list(self._running)
         first, _ = self._ray.wait(tasks, num_returns=1, timeout=1.0)
         return self._ray.wait(tasks, num_returns=len(tasks), timeout=0)[0] if first else []

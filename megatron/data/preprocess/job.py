@@ -218,7 +218,7 @@ def _run_share(
             for unit_number in tally.units:
                 parts.path(unit_number, "json").unlink(missing_ok=True)
             raise DataError(f"the input must stay as it is until all parts are made; {changed}. Run all parts again.")
-    # Delete the list of an earlier run that had too many bad records; ``join`` writes the list of accepted ones.
+    # Delete the list of an earlier run that had too many bad records; ``join`` lists the accepted bad records.
     with suppress(FileNotFoundError):
         files.remove_file(shards.path_of(_bad_prefix(job)))
     return tally.summary(None)

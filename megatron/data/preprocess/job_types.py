@@ -16,7 +16,7 @@ TABLES = ("parquet", "arrow")
 """Formats with one document per row; a unit is a range of row groups or record batches."""
 
 FORMATS = ("jsonl", "text-file", "text-block", *TABLES)
-"""Input formats: one JSON object per line; one document per file; documents between blank lines; one per row."""
+"""Input formats: one JSON object per line; one document per file; documents between blank lines; a document per row."""
 
 STDIN = "-"
 """The path that denotes standard input."""

@@ -161,7 +161,7 @@ def check_same(plan: JobPlan, earlier: JobPlan, folder: Path) -> None:
 
 
 def _named(found: Sequence[str]) -> str:
-    """Join the first descriptions and the number of the others into one text."""
+    """Join the first descriptions for a message, and add the number of omitted descriptions."""
     return "; ".join(found[:_NAMED]) + (f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
 
 

@@ -78,5 +78,5 @@ def _by_share(units: Sequence[int], num_shares: int) -> str:
 
 
 def _few(texts: Sequence[str], most: int) -> str:
-    """Join the first ``most`` texts and the number of the others."""
+    """Join the first ``most`` texts for a message, and add the number of omitted texts."""
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
