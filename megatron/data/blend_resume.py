@@ -171,7 +171,8 @@ def _differences(
             files.append(f"{described} was built with another tokenizer")
     if not lost:
         return []
-    parts.add(SAMPLES)  # in the fingerprint, a change of content or tokenizer hides a change of samples
+    # The settings of the samples may have changed, too: a change of content or tokenizer hides this in the fingerprint.
+    parts.add(SAMPLES)
     setting_changes = [
         text for part in (SAMPLES, TOKENIZER, CONTENT) if part in parts for text in settings.get(part, ())
     ]

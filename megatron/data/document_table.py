@@ -1,8 +1,8 @@
 """DocumentTable: the sizes and starts of the documents in a token file.
 
-An ``.idx`` of up to 4 million sequences is loaded and checked completely. A larger ``.idx`` is mapped: the lengths are
-scanned once, because they determine the starts of the documents, and are then accessed in the mapped file. The other
-arrays follow from the lengths and are checked at a few thousand positions.
+An ``.idx`` of up to 4 million sequences is loaded and checked completely. If it is larger, only the lengths are
+scanned completely, because they determine the starts of the documents; afterwards, the lengths are accessed in a mapped
+file. The other arrays follow from the lengths and are checked at a few thousand positions.
 """
 
 from __future__ import annotations

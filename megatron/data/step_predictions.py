@@ -39,7 +39,7 @@ class StepPredictions:
         return self._known.copy()
 
     def _find(self, index: int) -> None:
-        """Set the range of samples and the numbers to the step that contains ``index``."""
+        """Compute the sample range and the numbers of the step that contains ``index``."""
         stop = self._stop if index >= self._stop else self._consumed
         while stop <= index:
             start, stop = stop, stop + self._sizes.at(stop)
