@@ -1,4 +1,4 @@
-"""A custom model: a bidirectional language model that predicts masked bytes, in every layout of (t, p, d).
+"""A custom model: a bidirectional language model that predicts masked bytes, in every 3D-parallel layout.
 
     python -m megatron.launch --nproc-per-node 4 --preload torch,deepspeed examples/own_model.py \\
         --pipe-parallel-size 2 --model-parallel-size 2 --num-layers 4 --hidden-size 128 --seq-length 128 --gas 4
@@ -98,7 +98,11 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Embedding(nn.Module):
-    """The embedding of bytes and sinusoidal positions: (tokens [b, s], others) to (hidden states [s, b, h], others)."""
+    """The embedding of bytes plus sinusoidal positions.
+
+    Shapes:
+        input (tokens [b, s], other tensors); output (hidden states [s, b, h], the same other tensors)
+    """
 
     def __init__(self, hidden_size: int, group: mpu.Group) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class _Branch:
-    """Two groups of corpora. ``left`` contains the lowest rank and receives ``weight`` of ``total`` samples."""
+    """Two groups of corpora. ``left`` has the corpus of lowest rank and receives ``weight`` of ``total`` samples."""
 
     left: _Branch | int
     right: _Branch | int
@@ -75,6 +75,7 @@ class BlendIndex:
 
 
 def _tree(weights: Sequence[int], ranks: Sequence[int]) -> _Branch | int:
+    """Combine the corpora with a weight > 0 in pairs, the two lightest first, and return the root of the tree."""
     heap: list[tuple[int, int, _Branch | int]] = [
         (weight, rank, corpus) for corpus, (weight, rank) in enumerate(zip(weights, ranks, strict=True)) if weight
     ]

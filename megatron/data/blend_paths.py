@@ -87,6 +87,7 @@ class BlendPaths:
         return phases
 
     def _own(self, name: str) -> tuple[WeightedPath, ...]:
+        """Return the corpora of split ``name`` from its own flag, or raise DataError if the flag is not set."""
         flag = f"--{name}-data-path"
         text = getattr(self, f"{name}_data_path")
         if not text:
@@ -128,6 +129,7 @@ def short_names(prefixes: Sequence[str]) -> list[str]:
 
 
 def _shortest(own: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> str:
+    """Return the shortest suffix of the path ``own`` that no path in ``others`` ends with."""
     for count in range(1, len(own) + 1):
         if all(other[-count:] != own[-count:] for other in others):
             return str(PurePath(*own[-count:]))
@@ -135,6 +137,7 @@ def _shortest(own: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> str:
 
 
 def _given(data_path: str | None) -> str:
+    """Return ``data_path``, or raise DataError if it is not set."""
     if not data_path:
         raise DataError(
             "--data-path must name token files (their path without .bin and .idx), got none. "

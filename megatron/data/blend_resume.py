@@ -1,6 +1,6 @@
 """Resume a mixture from a checkpoint whose corpora or weights may have changed.
 
-Corpora are identified by fingerprint, not by name: the same data at another path continue at their cursor. A
+Corpora are identified by fingerprint, not by name: a corpus that was moved to another path continues at its cursor. A
 fingerprint consists of three digests (content, tokenizer, samples) separated by dots, so that an error message can name
 the part that differs.
 """
@@ -37,7 +37,7 @@ class _Saved:
 
 
 def fingerprint_of(tokens: str, tokenizer: str | None, samples: str) -> str:
-    """Combine the digests of the token file, the tokenizer and the samples to the fingerprint of a corpus."""
+    """Combine the digests of the token file, the tokenizer and the samples into the fingerprint of a corpus."""
     return f"{tokens}.{(tokenizer or 'unknown')[:16]}.{samples}"
 
 
@@ -53,10 +53,10 @@ def resumed_order(
         ratio: tokens per sample of the checkpoint over tokens per sample of this run. If they differ, the run continues
             at the first sample that begins at or after the consumed number of tokens. The cursor of each corpus with
             the same tokens is converted in the same way.
-        allow_change: continue although a corpus is missing or has changed. Unchanged corpora keep their cursors, the
+        allow_change: continue even if a corpus is missing or has changed. Unchanged corpora keep their cursors, the
             others start at their first sample.
-        settings: descriptions of changed settings ("--split was 9,1,0, now 8,2,0") by the part of the fingerprint that
-            they affect: ``CONTENT``, ``TOKENIZER`` or ``SAMPLES``.
+        settings: part of the fingerprint (``CONTENT``, ``TOKENIZER`` or ``SAMPLES``) -> descriptions of the changed
+            settings that affect this part, such as "--split was 9,1,0, now 8,2,0".
 
     Raises:
         CheckpointError: a corpus in the checkpoint has no match by fingerprint in this run, or ``state`` is damaged.
@@ -85,6 +85,7 @@ def resumed_order(
         lines += [f"data: {name} goes on at its sample {cursor}" for name, cursor in continued.items()]
 
     def by_number(values: Mapping[str, int]) -> list[int]:
+        """Convert saved name -> value to a list in the order of the current corpora, with 0 for new corpora."""
         current = {matches[name]: value for name, value in values.items() if name in matches}
         return [current.get(corpus.name, 0) for corpus in order.corpora]
 
@@ -122,7 +123,7 @@ def _cut_otherwise(order: BlendSchedule, saved: _Saved, matches: Mapping[str, st
 
 
 def _company_line(corpus: Corpus, is_alone: bool) -> str:
-    """Return the log line for a corpus whose random draws change because the run now has one or several corpora."""
+    """Return the log line for a corpus whose random draws change: a single corpus became a mixture, or vice versa."""
     situation = "alone now" if is_alone else "one of several now"
     return (
         f"data: {corpus.name} is {situation}, so the spans or middles of its samples are drawn otherwise from here on"
@@ -140,7 +141,7 @@ def _weight_lines(order: BlendSchedule, samples_consumed: int) -> list[str]:
 def _differences(
     order: BlendSchedule, saved: _Saved, matches: Mapping[str, str], settings: Mapping[str, Sequence[str]]
 ) -> list[str]:
-    """Describe the differences from the checkpoint, changed settings first; empty if all of its corpora are present.
+    """Describe the differences from the checkpoint, changed settings first; empty if all saved corpora are present.
 
     Fingerprints are only logged at debug level because they do not help the user.
     """
@@ -170,7 +171,8 @@ def _differences(
             files.append(f"{described} was built with another tokenizer")
     if not lost:
         return []
-    parts.add(SAMPLES)  # in the fingerprint, a change of content or tokenizer hides a change of samples
+    # The settings of the samples may have changed, too: a change of content or tokenizer hides this in the fingerprint.
+    parts.add(SAMPLES)
     setting_changes = [
         text for part in (SAMPLES, TOKENIZER, CONTENT) if part in parts for text in settings.get(part, ())
     ]
@@ -201,7 +203,7 @@ def _changed_parts(was: str, now: str) -> tuple[str, ...]:
         return ()
     changed = [part for part, old, new in zip(_PARTS, saved_parts, current_parts, strict=True) if old != new]
     if saved_parts[0] != current_parts[0]:
-        changed.remove(SAMPLES)  # the fingerprint of samples contains that of the tokens
+        changed.remove(SAMPLES)  # the digest of the samples depends on the content
     return tuple(changed)
 
 
@@ -217,15 +219,17 @@ def _of_one(order: BlendSchedule, fingerprint: str, samples_consumed: int) -> _S
 
 
 def _like(was: str, corpus: Corpus) -> str:
-    """Return the fingerprint of ``corpus`` in the format of ``was``: complete, or only the part of the samples."""
+    """Return the fingerprint of ``corpus`` in the format of ``was``: complete, or only the digest of the samples."""
     return corpus.fingerprint if "." in was else _samples(corpus)
 
 
 def _samples(corpus: Corpus) -> str:
+    """Return the digest of the samples from the fingerprint of ``corpus``."""
     return corpus.fingerprint.rsplit(".", 1)[-1]
 
 
 def _read(state: Mapping[str, Any], samples_consumed: int) -> _Saved:
+    """Decode the state in a checkpoint, or raise CheckpointError if it is damaged."""
     try:
         if state["format"] != FORMAT:
             raise _damaged(f"its format is {state['format']!r}, {FORMAT} can be read")

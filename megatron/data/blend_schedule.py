@@ -33,7 +33,8 @@ class Corpus:
         is_drawn: the samples depend on random draws (spans, fill-in-the-middle), which differ between a single corpus
             and a mixture.
         num_documents, num_tokens: counts of the token files, for messages; None if unknown.
-        other_fingerprints: fingerprints of the same corpus in other versions, or with a copy of the tokenizer.
+        other_fingerprints: fingerprints of the same corpus with other digests of the same tokenizer, which a checkpoint
+            may contain.
     """
 
     name: str
@@ -57,8 +58,8 @@ class Phase:
 
     Args:
         cursors: samples of each corpus that were read before ``start``.
-        ranks: position of each corpus when sorted by fingerprint. They break ties between equal weights, so that the
-            order in which corpora are listed, and additional corpora, do not affect the other corpora.
+        ranks: position of each corpus when sorted by fingerprint. Ranks break ties between equal weights, independently
+            of the order in which corpora are listed and of additional corpora.
     """
 
     start: int
@@ -168,6 +169,7 @@ class BlendSchedule:
             self.phases.append(Phase(start, weights, self.phases[-1].cursors_at(start), self._ranks))
 
     def _phase(self, index: int) -> Phase:
+        """Return the phase that contains sample ``index``."""
         phase_idx = bisect_right(self._starts, index) - 1
         if phase_idx < 0:
             raise IndexError(f"samples of this order count from {self._starts[0]}, got {index}")
@@ -197,7 +199,7 @@ class BlendSchedule:
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     """Return the smallest integers in the ratio of ``weights`` as printed: 0.7 and 0.3 become 7 and 3.
 
-    If the sum would exceed 2^48, the integers are scaled down to it and rounded; positive weights stay positive.
+    If the sum would exceed 2^48, the integers are scaled to a sum of about 2^48; positive weights stay positive.
 
     Raises:
         DataError: a weight is negative or not finite, or all weights are 0.

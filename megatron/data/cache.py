@@ -47,7 +47,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def _process_start_ns() -> int:
-    """Return the start time of this process in the clock of file times; the current time if it is unknown."""
+    """Return the start time of this process in ns since the epoch, like file times; the current time if unknown."""
     with suppress(OSError, ValueError, AttributeError):
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 10**9 // os.sysconf("SC_CLK_TCK")
@@ -113,7 +113,10 @@ class IndexCache:
         return [arrays[idx] for idx in range(count)]
 
     def keep_newest(self, opening: str, kept: int) -> None:
-        """Delete the sets of files whose names start with ``opening``, except the ``kept`` last built or verified."""
+        """Delete old sets of files whose names start with ``opening``.
+
+        The ``kept`` sets that were built or verified last are retained.
+        """
         sets: dict[str, list[tuple[float, Path]]] = {}
         with suppress(OSError):
             for path in self.folder.glob(f"{opening}*{_SUFFIX}"):
@@ -272,6 +275,7 @@ def _write(path: Path, chunks: Iterable[np.ndarray], flushes: bool) -> None:
 
 
 def _is_whole(data: np.ndarray) -> bool:
+    """Return True if a file has a complete header and the length that the header states."""
     header = data[:_HEADER_BYTES].tobytes()
     length = int.from_bytes(header[8:_CHECKED_BYTES], "little")
     return len(header) == _HEADER_BYTES and header[:4] == _MAGIC and length == len(data) - _HEADER_BYTES
@@ -284,14 +288,14 @@ def _fits(data: np.ndarray) -> bool:
 
 
 def _was_compared(data: np.ndarray, written_ns: int) -> bool:
-    """Return True if a process of this host verified the file after this one started, and it was not written since."""
+    """Return True if a process of this host verified the file after this process started, and it is unchanged since."""
     compared_ns = int.from_bytes(data[_COMPARED_AT:_HEADER_BYTES].tobytes(), "little")
     return compared_ns == written_ns and compared_ns >= _STARTED_NS
 
 
 def _note_compared(path: Path) -> None:
-    """Record the current time as that of the last verification; if this fails, each process verifies the file."""
-    now_ns = time.time_ns() // 1000 * 1000  # some file systems store microseconds
+    """Record the current time as the time of the last verification; if this fails, each process verifies the file."""
+    now_ns = time.time_ns() // 1000 * 1000  # some file systems truncate file times to microseconds
     with suppress(OSError), open(path, "r+b") as file:
         file.seek(_COMPARED_AT)
         file.write(now_ns.to_bytes(8, "little"))
@@ -300,4 +304,5 @@ def _note_compared(path: Path) -> None:
 
 
 def _content(data: np.ndarray) -> np.ndarray:
+    """Return the array that is stored after the header."""
     return data[_HEADER_BYTES:].view(np.dtype(data[4:8].tobytes().decode().strip()))

@@ -44,7 +44,7 @@ READ_AHEAD_SAMPLES = 64
 
 
 def prefetch_of(dataset: Any) -> Callable[[int], None] | None:
-    """Return a function that prefetches the sample of an index; None if no corpus is in an object store."""
+    """Return a function that prefetches the sample with a given index; None if no corpus is in an object store."""
     ordered = as_ordered(dataset)
     parts = [dataset] if ordered is None else list(ordered.parts.values())
     if not any(getattr(getattr(part, "token_file", None), "is_remote", False) for part in parts):
@@ -63,7 +63,7 @@ def prefetch_of(dataset: Any) -> Callable[[int], None] | None:
 def looking_ahead(asked: Iterable[MicroBatch], depth: int, num_readers: int) -> Iterator[MicroBatch]:
     """Set ``coming`` of each micro-batch to the samples of the micro-batch ``depth`` positions later.
 
-    A reader's first micro-batch receives the samples of all its micro-batches up to that position.
+    The first micro-batch of each reader also receives the samples of the same reader's micro-batches in between.
 
     Args:
         depth: a multiple of ``num_readers``, so that the process that prefetches samples also reads them.
@@ -152,7 +152,7 @@ class Collate:
             raise SampleError(f"sample {index}{self._origin(index, item)} cannot be read: {text}") from error
 
     def _origin(self, index: int, item: int) -> str:
-        """Return the sample's corpus and index for an error message, or its item in a dataset that has restarted."""
+        """Describe the sample's position in its corpus, or in a dataset that has restarted, for an error message."""
         ordered = as_ordered(self.dataset)
         if ordered is not None:
             corpus_idx, sample_idx = ordered.order.locate(item)

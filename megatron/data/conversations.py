@@ -66,7 +66,8 @@ class Conversation:
         more: additional template variables.
         without_loss: indices of assistant messages whose tokens have no loss.
         unread: keys of the record that have no effect.
-        passed: keys that only have an effect if the template reads them -> their names in the template.
+        passed: key of the record, such as "messages[].name" -> its name in the template; the key has no effect if the
+            template does not read it.
         differs_from_v1: releases before 2026-12 rendered this record differently, or computed the loss on other tokens.
     """
 
@@ -136,6 +137,7 @@ def _listed(listed: Any, name: str) -> tuple[list[dict[str, Any]], dict[str, str
 
 
 def _from_sharegpt(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Convert message ``number`` (from 1) from ShareGPT's to OpenAI's format."""
     role = ROLES.get(message["from"]) if isinstance(message["from"], str) else None
     if role is None or not isinstance(message.get("value"), str):
         raise ValueError(
@@ -147,6 +149,7 @@ def _from_sharegpt(message: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _checked(message: Any, number: int) -> dict[str, Any]:
+    """Return message ``number`` (from 1) if it is valid in OpenAI's format; otherwise raise ValueError."""
     if isinstance(message, dict) and isinstance(message.get("content"), list):
         raise ValueError(
             f'message {number}: "content" must be a text, got a list of parts, {_shown(message["content"])}. Join the '
@@ -379,6 +382,7 @@ class RecordFile:
 
 
 def _after_blanks(text: str, at: int) -> int:
+    """Return the first position from ``at`` on that is not white space of JSON."""
     match = _BLANK.match(text, at)
     return match.end() if match else at
 

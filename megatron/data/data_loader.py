@@ -1,10 +1,10 @@
 """DataLoader: the micro-batches of one data-parallel replica.
 
-A step that begins after c consumed samples reads the samples c ... c + B - 1. The global batch size B = b m d depends
-only on c; it is constant or grows (``megatron.config.batch``). Of these samples, replica r reads the contiguous range
-r m b ... (r + 1) m b - 1, one micro-batch after another. If B is not a multiple of b d, the first replicas read one
-additional micro-batch each. The number of consumed samples is therefore the only state needed to resume, with any
-values of b, m and d.
+A step that begins after c consumed samples reads the samples c ... c + B - 1. The global batch size is B = b m d, with
+m micro-batches of b samples on each of d replicas. It depends only on c, and is constant or grows
+(``megatron.config.batch``). Replica r reads the contiguous range r m b ... (r + 1) m b - 1 of the step's samples, one
+micro-batch after another. If B is not a multiple of b d, the first replicas read one additional micro-batch each. The
+number of consumed samples is therefore the only state needed to resume, with any values of b, m and d.
 
 A dataset with a length restarts at its end: sample i of the run is its item i % len. A dataset without a length, such
 as ``GPTDataset``, has an item for every index.
@@ -35,15 +35,16 @@ from megatron.data.step_predictions import StepPredictions, predictions_of
 class DataLoader:
     """Endless iterable over the micro-batches of replica ``data_rank`` of ``data_size``.
 
-    A micro-batch is ``{"text": int64 [b, L+1]}``. If the samples of the dataset are dictionaries, it is a dictionary
-    with the same keys and the stacked arrays or tensors of b samples, plus "step_predictions" if the dataset has
+    A micro-batch is ``{"text": int64 [b, L+1]}``. If the samples of the dataset are dictionaries, the micro-batch
+    has the same keys, the stacked arrays or tensors of b samples, and "step_predictions" if the dataset has
     ``num_predicted``. In a step with sequence length l < L, all values except "step_predictions" are split into
     chunks, [b L/l, l+1].
 
     Args:
         num_micro_batches: micro-batches per step and replica; ignored if ``sizes`` is given.
         samples_consumed: samples that earlier steps have read, over all replicas.
-        sizes: samples per step over all replicas, if the number changes or is not the same for all replicas.
+        sizes: samples per step over all replicas, by samples consumed; required if the global batch size changes or
+            replicas have different numbers of micro-batches.
         lengths: sequence length by tokens consumed; None: samples are not split.
         num_workers: processes that read ahead; 0: samples are read in this process.
         prefetch_factor: micro-batches that each worker reads ahead.

@@ -26,8 +26,8 @@ class OpenCorpus:
 
     Args:
         content: fingerprint of the files.
-        make: builds a dataset from some of the corpus's documents. The second argument is the ``draws`` of the
-            dataset; it is "" if the split has only one corpus.
+        make: (documents, draws) -> the dataset of these documents; ``draws`` is as in ``GPTDataset``, and "" if the
+            split has only one corpus.
         sample_tokens: tokens of ``token_file`` that one sample needs.
         asked_by: the flag and value that determine ``sample_tokens``, for error messages.
         is_drawn: see ``Corpus``.
@@ -54,7 +54,8 @@ def build_datasets(
     a mixture schedule or a resumed run may assign them a weight later.
 
     Args:
-        open_corpus: opens the corpus of a prefix; the cache shares its index with the other processes of this host.
+        open_corpus: (prefix, cache) -> the opened corpus; ``cache`` shares the corpus's index with the other processes
+            of this host.
         tokens_per_sample: computes the tokens per sample from the datasets of the corpora; a mixture schedule, which
             is given in tokens, is converted to samples with it.
 

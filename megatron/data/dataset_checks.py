@@ -126,7 +126,7 @@ def check_eod(token_file: IndexedDataset, eod_id: int | None, flags: str) -> Non
     """Check that documents end with the end-of-document token, as ``flags`` require.
 
     Raises:
-        DataError: they do not, or they end with another token.
+        DataError: the tokenizer has no end-of-document token, or the documents do not end with it.
     """
     check_same_eod(token_file, eod_id)
     if eod_id is None:

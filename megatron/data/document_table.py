@@ -1,8 +1,8 @@
 """DocumentTable: the sizes and starts of the documents in a token file.
 
-An ``.idx`` of up to 4 million sequences is loaded and checked completely. In a larger one, only the lengths are scanned
-completely, because they determine the starts of the documents; afterwards they are accessed in the mapped file. The
-other arrays follow from the lengths and are checked at a few thousand positions.
+An ``.idx`` of up to 4 million sequences is loaded and checked completely. If it is larger, only the lengths are
+scanned completely, because they determine the starts of the documents; afterwards, the lengths are accessed in a mapped
+file. The other arrays follow from the lengths and are checked at a few thousand positions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DocumentTable:
         return int(self.starts[-1])
 
     def start(self, document: int) -> int:
-        """Return the first token of ``document``, counted from the beginning of the file."""
+        """Return the index in the file of the first token of ``document``."""
         block, remainder = divmod(document, self.stride)
         start = int(self.starts[block])
         return start + int(self.sizes[document - remainder : document].sum(dtype=np.int64)) if remainder else start
@@ -57,7 +57,7 @@ class DocumentTable:
         return starts
 
     def find(self, token: int) -> int:
-        """Return the document that contains ``token``, counted from the beginning of the file."""
+        """Return the document that contains the token with index ``token`` in the file."""
         first = (int(np.searchsorted(self.starts, token, "right")) - 1) * self.stride
         starts = self.starts_of(first, min(first + self.stride, len(self.sizes)))
         return first + int(np.searchsorted(starts, token, "right")) - 1

@@ -52,7 +52,9 @@ class StreamedFile:
         self.crc32 = zlib.crc32(data, self.crc32)
 
     def append_file(self, path: Path, num_bytes: int, crc32: int | None = None) -> None:
-        """Append the file ``path`` of ``num_bytes``; if its ``crc32`` is given, the kernel copies it.
+        """Append the file ``path``, which has ``num_bytes`` bytes.
+
+        If its ``crc32`` is given, the kernel copies the data; otherwise the data is read to compute the checksum.
 
         Raises:
             DataError: the size of the file is not ``num_bytes``.

@@ -52,8 +52,8 @@ class Fim:
     Args:
         rate: share of documents to rearrange, 0 ... 1.
         spm_rate: share of the rearranged documents that use SPM order.
-        eod_id: token that ends a document, in addition to the document boundaries of the index; None if the
-            vocabulary has none.
+        eod_id: end-of-document token. A document ends at this token and at each document boundary of the index. None
+            if the vocabulary has no such token.
     """
 
     rate: float
@@ -87,7 +87,7 @@ class Fim:
         ends = np.where(is_moved, lengths - _NUM_CONTROL_TOKENS, lengths)
         splits = _below(ends + 1, words[:, 2:])
         low, high = np.where(is_moved, splits.min(axis=1), ends), np.where(is_moved, splits.max(axis=1), ends)
-        low[is_moved & (shares[:, 1] < self.spm_rate)] = 0  # SPM is PSM whose middle includes the prefix
+        low[is_moved & (shares[:, 1] < self.spm_rate)] = 0  # SPM: the prefix is empty, PREFIX joins the middle
         return self._gather(text, starts, (low, high, ends), is_moved.astype(np.int64), ended)
 
     def _documents(self, text: np.ndarray, sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

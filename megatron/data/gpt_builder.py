@@ -40,7 +40,7 @@ def build_train_valid_test(
         packing, fim: see ``GPTDataset``.
 
     Raises:
-        DataError: rows D02 and D09-D14 of the list of faults, or unusable paths or weights.
+        DataError: a fault in row D02, D09-D12 or D14 of docs/reliability.md, or unusable paths or weights.
     """
 
     def open_corpus(prefix: str, cache: IndexCache) -> OpenCorpus:

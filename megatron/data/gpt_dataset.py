@@ -62,6 +62,7 @@ class GPTDataset:
         self.num_tokens, self.samples_per_epoch = self._windows.num_tokens, self._windows.per_epoch
 
     def _cut(self, cache: IndexCache | None) -> SampleIndex | PackedSampleIndex:
+        """Return the index that divides the documents into samples."""
         if self.packing == "best-fit":
             return PackedSampleIndex(
                 self.token_file,

@@ -28,7 +28,7 @@ def gpt2_fields(
     documents. Padding attends only to padding.
 
     Raises:
-        ValueError: one of the three options is set without ``eod_id``.
+        ValueError: ``reset_position_ids``, ``reset_attention_mask`` or ``eod_mask_loss`` is set without ``eod_id``.
     """
     if eod_id is None and (reset_position_ids or reset_attention_mask or eod_mask_loss):
         raise ValueError(

@@ -159,7 +159,7 @@ class IndexedDataset:
         return digest.hexdigest()[:16]
 
     def _fetched(self, ranges: RangeCache) -> tuple[Path, Path]:
-        """Return the local copies of the ``.idx`` and the sidecar; the latter path does not exist without a sidecar."""
+        """Return local copies of the ``.idx`` and the sidecar; without a sidecar, the second path does not exist."""
         names = [self.prefix + suffix for suffix in (".idx", ".bin", ".meta.json")]
         are_present = [object_store.size_of(name) is not None for name in names]
         self._check_present(

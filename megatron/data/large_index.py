@@ -71,6 +71,7 @@ class LargeIndex:
         return self._file.read(place + first * width, count * width).view(kind)
 
     def _lengths(self) -> Iterator[np.ndarray]:
+        """Yield the lengths of all sequences in blocks."""
         count = self._header.num_sequences
         for first in range(0, count, _BLOCK):
             yield self._numbers(HEADER.size, "<i4", first, min(_BLOCK, count - first))
@@ -138,6 +139,7 @@ class LargeIndex:
 
 
 def _firsts(count: int) -> range:
+    """Return the first index of each block of ``count`` numbers."""
     return range(0, count, _BLOCK)
 
 

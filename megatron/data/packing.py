@@ -25,7 +25,7 @@ from megatron.errors import DataError
 
 
 class Share(NamedTuple):
-    """The ``per_sample`` pieces of one length in each sample of a group.
+    """The pieces of one length in the samples of a group: each sample contains ``per_sample`` of them.
 
     The pieces of a length are numbered from 0. The k-th sample of the group contains the pieces from ``first`` +
     k * ``per_sample`` on.
@@ -107,7 +107,7 @@ def _place(samples: _Open, group: Group, room: int, length: int, first: int, sto
     if num_left and filled < num_samples:
         samples.add(room - num_left * length, group.part(filled, filled + 1).taking(Share(length, num_left, first)))
         first, filled = stop, filled + 1
-    if group.shares:  # unused new samples were never opened
+    if group.shares:  # otherwise the group is new, and its unused samples are dropped
         samples.add(room, group.part(filled, num_samples))
     return first
 
@@ -155,7 +155,7 @@ class Pieces:
         self.last_counts[:2] = 0
 
     def full(self, place: int) -> tuple[int, int]:
-        """Return (document, offset) of the full piece (not the last of its document) with index ``place``."""
+        """Return (document, offset) of full piece ``place``; the last piece of a document is not a full piece."""
         row = int(np.searchsorted(self._full_ends, place, "right"))
         num_before = int(self._full_ends[row - 1]) if row else 0
         return int(self._long[row]), (place - num_before) * self.step
@@ -173,7 +173,7 @@ class _Cut:
         self.sizes, self.documents, self.capacity = sizes, documents, capacity
 
     def counts(self) -> np.ndarray:
-        """Return [last pieces with 0, ..., capacity tokens, total number of tokens, number of long documents]."""
+        """Return numbers of last pieces by length (0 ... capacity), of tokens and of documents with several pieces."""
         counts, num_tokens, num_long = np.zeros(self.capacity + 1, np.int64), 0, 0
         for _, sizes in self._blocks():
             counts += np.bincount(self._last(sizes), minlength=len(counts))
@@ -184,7 +184,7 @@ class _Cut:
     def sorted_by_length(self, counts: np.ndarray) -> np.ndarray:
         """Return the documents stably sorted by the length of their last piece."""
         result = np.empty(int(counts.sum()), number_type(self.documents))
-        key_type = np.uint16 if self.capacity < 1 << 16 else np.uint32  # numpy sorts 16 bits by counting
+        key_type = np.uint16 if self.capacity < 1 << 16 else np.uint32  # numpy's stable sort of 16 bits is a radix sort
         filled = np.cumsum(counts) - counts
         for documents, sizes in self._blocks():
             lengths = self._last(sizes)
@@ -196,7 +196,7 @@ class _Cut:
         return result
 
     def long(self, num_long: int) -> np.ndarray:
-        """Return int64[2 x num_long]: the documents of several pieces, then the cumulative counts of full pieces."""
+        """Return int64[2 x num_long]: the documents with several pieces, then the cumulative counts of full pieces."""
         result, filled = np.empty((2, num_long), np.int64), 0
         for documents, sizes in self._blocks():
             is_long = sizes > self.capacity
@@ -207,9 +207,11 @@ class _Cut:
         return result.ravel()
 
     def _num_full(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the number of full pieces of each document."""
         return np.maximum(sizes - 2, 0) // (self.capacity - 1)
 
     def _last(self, sizes: np.ndarray) -> np.ndarray:
+        """Return the length of the last piece of each document."""
         return sizes - self._num_full(sizes) * (self.capacity - 1)
 
     def _blocks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -284,6 +286,7 @@ class PackedSampleIndex:
         self.num_bytes = self._pieces.num_bytes
 
     def _keeper(self, cache: IndexCache) -> Keep:
+        """Return a ``Keep`` function that stores arrays in ``cache`` under a name unique to the documents."""
         key = (_FORMAT, self.token_file.fingerprint, documents_key(self.documents), self.capacity)
         name = f"lengths-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}"
         return lambda kind, make: cache.array(f"{name}-{kind}", make)
@@ -300,7 +303,7 @@ class PackedSampleIndex:
         return self._packed(self._shares[group], sample_idx - int(self._group_starts[group]), epoch)
 
     def _packed(self, shares: Sequence[Share], in_group: int, epoch: int) -> list[Piece]:
-        """Return the document pieces of sample ``in_group`` of a group."""
+        """Return the document pieces of sample ``in_group`` of the group with the piece lengths ``shares``."""
         rows: list[int] = []
         lengths: list[int] = []
         for length, count, first in shares:

@@ -56,6 +56,7 @@ class Permutation:
             part[:] = values
 
     def _once(self, value: int) -> int:
+        """Apply the Feistel network once; the result may be outside the range."""
         left, right = value >> self._half_bits, value & self._mask
         for key in self._keys:
             left, right = right, left ^ (_mix(right ^ key) & self._mask)

@@ -118,6 +118,7 @@ def _death(who: str, how: str) -> RuntimeError:
 
 
 def _become_reader(parent: int, number: int) -> None:
+    """Initialize a worker: ignore signals of the job, and exit if the training process exits."""
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(signal_number, signal.SIG_IGN)
     die_with_parent()

@@ -270,7 +270,7 @@ class RangeReader:
         return np.frombuffer(bytearray().join(chunks), np.uint8)
 
     def prefetch(self, ranges: Sequence[Range]) -> None:
-        """Start to fetch ``ranges`` in one thread, concurrently with other calls. Each range serves one ``read``."""
+        """Start to fetch ``ranges`` in a background thread. A later ``read`` of the same range consumes the result."""
         requests = self._own()
         new = [span for span in dict.fromkeys(ranges) if span not in requests.coming]
         requests.coming.update(dict.fromkeys(new, requests.pool.submit(self._bring, new)))
@@ -278,14 +278,17 @@ class RangeReader:
             requests.coming.popitem(last=False)
 
     def _own(self) -> _Requests:
+        """Return the requests of this process; create them on first use and after a fork."""
         if self._requests is None or self._requests.pid != os.getpid():
             self._requests = _Requests()
         return self._requests
 
     def _bring(self, ranges: Sequence[Range]) -> dict[Range, bytearray]:
+        """Return the bytes of each range."""
         return {span: bytearray().join(map(self._part, _parts(*span))) for span in ranges}
 
     def _part(self, part: tuple[int, int, int]) -> bytes:
+        """Return the bytes of ``part`` (block number, start, stop), from the cache or from the store."""
         block_idx, start, stop = part
         data = self._cache.read(self._key, block_idx, start, stop)
         if data is not None:

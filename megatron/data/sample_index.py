@@ -42,7 +42,7 @@ _EPOCHS_KEPT = 2
 
 
 class _Segment(NamedTuple):
-    starts: np.ndarray  # int64, tokens of this segment before every _STRIDE-th position; last, the segment's tokens
+    starts: np.ndarray  # int64, tokens of the segment before every _STRIDE-th position, then in the whole segment
     numbers: np.ndarray  # int32 or int64, the document at each position
 
 
@@ -102,11 +102,12 @@ class DocumentIndex:
                 yield documents, bounds
 
     def _content(self, segment: int) -> list[np.ndarray]:
-        """Return a segment in the form in which a cache file stores it."""
+        """Compute a segment and return the arrays to store in a cache file."""
         starts, numbers = self._build(segment)
         return [starts.view(np.uint8), numbers.view(np.uint8)]
 
     def _from_content(self, content: np.ndarray, segment: int) -> _Segment:
+        """Return the segment whose cache file contains ``content``."""
         num_bytes = 8 * (_num_blocks(self._length(segment)) + 1)
         return _Segment(content[:num_bytes].view(np.int64), content[num_bytes:].view(self._type))
 
@@ -248,12 +249,14 @@ def prefetch_pieces(source: TokenSource, pieces: Sequence[Piece]) -> None:
 
 
 def _named(documents: Documents) -> str:
+    """Describe ``documents`` for an error message."""
     if isinstance(documents, np.ndarray):
         return f"{count_of(documents)} documents of a split by hash"
     return f"documents {documents[0]}:{documents[1]}"
 
 
 def _place(source: TokenSource, document: int, offset: int) -> str:
+    """Describe the file position of a token for an error message."""
     if isinstance(source, IndexedDataset):
         return f"byte {source.byte_offset(document, offset)} of {source.token_path}"
     return source.prefix

@@ -14,7 +14,7 @@ from megatron.data.blended_dataset import MegatronDataset
 
 
 class Ordered(Protocol):
-    """``BlendedDataset``, or a user-defined dataset that forwards the attributes of one."""
+    """``BlendedDataset``, or a user-defined dataset that forwards the attributes of a ``BlendedDataset``."""
 
     @property
     def order(self) -> BlendSchedule: ...

@@ -29,7 +29,7 @@ from megatron.tokenizer.chat import ChatTemplate
 #
 # | number of values | content |
 # |---|---|
-# | 4 | numbers of conversations that are truncated, are dropped (no loss) or were read differently by v1; k |
+# | 4 | numbers of conversations that are truncated, dropped (no loss), read differently than before 2026-12; k |
 # | k | UTF-8 bytes of a JSON list: the record keys that have no effect |
 # | n | number of tokens of each conversation; 0 if it is dropped |
 # | n | the line of each conversation, counted from 1 |
@@ -115,7 +115,7 @@ class ConversationFile:
     def fingerprint(self) -> str:
         """A short digest of the file, the template and the interpretation of the records.
 
-        If earlier releases read the file in the same way, the fingerprint equals the one in their checkpoints.
+        If earlier releases read the file in the same way, the fingerprint is the same as in their checkpoints.
         """
         key = f"{self._digest}:{self.template.key}"
         if self._differs_from_v1:
@@ -182,7 +182,7 @@ class ConversationFile:
             row, conversation = self._row(self._records.read(idx), line)
             counts[0] += len(row) > self.capacity
             row = row[: self.capacity]
-            has_loss = bool((row[1:] < 0).any())  # a first token is never predicted
+            has_loss = bool((row[1:] < 0).any())  # the first token is never predicted
             counts[1] += not has_loss
             counts[2] += conversation.differs_from_v1 or bool(self.template.tools_key and "tools" in conversation.more)
             unread |= conversation.unread
@@ -207,7 +207,7 @@ class ConversationFile:
             encoded = self.template.encode(
                 conversation.messages, without_loss=conversation.without_loss, **conversation.more
             )
-        except ValueError as error:  # DataError too
+        except ValueError as error:  # includes DataError
             raise DataError(f"{self.prefix}:{number}: {error}") from error
         ids = np.array(encoded.ids, np.int32)
         if self.overlong == "refuse" and len(ids) > self.capacity:
@@ -234,7 +234,7 @@ class SFTDataset(GPTDataset):
     """Endless samples of conversations packed best-fit into separate segments.
 
     A sample is {"text": int64[L + 1], "segments": int32[L + 1], "loss_mask": int32[L + 1]}. "text" and "segments" are
-    those of ``GPTDataset`` with best-fit packing. "loss_mask" is 1 for the tokens of the assistant that have a loss.
+    as in ``GPTDataset`` with best-fit packing. "loss_mask" is 1 for the tokens of the assistant that have a loss.
     """
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
@@ -282,7 +282,7 @@ def build_sft_train_valid_test(
                 draws=draws,
             )
 
-        token_file = cast(IndexedDataset, file)  # it implements the required part of the interface
+        token_file = cast(IndexedDataset, file)  # has all attributes that are used
         return OpenCorpus(
             token_file, file.fingerprint, make, SHORTEST_PACKED, f"--seq-length {seq_length}", is_drawn=False
         )

@@ -28,7 +28,7 @@ _MODULUS = 1 << 64
 
 
 def document_hashes(token_file: IndexedDataset, first: int, stop: int) -> np.ndarray:
-    """Return uint32[stop - first], the upper half of the hash of documents first ... stop - 1.
+    """Return uint32[stop - first], the upper 32 bits of the hash of each document first ... stop - 1.
 
     The hash depends only on the token ids, not on their storage type or on the position of the document.
     """
@@ -110,8 +110,8 @@ def split_by_hash(token_file: IndexedDataset, split: str, cache: IndexCache | No
 
     The split of a document depends only on its tokens and ``split``. Equal documents are in the same split, and no
     document moves when other documents are added. The validation split has the lowest hashes and the test split the
-    highest. If their shares only grow, they therefore retain their documents and take others only from the training
-    split.
+    highest. If the shares of validation and test grow, these splits therefore keep their documents and receive
+    additional ones from the training split.
 
     All tokens are read once. The result is stored in ``cache`` for all processes and later runs; None: in memory.
 
@@ -140,7 +140,7 @@ def _hashes(token_file: IndexedDataset, key: str, cache: IndexCache) -> list[np.
 
 
 def _numbers(hashes: list[np.ndarray], limits: tuple[int, int], part: int) -> Iterator[np.ndarray]:
-    """Yield the indices of the documents of one split, those whose hashes are within its limits."""
+    """Yield the indices of the documents in split ``part``, whose hashes are within the limits of the split."""
     index_type = np.int32 if sum(map(len, hashes)) <= 1 << 31 else np.int64
     valid_below, test_from = limits
     low, high = ((valid_below, test_from), (0, valid_below), (test_from, 1 << 32))[part]

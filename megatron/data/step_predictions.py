@@ -1,8 +1,8 @@
-"""Predicted tokens per step, for losses averaged over a varying number of tokens.
+"""The number of predicted tokens in each step, for losses averaged over a varying number of tokens.
 
-If a dataset can compute the predicted tokens of a sample from its index (``num_predicted``), each micro-batch contains
-"step_predictions", int64[2]: the numbers of predicted tokens and samples in its step. The values are the same in every
-layout, need no communication between replicas, and are known before the first backward of the step.
+If a dataset can compute the number of predicted tokens of a sample from its index (``num_predicted``), each micro-batch
+contains "step_predictions", int64[2]: the numbers of predicted tokens and samples in its step. The values are the same
+in every layout, need no communication between replicas, and are known before the first backward of the step.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class StepPredictions:
         return self._known.copy()
 
     def _find(self, index: int) -> None:
+        """Compute the sample range and the numbers of the step that contains ``index``."""
         stop = self._stop if index >= self._stop else self._consumed
         while stop <= index:
             start, stop = stop, stop + self._sizes.at(stop)

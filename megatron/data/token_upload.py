@@ -1,4 +1,4 @@
-"""Upload token files to an object store: they are built on the local disk, uploaded and verified, the index last.
+"""Upload token files to an object store. They are built on the local disk; the index is uploaded last.
 
 If ``PREFIX.idx`` is in the store, the other files are complete: an earlier index is deleted first, and the new index is
 uploaded after the size and checksum of the other files have been verified.

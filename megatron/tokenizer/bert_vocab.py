@@ -19,17 +19,17 @@ _MAX_WORD_CHARACTERS = 100
 
 
 def from_lower_case_bert_files(path: Path) -> LibraryTokenizer:
-    """Return the tokenizer of a ``vocab.txt`` or a folder with one; it converts text to lower case without accents."""
+    """Return the tokenizer of a ``vocab.txt`` or its folder; it converts text to lower case without accents."""
     return from_bert_files(path, is_lower_case=True)
 
 
 def from_cased_bert_files(path: Path) -> LibraryTokenizer:
-    """Return the tokenizer of a ``vocab.txt`` or a folder with one; it preserves case and accents."""
+    """Return the tokenizer of a ``vocab.txt`` or its folder; it preserves case and accents."""
     return from_bert_files(path, is_lower_case=False)
 
 
 def from_bert_files(path: Path, is_lower_case: bool | None = None) -> LibraryTokenizer:
-    """Return the tokenizer of a ``vocab.txt`` or a folder with one. Each Chinese character is a word.
+    """Return the tokenizer of a ``vocab.txt`` or its folder. Each Chinese character is a word.
 
     Args:
         is_lower_case: convert text to lower case and remove accents. None: the value of ``"do_lower_case"`` in

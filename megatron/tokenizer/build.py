@@ -137,13 +137,13 @@ _PROBES = (
 
 
 def with_gigatoken(tokenizer: Tokenizer, sample: Sequence[str], *, is_required: bool = False) -> Tokenizer:
-    """Return ``tokenizer`` with BPE by gigatoken, if its ids are equal on ``sample`` and on difficult texts.
+    """Return a gigatoken version of ``tokenizer``, if its ids are equal on ``sample`` and on difficult texts.
 
     Otherwise, log a warning with the reason (such as the first difference) and return ``tokenizer``.
 
     Args:
         is_required: the user has requested gigatoken, so raise an error if it is not installed or does not support the
-            tokenizer. Different ids only cause a warning even then.
+            tokenizer. If the ids differ, only a warning is logged in any case.
 
     Raises:
         DataError: ``is_required``, and gigatoken or a dependency is not installed, or the tokenizer is not a BPE.
@@ -169,6 +169,7 @@ class _DiffersError(Exception):
 
 
 def _why_not(tokenizer: Tokenizer) -> str:
+    """Return the reason why gigatoken cannot encode for ``tokenizer``; "" if it can."""
     if importlib.util.find_spec("gigatoken") is None:
         return "gigatoken must be installed to encode with it: pip install -e '.[gigatoken]'"
     description = getattr(tokenizer, "description", None)
@@ -177,6 +178,7 @@ def _why_not(tokenizer: Tokenizer) -> str:
 
 
 def _verified(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokenizer:
+    """Return the gigatoken version of ``tokenizer``; raise _DiffersError if its ids differ on ``texts``."""
     gigatoken_module = importlib.import_module("megatron.tokenizer.gigatoken")
     try:
         fast = gigatoken_module.standing_in_for(tokenizer)
@@ -189,6 +191,7 @@ def _verified(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokenizer:
 
 
 def _spellings(tokenizer: Tokenizer) -> list[str]:
+    """Return texts that contain the spelling of each control token, within and between words."""
     return [f"a{name}a{name} {name}\n" for name in (*tokenizer.control_tokens, *tokenizer.plain_names)]
 
 
@@ -222,7 +225,7 @@ def _format_difference(tokenizer: Tokenizer, text: str, right: list[int], wrong:
 def read_vocabulary(path: Path, needed: str) -> dict[str, int]:
     """Return token -> id; the id is the line number from 0, or the number in the JSON file.
 
-    Like in the programs that these files were made for, only ``\\n`` and ``\\r\\n`` end a line, whitespace around a
+    As in the programs for which these files were written, only ``\\n`` and ``\\r\\n`` end a line, whitespace around a
     token is removed, and the last of several equal lines counts.
 
     Raises:

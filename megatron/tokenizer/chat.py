@@ -27,7 +27,7 @@ from megatron.tokenizer.tokenizer import Tokenizer
 # | source | content |
 # |---|---|
 # | --chat-template FILE | the template's text |
-# | chat_template.jinja next to the tokenizer's file, with additional_chat_templates/NAME.jinja | "default", others |
+# | chat_template.jinja next to the tokenizer's file, with additional_chat_templates/NAME.jinja | "default"; NAME |
 # | tokenizer_config.json next to it | "chat_template": the text, or a list of named templates with a "default" |
 #
 # A conversation with tools is rendered by the template "tool_use" if it exists, and other conversations by "default",
@@ -36,7 +36,7 @@ from megatron.tokenizer.tokenizer import Tokenizer
 # Rendering follows `transformers`: sandboxed jinja2 with the variables `messages`, `tools`, `add_generation_prompt` and
 # the names of control tokens (`bos_token`, `eos_token`, ...), the tag `{% generation %}`, and the functions
 # `raise_exception` and `strftime_now`. Each conversation is encoded as a whole, without added tokens. As in
-# `transformers`, a control token that a message spells becomes this token.
+# `transformers`, the spelling of a control token in a message is encoded as the control token.
 
 TEMPLATE, SETTINGS, SPECIAL = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
 NAMED = "additional_chat_templates"
@@ -83,7 +83,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 _HAS_LOSS = "_megatron_has_loss"
-"""Template variable: ``id`` of a message -> True if its tokens have a loss. Only set if some messages have none."""
+"""Template variable: ``id(message)`` -> True if the message has a loss. Only set if some messages have no loss."""
 
 
 def _block_has_loss(context: jinja2.runtime.Context, has_loss: Mapping[int, bool]) -> bool:
@@ -227,9 +227,10 @@ class ChatTemplate:
         """Return the tokens of a complete conversation, and mark the tokens of the assistant.
 
         If the template has ``{% generation %}`` blocks, the tokens of the assistant are those that overlap the blocks.
-        Otherwise, each turn of the assistant is located by two renderings: the messages before the turn with the
-        generation prompt, and the messages up to and including the turn. The text that the second rendering appends to
-        the first belongs to the assistant, except white space after the last control token of the turn.
+        Otherwise, each turn of the assistant is located by two renderings. The first contains the messages before the
+        turn, followed by the generation prompt. The second contains the messages up to and including the turn. The text
+        that the second rendering appends to the first belongs to the assistant, except white space after the last
+        control token of the turn.
 
         Args:
             without_loss: indices of messages whose tokens have no loss.
@@ -256,7 +257,7 @@ class ChatTemplate:
 
     @cached_property
     def stop_id(self) -> int | None:
-        """The token that ends a turn of the assistant: the first control token after its text; None without one."""
+        """The token that ends a turn of the assistant: the first control token after its text, or None."""
         text, end = self._sample_turn()
         control = set(self.tokenizer.control_tokens.values())
         ids, offsets = self.tokenizer.encode_rendered(text)
@@ -274,7 +275,7 @@ class ChatTemplate:
         try:
             if self.stop_id is not None:
                 return None
-        except TemplateError:  # the template rejects a question with an answer, which is reported for the data
+        except TemplateError:  # rendering the data reports that the template rejects a question with an answer
             return None
         text, end = self._sample_turn()
         closing = text[end:].strip()
@@ -431,10 +432,10 @@ def _templates_in(folder: Path) -> tuple[str, dict[str, str]]:
 
 
 def special_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return template variable -> control token from the tokenizer's folder, or else from the tokenizer itself.
+    """Return template variable -> control token, from the tokenizer's folder if possible, otherwise from the tokenizer.
 
-    As in transformers, special_tokens_map.json overrides tokenizer_config.json, unless the latter has an
-    "added_tokens_decoder" and is therefore complete.
+    As in transformers, special_tokens_map.json overrides tokenizer_config.json. It is ignored if tokenizer_config.json
+    has an "added_tokens_decoder" and is therefore complete.
     """
     folder = tokenizer.paths[0].parent if tokenizer.paths else None
     settings = read_object(folder / SETTINGS) if folder else {}

@@ -1,11 +1,15 @@
 """Chinese word segmentation that is identical to jieba's and about twenty times as fast.
 
-`rjieba` finds the same route through the same dictionary as jieba, with four exceptions: the words in runs of unknown
-characters (its probabilities are rounded); the marks ``.``, ``-`` and ``_`` within such runs; Chinese characters
-outside U+4E00 ... U+9FD5, which jieba treats as marks; and the sum of all frequencies, in which jieba counts a
-duplicate word of its dictionary twice. Therefore, rjieba (with a corrected sum) only computes the route, for text
-without such characters. This module segments the remaining runs of single characters with jieba's rules and tables.
-jieba's dictionary is never loaded, which saves the loading time and the cache file.
+`rjieba` finds the same route through the same dictionary as jieba, but differs in four respects:
+
+1. the words in runs of unknown characters, because its probabilities are rounded;
+2. the marks ``.``, ``-`` and ``_`` within such runs;
+3. Chinese characters outside U+4E00 ... U+9FD5, which jieba treats as marks;
+4. the sum of all frequencies, in which jieba counts a duplicate word of its dictionary twice.
+
+This module therefore uses rjieba, with a corrected sum, only to compute the route, and only for text without the
+characters in item 3. It segments the remaining runs of single characters with jieba's rules and tables. jieba's
+dictionary is never loaded, which saves the loading time and the cache file.
 
 For these runs, each character has a state: it begins, continues or ends a word, or is a word. Sums are computed in
 jieba's order in float64, and ties are broken as in jieba, so that all words are the same.
@@ -75,6 +79,7 @@ def _word_ends(codes: np.ndarray, lengths: np.ndarray, starts: np.ndarray) -> np
 def _step(
     state: str, score: dict[str, np.ndarray], codes: np.ndarray, places: np.ndarray, took_second: np.ndarray
 ) -> np.ndarray:
+    """Return the scores of ``state`` at the characters ``codes``; mark in ``took_second`` each second predecessor."""
     emitted = _EMITTED[state][codes]
     first, second = (
         score[predecessor][: len(codes)] + trans_P[predecessor].get(state, MIN_FLOAT) + emitted
@@ -131,7 +136,7 @@ def to_text(pieces: str) -> str:
 
 
 def mark_words(texts: Sequence[str]) -> list[str]:
-    """Return each text with ``MARK`` between its words, which are equal to those of ``jieba.cut(text)``."""
+    """Return each text with ``MARK`` between its words; the words are equal to the result of ``jieba.cut(text)``."""
     if not texts:
         return []
     parts = _RUN.split(_TEXT_END.join(_route(text) for text in texts))  # alternating: text outside runs, run, ...
@@ -153,6 +158,7 @@ def _route(text: str) -> str:
 
 
 def _learn(runs: Iterable[str]) -> None:
+    """Segment the runs that are not in ``_known_runs`` and add them."""
     if len(_known_runs) > _MOST_KNOWN:
         _known_runs.clear()
     plain = {run: run.replace(MARK, "") for run in set(runs).difference(_known_runs)}
@@ -164,7 +170,8 @@ def _learn(runs: Iterable[str]) -> None:
 def _mark_runs(runs: Sequence[str]) -> dict[str, str]:
     """Segment runs of unknown characters: Chinese by probability; letters, digits and signs by jieba's pattern.
 
-    The keys of the result are exactly ``runs``, because a Chinese part of a run may be a word of the dictionary.
+    The result contains only ``runs``, not their Chinese parts: ``_learn`` must not find a part that is itself a word of
+    the dictionary.
     """
     mixed = {run: finalseg.re_han.split(run) for run in runs if finalseg.re_han.fullmatch(run) is None}
     chinese = {part for parts in mixed.values() for part in parts[1::2]}.union(run for run in runs if run not in mixed)

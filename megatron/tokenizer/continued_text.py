@@ -62,7 +62,7 @@ def splits_words(description: str) -> bool:
 
 
 def behind_first_word(text: str) -> tuple[str, str]:
-    """Split a continuing text into (the rest of the word that it continues, the text from the next space on)."""
+    """Split a text that continues a word into (the end of this word, the text from the next space on)."""
     match = _FIRST_WORD.match(text)
     stop = match.end() if match else 0
     return text[:stop], text[stop:]

@@ -1,4 +1,4 @@
-"""CPM-1 and CPM-2 tokenizers, with jieba's Chinese words computed twenty times as fast."""
+"""CPM-1 and CPM-2 tokenizers. Chinese words are identical to jieba's and are computed twenty times as fast."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class CPM1Tokenizer(SentencePieceTokenizer):
         return Tokenizer.encode_pieces(self, pieces)
 
     def _encode_continued(self, texts: list[str]) -> Arrays:
-        return self._encode_arrays(texts)  # each word has a space before it anyway, which decode() removes
+        return self._encode_arrays(texts)  # decode() removes the space before each word
 
     def decode(self, ids: Sequence[int]) -> str:
         pieces = (self._piece_of_id.get(token, NO_PIECE) for token in ids)
@@ -81,8 +81,10 @@ class CPM1Tokenizer(SentencePieceTokenizer):
 
 
 def from_cpm1_files(path: Path) -> CPM1Tokenizer:
-    """Return the tokenizer of a ``.model`` file, or of a folder (also named by its vocab.json) with
-    chinese_vocab.model."""
+    """Return the tokenizer of a ``.model`` file, or of a folder with chinese_vocab.model.
+
+    The path of a vocab.json denotes its folder.
+    """
     folder = path if path.is_dir() else path.parent
     if path.is_file() and path.suffix != ".json":
         return CPM1Tokenizer(path)
@@ -96,8 +98,9 @@ def from_cpm1_files(path: Path) -> CPM1Tokenizer:
 
 # Greedy longest match over a list of words, like CPM-Pretrain and the first vocabularies of CPM-2.
 #
-# Words are jieba's; a space is U+2582 and a line end U+2583. From each word, the longest prefix in the vocabulary is
-# removed repeatedly. A character without such a prefix is ``<unk>``, and so is a word of more than 200 characters.
+# Words are the same as jieba's. Spaces and line ends are replaced by U+2582 and U+2583. From each word, the longest
+# prefix in the vocabulary is removed repeatedly. If there is no such prefix, the first character becomes ``<unk>``. A
+# word of more than 200 characters is a single ``<unk>``.
 
 _UNK = "<unk>"
 _LONGEST_WORD = 200
@@ -123,6 +126,7 @@ class _Words(dict[str, tuple[int, ...]]):
         return ids
 
     def _longest_matches(self, word: str) -> list[int]:
+        """Return the ids of ``word`` by repeated longest match."""
         ids, start = [], 0
         while start < len(word):
             stop = min(len(word), start + self._longest)

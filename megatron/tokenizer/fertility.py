@@ -79,7 +79,7 @@ def language_of(text: str) -> str:
 
 
 def measure(tokenizer: Tokenizer, groups: Mapping[str, Sequence[str]]) -> list[Fertility]:
-    """Return the fertility of each nonempty group, followed by that of all documents unless there is only one group."""
+    """Return the fertility of each nonempty group, then of all documents together if there are several groups."""
     rows = [_measure_group(tokenizer, name, texts) for name, texts in groups.items() if texts]
     return [*rows, _sum(rows)] if len(rows) != 1 else rows
 

@@ -27,9 +27,9 @@ class GigatokenTokenizer(LibraryTokenizer):
 
     Args:
         identity: identity of the replaced tokenizer.
-        names: control tokens whose spellings the replaced tokenizer escapes. gigatoken recognizes additional spellings.
-            The few texts with a spelling are encoded by the library, which may merge tokens across the point where
-            gigatoken would need a split.
+        names: control tokens whose spellings the replaced tokenizer escapes. gigatoken also recognizes other spellings.
+            The few texts with any of these spellings are therefore encoded by the library. They are split only at
+            ``names``, because a split at other spellings would prevent merges.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class GigatokenTokenizer(LibraryTokenizer):
         return np.insert(tokens, np.repeat(insert_at, added), np.concatenate(spelled_tokens)), sizes
 
     def _encode_spelled(self, text: str, is_first: bool) -> np.ndarray:
+        """Encode a text that spells control tokens with the library instead of gigatoken."""
         first, *others = self._escaped.cut(text)
         encode = super()._encode_arrays if is_first else super()._encode_continued
         return np.concatenate([encode([first])[0], super()._encode_continued(others)[0]])

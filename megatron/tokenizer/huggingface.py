@@ -96,7 +96,8 @@ class LibraryTokenizer(Tokenizer):
         )
 
     def _files_digest(self) -> str:
-        hidden, self._hidden = self._hidden, HiddenSpellings(self._outline, {})  # only names that a text itself spells
+        # as in __init__, the spelled names are found while no hidden spellings are known
+        hidden, self._hidden = self._hidden, HiddenSpellings(self._outline, {})
         try:
             return super()._files_digest()
         finally:
@@ -166,7 +167,7 @@ class LibraryTokenizer(Tokenizer):
         lists = as_lists(arrays)
         for idx in indices:
             first, *others = self._hidden.cut(texts[idx], library.encode(texts[idx], add_special_tokens=False))
-            if others:  # otherwise, a single character became the control token, which cannot be split
+            if others:  # otherwise, the control token comes from a single character, which cannot be split
                 parts = self._ids_of(library, [first])[0], self._encode_continued(others)[0]
                 lists[idx] = np.concatenate(parts).tolist()
         return as_arrays(lists)
@@ -208,7 +209,7 @@ def outline(description: str) -> str:
 
 
 def _with_model_of(library: tokenizers.Tokenizer, description: str) -> tokenizers.Tokenizer:
-    """Return a tokenizer with the settings of the outline ``description`` and the model of ``library``, shared."""
+    """Return a tokenizer that has the settings of the outline ``description`` and shares the model of ``library``."""
     fields = json.loads(description)
     stub = {"type": "BPE", "vocab": {}, "merges": []}
     result = load(json.dumps({**fields, "model": stub, "added_tokens": [], "post_processor": None}, ensure_ascii=False))

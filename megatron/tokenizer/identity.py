@@ -86,6 +86,7 @@ def _facts(fields: Mapping[str, Any], normalizer: Any, pre_tokenizer: Any) -> li
 
 
 def _model(model: Mapping[str, Any]) -> list[Any]:
+    """Return [settings, pieces, merges] of a model, without settings that do not affect the ids."""
     vocab = model.get("vocab") or []
     pieces = sorted(vocab.items(), key=lambda item: (item[1], item[0])) if isinstance(vocab, Mapping) else vocab
     merges = [merge.split(" ", 1) if isinstance(merge, str) else list(merge) for merge in model.get("merges") or ()]
@@ -112,7 +113,7 @@ def _steps(part: Any) -> list[Any]:
 
 
 def _without_defaults(part: Any) -> Any:
-    """Return ``part`` without keys that have no effect or whose value equals the default of a missing key."""
+    """Return ``part`` without keys that have no effect, and without values that are defaults (None, False, "")."""
     if isinstance(part, Mapping):
         effective = {key: _without_defaults(value) for key, value in part.items() if key not in _WITHOUT_EFFECT}
         return {

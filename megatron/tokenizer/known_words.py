@@ -62,6 +62,7 @@ class KnownWords:
         return np.frombuffer(bytearray().join(encoded), np.int32), sizes
 
     def _learn(self, new: set[str]) -> None:
+        """Encode the words ``new`` and add their tokens to the cache."""
         words = list(new)
         tokens, sizes = self._encode(words)
         stops = np.cumsum(sizes) * 4
@@ -71,6 +72,7 @@ class KnownWords:
         self._num_characters += _size(words)
 
     def _forget(self, whole_texts: set[str]) -> None:
+        """Remove texts that were not split into words; clear the cache if it is too large."""
         for text in whole_texts:
             del self._tokens[text]
         self._num_characters -= _size(whole_texts)

@@ -59,7 +59,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def plain_names(self) -> frozenset[str]:
-        """<s> and </s> if they are ordinary symbols (such as HTML tags), and other pieces begin and end a text."""
+        """<s> and </s> if they are ordinary symbols, such as HTML tags, because BOS and EOS are other pieces."""
         library = self._library
         ends = {"<s>": library.bos_id(), "</s>": library.eos_id()}
         return frozenset(
@@ -104,7 +104,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _former_control_names(self) -> list[str]:
         names = super()._former_control_names()
-        # the plain names were control pieces, which are never produced from a text
+        # versions up to 8c23b9e6 converted the plain names to control pieces, which are never produced from a text
         return [name for name in names if name not in self.plain_names]
 
     def _declared_control_names(self) -> Iterable[str]:

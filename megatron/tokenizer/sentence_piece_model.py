@@ -37,7 +37,8 @@ def with_control_pieces(model: bytes, names: Collection[str]) -> bytes:
 def with_dummy_prefix(model: bytes, is_added: bool) -> bytes:
     """Return the model with the dummy prefix, a space before each text, enabled or disabled.
 
-    The setting is field 3 of field 3, which is appended: repeated messages are merged, and the later value counts.
+    The setting is field 3 of the normalizer message (field 3). A second normalizer message with only this setting is
+    appended; when a parser merges repeated messages, the last value of a field is used.
     """
     return model + bytes([_NORMALIZER << 3 | _BYTES, 2, _DUMMY_PREFIX << 3 | _VARINT, is_added])
 

@@ -22,7 +22,7 @@ class SiblingFiles:
         named: role (such as ``"eos_token"``) -> token.
         special: names that the files declare as special tokens.
         has_chat_template: True if the folder has a chat template.
-        add_bos_token: the value in tokenizer_config.json; None if it is not there.
+        add_bos_token: the value in tokenizer_config.json; None if it is absent.
     """
 
     named: Mapping[str, str]

@@ -25,7 +25,7 @@ class T5SentencePieceTokenizer(SentencePieceTokenizer):
         if super().token_to_id(_NAME.format(0)) is None:
             top = self._library.get_piece_size() + NUM_SENTINELS - 1
             self._appended = {_NAME.format(idx): top - idx for idx in range(NUM_SENTINELS)}
-            self.__dict__.pop("control_tokens", None)  # cached without the sentinels
+            self.__dict__.pop("control_tokens", None)  # the cached value lacks the sentinels
 
     @property
     def vocab_size(self) -> int:

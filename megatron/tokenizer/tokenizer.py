@@ -112,7 +112,7 @@ class Tokenizer(ABC):
         return ""
 
     def piece(self, token: int) -> str | None:
-        """Return the spelling of a token in the vocabulary; None if it does not have the id."""
+        """Return the spelling of a token in the vocabulary; None if the vocabulary does not have this id."""
         return None
 
     def _encode_continued(self, texts: list[str]) -> Arrays:
@@ -148,8 +148,8 @@ class Tokenizer(ABC):
         """Return the tokens (int32) of one text that is given in consecutive pieces.
 
         If the tokenizer adds a space before a text, only the first piece gets it. Spelled control tokens are escaped in
-        each piece; a spelling that crosses a boundary of pieces is not recognized anyway. The memory use is that of one
-        piece and of the tokens.
+        each piece. A spelling that crosses a boundary between pieces needs no escape, because the library encodes the
+        pieces separately. Memory is needed only for one piece and for the tokens.
         """
         encoded = [np.zeros(0, np.int32)]
         for piece in filter(None, pieces):
@@ -179,7 +179,7 @@ class Tokenizer(ABC):
             name
             for idx, name in enumerate(names)
             if control[name] in (*alone[idx], *within[idx])
-            and control[name] not in (*start[idx], *end[idx])  # <unk> may come from characters of its name
+            and control[name] not in (*start[idx], *end[idx])  # <unk> may be the id of unknown characters
         ]
 
     @cached_property
@@ -272,7 +272,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def opening_ids(self) -> tuple[int, ...]:
-        """The ids that transformers inserts before a prompt, such as that of ``<s>``; empty if there are none."""
+        """The ids that transformers inserts before a prompt, such as the id of ``<s>``; empty if there are none."""
         name = self.siblings.named.get("bos_token")
         token = None if name is None or not self.siblings.add_bos_token else self.token_to_id(name)
         return () if token is None else (token,)

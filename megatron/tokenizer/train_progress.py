@@ -1,4 +1,4 @@
-"""Progress log of the training of a vocabulary: first about reading the text, then about the training."""
+"""Progress log lines while the text for a vocabulary is read and while the vocabulary is trained."""
 
 from __future__ import annotations
 

@@ -39,10 +39,12 @@ def word_starts(tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _of_text(text: str) -> bool:
+    """Return True if a piece with this text begins a word."""
     return text.startswith(_MARK) or bool(_CHINESE.match(text)) or not _GOES_ON.match(text)
 
 
 def _of_bytes(piece: str) -> bool:
+    """Return True if a piece of a byte-level BPE begins a word."""
     raw = bytes(_BYTES.get(character, 0x20) for character in piece)
     text = raw.decode("utf-8", "ignore")
     if text and raw.startswith(text[0].encode()):

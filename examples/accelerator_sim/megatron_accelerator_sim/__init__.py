@@ -1,6 +1,6 @@
 """A device "sim", simulated in Python. After ``import megatron_accelerator_sim`` it can be selected with ``--device``.
 
-Its memory is host memory with another label, and its kernels are those of the CPU, so it computes the same values as
+Its memory is host memory with another device label, and it runs the CPU's kernels, so it computes the same values as
 the CPU, slowly. torch, DeepSpeed and this project do not know the device, so that no ``if device == "cuda"`` applies.
 Its purpose is to test, without hardware, everything that a plug-in for a new device needs.
 """

@@ -33,7 +33,10 @@ def _attention(original: Call) -> Call:
 
 
 def _memory(original: Call) -> Call:
-    """Return a replacement of DeepSpeed's memory query, which DeepSpeed binds to the device present at its import."""
+    """Return a replacement for DeepSpeed's memory query ``original`` that asks the current accelerator.
+
+    DeepSpeed binds the original to the accelerator that is selected when DeepSpeed is imported.
+    """
 
     def asked_now(*args: Any) -> int:
         from deepspeed.accelerator import get_accelerator

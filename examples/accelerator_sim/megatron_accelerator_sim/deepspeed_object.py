@@ -1,4 +1,7 @@
-"""DeepSpeed's accelerator object of the device. Most methods are the CPU's; a real device would implement all."""
+"""DeepSpeed's accelerator object for the device.
+
+Most methods are inherited from the CPU's object; a real device would implement all methods.
+"""
 
 from __future__ import annotations
 

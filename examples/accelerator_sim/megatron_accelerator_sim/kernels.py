@@ -19,7 +19,7 @@ from megatron_accelerator_sim.memory import on_device, on_host
 
 KEY = "PrivateUse1"
 VIEWS = ("as_strided", "view", "_reshape_alias", "unfold")
-"""View operations, implemented by torch without access to the memory. All other views are composed of these."""
+"""View operations that torch implements without accessing the memory. All other views are composed of these."""
 WHOLE = ("native_layer_norm",)
 """Operations that torch would otherwise decompose on an unknown device."""
 _libraries: list[torch.library.Library] = []
@@ -83,7 +83,7 @@ def _module(name: str) -> Any:
 def _on_the_host(operation: Any, *args: Any, **kwargs: Any) -> Any:
     """Run ``operation`` on host views of its arguments and return device views of the results.
 
-    If a result is one of the arguments, such as for in-place operations, the original tensor is returned.
+    An in-place operation returns one of its arguments; in this case, the original tensor is returned.
     """
     tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of the host view -> (device tensor, host view)
 
@@ -128,15 +128,17 @@ def _take(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _redirected(operation: Any) -> Callable[..., Any]:
+    """Return a kernel that runs ``operation`` on the host."""
     return lambda *args, **kwargs: _on_the_host(operation, *args, **kwargs)
 
 
 def _as_the_cpu_views(operation: Any) -> Callable[..., Any]:
+    """Return a kernel that calls the CPU's implementation of a view operation on the device tensor itself."""
     return lambda *args, **kwargs: operation._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
 
 
 def _collectives() -> list[str]:
-    """Return the names of the collectives for which torch has kernels of the device's dispatch key."""
+    """Return the names of the collectives that torch implements for the device's dispatch key."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key(KEY)
     return sorted(name.removeprefix("c10d::") for name in names if name.startswith("c10d::"))
 
@@ -157,7 +159,7 @@ def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = 
 
 
 def _resize(tensor: torch.Tensor, size: Any, *, memory_format: Any = None) -> torch.Tensor:
-    """Resize the tensor to new memory that begins with the old content."""
+    """Resize the tensor: allocate new memory and copy as much of the old content as fits."""
     old, new = on_host(tensor.contiguous()).flatten(), torch.empty(size, dtype=tensor.dtype, device="cpu")
     num_copied = min(old.numel(), new.numel())
     new.flatten()[:num_copied].copy_(old[:num_copied])

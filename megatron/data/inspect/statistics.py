@@ -62,7 +62,9 @@ class Lengths:
         return float(self.values @ self.counts) / self.num_documents if self.num_documents else math.nan
 
     def quantile(self, share: float) -> int:
-        """Return the smallest length that at least ``share`` of the documents do not exceed; 0: the shortest length.
+        """Return the smallest length n such that at least ``share`` of the documents have at most n tokens.
+
+        A share of 0 gives the shortest length.
 
         Raises:
             ValueError: there are no documents.

@@ -93,6 +93,7 @@ def sections(stream: Stream) -> Iterator[Section]:
 
 
 def _is_start(stream: Stream) -> np.ndarray:
+    """Return bool[n], True for the first token of each document."""
     is_start = np.zeros(len(stream.tokens), np.bool_)
     is_start[:1] = True
     if stream.documents is not None:
@@ -139,7 +140,7 @@ class Words:
     """The names and texts of token ids.
 
     Args:
-        names: additional or different names of control tokens, by id.
+        names: id -> name of further control tokens; overrides the tokenizer's own names.
     """
 
     def __init__(self, tokenizer: Decoder, names: Mapping[int, str] | None = None) -> None:
@@ -259,6 +260,7 @@ def table(stream: Stream, words: Words, num_rows: int) -> Table:
 
 
 def _places(stream: Stream, num_rows: int) -> list[int]:
+    """Return the ascending indices of the tokens that ``table`` shows."""
     count = len(stream.tokens)
     changes = [section.start for section in sections(stream)]
     changes += [start for section in sections(stream) for start, _, _ in _by_loss(stream, section)]

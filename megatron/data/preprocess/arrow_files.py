@@ -1,4 +1,4 @@
-"""Read rows from Arrow IPC files, such as those of Hugging Face's ``datasets``.
+"""Read rows from Arrow IPC files, such as the files that Hugging Face's ``datasets`` writes.
 
 Both IPC formats are supported: the stream format used by ``datasets``, and the file format, which has a footer. Local
 files are memory-mapped. pyarrow is imported when the first such file is opened.

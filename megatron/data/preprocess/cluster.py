@@ -77,7 +77,7 @@ class _Use:
     looked_s: float = field(default_factory=time.monotonic)
 
     def begin(self, seconds: float) -> None:
-        """Start the measurement ``seconds`` ago, when the first unit began; before that, Ray was starting processes."""
+        """Start the measurement at the start of the first unit, ``seconds`` ago, to exclude the startup of Ray."""
         if self.start_s is None:
             self.looked_s = time.monotonic() - seconds
             self.start_s = self.looked_s - self.began_s
@@ -99,8 +99,8 @@ class ClusterWorkers:
     """A pool of Ray workers with the interface of ``Workers``, used as a context manager.
 
     Args:
-        address: HOST:PORT of an existing cluster that includes this machine; ``auto`` for the cluster in RAY_ADDRESS,
-            or, if the variable is not set, for a cluster of only this machine that ends with the job.
+        address: HOST:PORT of an existing cluster that includes this machine, or ``auto``. ``auto`` selects the cluster
+            in RAY_ADDRESS; if the variable is not set, a cluster of only this machine is created for the job.
         most: maximum number of concurrent units; 0: the number of CPUs.
 
     Raises:
@@ -133,7 +133,7 @@ class ClusterWorkers:
         address = os.environ.get("RAY_ADDRESS", "") if self._address == AUTO else self._address
         if not address:
             options |= {"num_cpus": self._most or None, "include_dashboard": False}
-            self._most = 0  # the number of CPUs of the local cluster is the limit
+            self._most = 0  # the CPUs of the local cluster already limit the units
         elif address != AUTO:  # RAY_ADDRESS=auto: Ray searches for a cluster on this machine
             _check_answers(address)
         try:
@@ -206,7 +206,7 @@ class ClusterWorkers:
         )
 
     def _ready(self) -> list[Any]:
-        """Wait at most one second for a report and return the tasks that have one."""
+        """Wait at most one second for reports and return the tasks with a new report."""
         tasks = list(self._running)
         first, _ = self._ray.wait(tasks, num_returns=1, timeout=1.0)
         return self._ray.wait(tasks, num_returns=len(tasks), timeout=0)[0] if first else []

@@ -165,7 +165,7 @@ def plan_units(paths: Sequence[Path | str], format: str | None, unit_bytes: int 
 
     A file that can be read from any byte is divided every ``unit_bytes``; a document belongs to the unit in which it
     begins. A compressed file and standard input are one unit each. Consecutive row groups of a parquet file, record
-    batches of an Arrow file, and small files of one document each are combined to units of at most ``unit_bytes``.
+    batches of an Arrow file, and small files of one document each are combined into units of at most ``unit_bytes``.
 
     Args:
         format: format of all files, one of FORMATS; None: determined by the name of each file.
@@ -202,7 +202,8 @@ def unit_documents(unit: Unit, keys: Sequence[str] | None) -> Iterator[tuple[Rec
     for record in read_unit(unit, keys):
         result = parse(record, keys)
         if isinstance(result, BadRecord):
-            if not is_checked:  # a bad line may be garbage after a flipped bit in a compressed file
+            # A bad line may be garbage after a flipped bit in a compressed file: verify the file's checksum first.
+            if not is_checked:
                 check_is_whole(unit.path)
                 is_checked = True
             yield record, result
@@ -241,8 +242,9 @@ def _units_of(path: str, format: str, unit_bytes: int) -> Iterator[Unit]:
 
 
 def _row_groups(path: str, format: str, sizes: Sequence[int], unit_bytes: int) -> Iterator[Unit]:
-    """Combine consecutive row groups to units of at most ``unit_bytes`` (at least one group), as some tools write tiny
-    row groups.
+    """Combine consecutive row groups into units of at most ``unit_bytes``, but at least one group.
+
+    Some tools write tiny row groups.
 
     Args:
         sizes: bytes per row group, or per record batch for an Arrow file.
@@ -258,7 +260,7 @@ def _row_groups(path: str, format: str, sizes: Sequence[int], unit_bytes: int) -
 
 
 def _joined(units: Iterable[Unit], unit_bytes: int) -> Iterator[Unit]:
-    """Combine consecutive units that are one small plain file each, up to ``unit_bytes``."""
+    """Combine consecutive units of one small uncompressed file each into units of at most ``unit_bytes``."""
     group: list[Unit] = []
     size = 0
     for unit in units:
@@ -276,4 +278,5 @@ def _joined(units: Iterable[Unit], unit_bytes: int) -> Iterator[Unit]:
 
 
 def _as_one(group: list[Unit]) -> Unit:
+    """Return one unit with the files of all units in ``group``."""
     return replace(group[0], size=sum(unit.size for unit in group), more=tuple(unit.path for unit in group[1:]))

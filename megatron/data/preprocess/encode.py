@@ -1,4 +1,4 @@
-"""Parse raw records to text and encode the text to token ids."""
+"""Extract the text of raw records and encode it as token ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.data.preprocess.job_types import TABLES, BadRecord, Counts, Record
 from megatron.data.preprocess.readers import BOM
 from megatron.tokenizer import Tokenizer
 
-# Parse a raw record to its text, or to the reason why it is unusable.
+# Extract the text of a raw record, or the reason why the record is unusable.
 
 _SHOWN_BYTES = 60
 _SHOWN_KEYS = 8
@@ -31,7 +31,7 @@ def parse(record: Record, keys: Sequence[str] | None, max_chars: int = 0) -> lis
 
     Args:
         keys: keys of the text in a JSON object; "a.b" is the key b of the object at a (unless "a.b" is a key itself).
-            All keys must exist. Their nonempty texts are joined by line feeds to one document. None: plain text.
+            All keys must exist. Their nonempty texts are joined by line feeds into one document. None: plain text.
         max_chars: maximum length; longer texts are bad. 0: no limit.
     """
     data = record.data
@@ -104,14 +104,14 @@ def _bad(record: Record, reason: str) -> BadRecord:
     return BadRecord(record.path, record.line, record.byte_offset, reason, opening)
 
 
-# Encode chunks of records to token ids.
+# Encode chunks of records as token ids.
 
 CHUNK_BYTES = 1 << 18
 """Bytes of text per call of the tokenizer: large enough to amortize the overhead, small enough for the CPU cache."""
 
 MAX_PIECE = 1 << 18
-"""Maximum characters of a text for the tokenizer. Longer documents are split, because some tokenizers take quadratic
-time for megabytes."""
+"""Maximum characters of a text for the tokenizer. Longer documents are split, because the time of some tokenizers is
+quadratic in the length of a text."""
 
 
 @dataclass

@@ -85,7 +85,7 @@ def is_log_folder(folder: Path, names: Collection[str]) -> bool:
 
 
 def no_text_of_datasets(folder: Path | str, names: Collection[str]) -> set[str]:
-    """Return the names in ``folder`` without text if Hugging Face's ``datasets`` wrote its Arrow files.
+    """Return the names to skip in a folder of Hugging Face's ``datasets``: metadata, and Arrow files that are not data.
 
     Raises:
         DataError: files that state.json lists are missing.

@@ -68,6 +68,7 @@ def sample(units: Sequence[Unit], keys: Sequence[str]) -> list[str]:
 
 
 def _first(unit: Unit, keys: Sequence[str], num_chars: int) -> Iterator[str]:
+    """Yield the first ``num_chars`` characters of the unit's texts."""
     remaining = num_chars
     for text in _texts(unit, keys):
         yield text[:remaining]
@@ -77,6 +78,7 @@ def _first(unit: Unit, keys: Sequence[str], num_chars: int) -> Iterator[str]:
 
 
 def _texts(unit: Unit, keys: Sequence[str]) -> Iterator[str]:
+    """Yield the texts of the unit's usable records."""
     for record in read_unit(unit, keys):
         parsed = parse(record, keys if unit.format in ("jsonl", *TABLES) else None)
         yield from () if isinstance(parsed, BadRecord) else parsed
@@ -163,7 +165,7 @@ def merge(
 # A complete preprocessing job: from a corpus to a pair of token files.
 #
 # plan -> worker processes encode units into parts -> parts are concatenated -> all files are renamed together.
-# A job with a share stops after the parts are encoded; ``join`` does the other steps when all shares are complete.
+# A job with a share stops after the parts are encoded; ``join`` runs the other steps when all shares are complete.
 
 
 def run(job: Job) -> Summary:
@@ -216,7 +218,8 @@ def _run_share(
             for unit_number in tally.units:
                 parts.path(unit_number, "json").unlink(missing_ok=True)
             raise DataError(f"the input must stay as it is until all parts are made; {changed}. Run all parts again.")
-    with suppress(FileNotFoundError):  # from an earlier rejected run; ``join`` reports the accepted bad records
+    # Delete the list of an earlier run that had too many bad records; ``join`` lists the accepted bad records.
+    with suppress(FileNotFoundError):
         files.remove_file(shards.path_of(_bad_prefix(job)))
     return tally.summary(None)
 
@@ -239,7 +242,8 @@ def _encode(
     """Encode the unfinished units of ``tally``.
 
     Args:
-        corpus: all units of the corpus, from which ``gigatoken`` is checked; None: the units of ``tally``.
+        corpus: all units of the corpus, which provide the sample for verifying ``gigatoken``; None: the units of
+            ``tally``.
     """
     units = list(tally.units.values())
     unfinished_units = [unit for unit in units if not parts.path(unit.number, "json").exists()]
@@ -288,7 +292,7 @@ def _workers(job: Job, work: Work) -> Workers | ClusterWorkers:
 def _finish(job: Job, parts: ShardFolder, tally: JobProgress, begun: JobPlan) -> JobPlan:
     """Write the output files and return the plan with the summary of the job."""
     if changed := plan.changes(begun, list(tally.units.values())):
-        parts.remove()  # they were made from an input that no longer exists
+        parts.remove()  # they were encoded from a former version of the input
         raise DataError(f"the input must stay as it is while it is read; {changed}. Run again once it does.")
     if not tally.counts.num_documents:
         examples = shards.gather(job.output_prefix, parts, tally.units)
@@ -317,7 +321,7 @@ def _write_output(prefix: str, of: JobPlan, parts: ShardFolder, finished: Sequen
 
 
 def join(folder: Path, prefix: str) -> Summary:
-    """Merge the parts in ``folder``, written by jobs with ``--part``, into the same output as that of a single job.
+    """Merge the parts in ``folder``, written by jobs with ``--part``, into the output that a single job would write.
 
     Each part is verified before it is used. The parts are not deleted.
 
@@ -359,6 +363,7 @@ def _explained(job: Job, parts: ShardFolder, tally: JobProgress) -> Iterator[Non
 
 
 def _kept(job: Job, parts: ShardFolder, tally: JobProgress) -> str:
+    """Describe the finished units for an error message; delete units that cannot be resumed."""
     num_kept = sum(parts.path(unit_number, "json").exists() for unit_number in tally.units)
     if job.share:
         return f"{num_kept} of its {len(tally.units)} units are finished and kept: the same command goes on with them."

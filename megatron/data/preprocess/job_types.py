@@ -16,7 +16,7 @@ TABLES = ("parquet", "arrow")
 """Formats with one document per row; a unit is a range of row groups or record batches."""
 
 FORMATS = ("jsonl", "text-file", "text-block", *TABLES)
-"""Input formats: one JSON object per line; one document per file; documents between blank lines; one per row."""
+"""Input formats: one JSON object per line; one document per file; documents between blank lines; a document per row."""
 
 STDIN = "-"
 """The path that denotes standard input."""
@@ -172,7 +172,7 @@ class Job:
         json_keys: keys of the text; the texts of several keys are joined.
         max_bad_lines, max_bad_fraction: limits of bad records (``ErrorLimits``).
         max_document_chars: maximum length; longer documents are bad records. 0: no limit.
-        unit_bytes: size of the units of work; None: chosen by the sizes of the input and the number of workers.
+        unit_bytes: size of the units of work; None: derived from the size of the input and the number of workers.
         resume: continue an interrupted job with its finished units.
         use_gigatoken: encode with ``gigatoken`` if it returns the same ids.
         share: encode only the units of this share, into a folder of parts shared with other jobs; None: all units.

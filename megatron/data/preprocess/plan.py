@@ -40,7 +40,8 @@ class JobPlan:
     """Everything that determines the tokens of a job.
 
     Args:
-        inputs: (absolute path, bytes, modification time in ns) of each file in order, one entry per time it is read.
+        inputs: (absolute path, bytes, modification time in ns) of each file in order; a file that is read twice has two
+            entries.
         units: digest of the paths, formats and ranges of all units.
         options: values of the tool's options that affect the tokens or the units.
         tokenizer: properties that identify the tokenizer, by name.
@@ -84,7 +85,7 @@ class JobPlan:
         except OSError as error:
             if error.errno not in _NO_LINKS or (folder / PLAN).exists():
                 raise
-            # Without hard links, the last plan counts, and all jobs compare theirs with it.
+            # Without hard links, the plan that is written last remains; every job compares its plan with it afterwards.
             files.rename(temporary, folder / PLAN)
         finally:
             temporary.unlink(missing_ok=True)
@@ -112,7 +113,7 @@ class JobPlan:
 
 
 def inputs_of(units: Sequence[Unit]) -> list[tuple[str, int, int]]:
-    """Return ``JobPlan.inputs`` for ``units``, with one entry for all units of a file and none for standard input.
+    """Return ``JobPlan.inputs`` for ``units``. The units that divide a file share one entry; standard input has none.
 
     Raises:
         DataError: a file no longer exists.
@@ -160,6 +161,7 @@ def check_same(plan: JobPlan, earlier: JobPlan, folder: Path) -> None:
 
 
 def _named(found: Sequence[str]) -> str:
+    """Join the first descriptions for a message, and add the number of omitted descriptions."""
     return "; ".join(found[:_NAMED]) + (f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
 
 
@@ -177,6 +179,7 @@ def _number_of_jobs(plan: JobPlan) -> str:
 
 
 def _file_facts(path: str) -> tuple[str, int, int]:
+    """Return (absolute path, size in bytes, modification time in ns) of an input file."""
     try:
         return _absolute(path), *object_store.status(path)
     except OSError as error:
@@ -215,7 +218,7 @@ def _difference(path: str, size: int, time: int, new_size: int, new_time: int) -
     )
 
 
-# Create the units and the folder of parts of a job, or continue those of an interrupted job.
+# Create the units and the folder of parts of a job, or load them to continue an interrupted job.
 
 _SMALLEST_UNIT = 4 << 20
 _UNITS_PER_WORKER = 8
@@ -328,7 +331,7 @@ def _is_in_place(prefix: str, committed: Mapping[str, Any]) -> bool:
 
 
 def _tokenizer_facts(tokenizer: Tokenizer, begun: JobPlan | None) -> dict[str, object]:
-    """Return ``JobPlan.tokenizer``, with the identity of the saved plan ``begun`` if that is the same tokenizer."""
+    """Return ``JobPlan.tokenizer``; if the tokenizer is the same as in ``begun``, the identity is copied from there."""
     identity = tokenizer.identity
     earlier = begun.tokenizer.get("identity") if begun is not None else None
     if isinstance(earlier, str) and is_same(earlier, identity):

@@ -172,8 +172,8 @@ class ErrorLimits:
 
     Args:
         max_lines: maximum number of bad records.
-        max_fraction: maximum fraction of bad records. Before the end of the job, it is exceeded only if it would be
-            exceeded with all remaining records valid, so that the result does not depend on the order of the units.
+        max_fraction: maximum fraction of bad records. A running job fails as soon as the fraction would be exceeded
+            even if all remaining records were valid. The result therefore does not depend on the order of the units.
     """
 
     max_lines: int | None = None

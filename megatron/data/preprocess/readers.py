@@ -42,7 +42,7 @@ def column_bytes(unit: Unit, keys: Sequence[str]) -> int:
 def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
     """Yield the rows of the unit's row groups, each as a JSON object of the columns ``keys`` ("a.b" for a field).
 
-    The memory use is that of 256 rows or 4 MB of average rows, whichever is less, plus pyarrow's own.
+    Memory use is limited to 256 rows or 4 MB of average rows, whichever is less, in addition to pyarrow's buffers.
 
     Raises:
         DataError: a column is missing or does not contain strings, or the file is damaged.
@@ -66,7 +66,7 @@ def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
 
 
 def _rows_at_once(groups: Sequence[Any]) -> int:
-    """Return the number of rows of these groups that take about 4 MB according to their metadata, at most 256."""
+    """Return the number of rows that take about 4 MB according to the metadata of ``groups``, at most 256."""
     mean = sum(group.total_byte_size for group in groups) / max(sum(group.num_rows for group in groups), 1)
     return max(1, min(_ROWS_AT_ONCE, int(_BYTES_AT_ONCE / max(mean, 1))))
 
@@ -185,7 +185,7 @@ _TAR = slice(257, 262)
 
 
 def check_is_text(path: str | Path, head: bytes) -> None:
-    """Reject a file whose first HEAD_BYTES ``head`` are those of an archive, a binary file or another encoding.
+    """Reject a file whose first HEAD_BYTES ``head`` identify an archive, a binary file or another encoding.
 
     Raises:
         DataError: the message names the detected type and how to convert it to text.
@@ -284,7 +284,7 @@ def decompressed(path: str, file: BinaryIO) -> Iterator[bytes]:
     stream, in_stream, position, unpacked = _new(suffix), False, 0, 0
     while piece := file.read(_PIECE_BYTES[suffix]):
         position += len(piece)
-        while piece := piece if in_stream or suffix != "gz" else piece.lstrip(b"\x00"):  # tapes pad with zeros
+        while piece := piece if in_stream or suffix != "gz" else piece.lstrip(b"\x00"):  # zero padding of tapes
             try:
                 data = stream.decompress(piece)
             except (zlib.error, zstandard.ZstdError) as error:
@@ -384,14 +384,14 @@ def _checked(path: str, pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 # Records in blocks of bytes: lines, texts between blank lines, complete files.
 #
-# A record belongs to the unit that contains its first byte; for a text between blank lines, the first byte of the last
-# blank line before it decides. A unit can therefore be read without the data before it.
+# A record belongs to the unit that contains its first byte. A text between blank lines instead belongs to the unit that
+# contains the start of the last blank line before the text. A unit can therefore be read without the preceding data.
 
 _LONGEST_LINE = 1 << 30
 
 
 def lines(unit: Unit) -> Iterator[Record]:
-    """Yield the lines that begin in [unit.start, unit.stop), without their line feeds; blank ones too."""
+    """Yield the lines, including blank lines, that begin in [unit.start, unit.stop), without their line feeds."""
     for batch, _ in _batches(unit):
         if batch[-1].byte_offset >= unit.stop:
             yield from (record for record in batch if record.byte_offset < unit.stop)

@@ -159,7 +159,7 @@ class PartWriter:
 
     def __enter__(self) -> PartWriter:
         with suppress(FileNotFoundError):
-            files.remove_file(self._parts.path(self._unit, "json"))  # of a part that failed the verification
+            files.remove_file(self._parts.path(self._unit, "json"))  # left by a part that failed verification
         self._files = {kind: self._open.enter_context(StreamedFile(self._temporary(kind))) for kind in KINDS}
         return self
 
@@ -284,12 +284,16 @@ def _records(parts: ShardFolder, units: Iterable[int]) -> Iterator[dict[str, Any
 
 
 def _in_words(record: dict[str, Any]) -> str:
+    """Format a bad record as in ``BadRecord.__str__``."""
     position = record["row"] if "row" in record else record["byte_offset"]
     return str(BadRecord(record["file"], record.get("line", ROWS), position, record["reason"], record["opening"]))
 
 
 class _Lines:
-    """A line counter for ascending offsets in a file, as units that begin within a file do not know line numbers."""
+    """A counter that maps ascending byte offsets in a file to line numbers.
+
+    It is needed because records of a unit that begins within a file have no line number.
+    """
 
     def __init__(self) -> None:
         self._path, self._offset, self._line = "", 0, 1

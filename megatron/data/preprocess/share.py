@@ -51,6 +51,7 @@ def check_complete(folder: Path) -> tuple[JobPlan, ShardFolder, list[Part]]:
 
 
 def _in_words(folder: Path, found: JobPlan, wrong: Mapping[str, Sequence[int]], beyond: Sequence[int]) -> str:
+    """Return the error message for units with a problem (problem -> units) and units that the plan does not have."""
     num_shares = found.num_shares
     texts = [f"{problem}: {_by_share(wrong[problem], num_shares)}" for problem in _WRONG if problem in wrong]
     if beyond:
@@ -65,6 +66,7 @@ def _in_words(folder: Path, found: JobPlan, wrong: Mapping[str, Sequence[int]], 
 
 
 def _by_share(units: Sequence[int], num_shares: int) -> str:
+    """List ``units``, grouped by the share that encodes them."""
     shares: dict[int, list[int]] = defaultdict(list)
     for unit in units:
         shares[unit % num_shares + 1].append(unit)
@@ -76,4 +78,5 @@ def _by_share(units: Sequence[int], num_shares: int) -> str:
 
 
 def _few(texts: Sequence[str], most: int) -> str:
+    """Join the first ``most`` texts for a message, and add the number of omitted texts."""
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")

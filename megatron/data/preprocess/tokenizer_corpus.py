@@ -53,11 +53,11 @@ def sample(
 
 
 def _evenly(units: Sequence[Unit], keys: Sequence[str], share: float) -> Iterator[Drawn]:
-    """Yield documents while their bytes are less than ``share`` of the bytes passed so far; yield all bad records."""
+    """Yield all bad records, and a document whenever the sample is smaller than ``share`` of the bytes passed."""
     taken_bytes, due_bytes = 0, 0.0
     for unit in units:
         is_read_through = compression_of(unit.path) is not None or unit.format in TABLES
-        if not is_read_through:  # the first documents represent the whole unit
+        if not is_read_through:  # read only the first documents, as a sample of the unit
             due_bytes += share * unit.size
         for drawn in _documents(unit, keys) if is_read_through or taken_bytes < due_bytes else ():
             if is_read_through:
@@ -80,7 +80,7 @@ def _documents(unit: Unit, keys: Sequence[str]) -> Iterator[Drawn]:
 
 
 def _text_bytes(unit: Unit, keys: Sequence[str]) -> int:
-    """Return the decompressed bytes of the unit; for tables, only those of the columns ``keys``."""
+    """Return the number of decompressed bytes of the unit; for tables, only the columns ``keys`` count."""
     if unit.format in TABLES:
         return (readers if unit.format == "parquet" else arrow_files).column_bytes(unit, keys)
     return unpacked_size(unit.path) if compression_of(unit.path) else unit.size
@@ -100,7 +100,8 @@ class TrainingText:
     """The documents of ``drawn`` except the held-out ones; can be iterated once.
 
     A document is held out when its group has held out 16 kB less than its share of the bytes read so far, up to a total
-    of 16 MB. Held-out documents are therefore evenly distributed and have typical lengths. A small text has none.
+    of 16 MB. Held-out documents are therefore evenly distributed and have typical lengths. A small text has no
+    held-out documents.
 
     Args:
         group_of: returns the group of a document from the path of its file.

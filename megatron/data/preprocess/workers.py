@@ -81,7 +81,7 @@ def _become_worker(parent: int) -> None:
     die_with_parent()
     if os.getppid() != parent:  # the parent died before die_with_parent() took effect
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers, also on Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent process stops its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # keep inherited pages shared; otherwise the garbage collector would write to all of them
 
@@ -107,7 +107,8 @@ def _encoded(encoder: Encoder, parts: ShardFolder, unit: Unit, seconds_between: 
     with PartWriter(parts, unit.number) as writer:
         for chunk in in_chunks(read_unit(unit, encoder.json_keys)):
             encoded = encoder.encode(chunk, unit.format)
-            # A flipped bit turns the rest of a compressed file into garbage, and its checksum is at the very end.
+            # Bad records may be garbage after a flipped bit in a compressed file. Verify the checksum, which is at the
+            # end of the file, before reporting them.
             if encoded.bad and not is_checked:
                 check_is_whole(unit.path)
                 is_checked = True
@@ -120,7 +121,7 @@ def _encoded(encoder: Encoder, parts: ShardFolder, unit: Unit, seconds_between: 
     yield Finished(part, is_new=True)
 
 
-# The pool: it distributes units, watches the workers, and never leaves a process behind after an error.
+# The pool: it distributes units, monitors the workers, and stops all of them after an error.
 
 
 class UnitError(RuntimeError):
@@ -214,6 +215,7 @@ class Workers:
                 on_report(running)
 
     def _next(self, each: _Worker, waiting: Iterator[int], running: dict[int, Counts]) -> None:
+        """Send the next waiting unit to an idle worker, or stop the worker if there is none."""
         each.give(next(waiting, None))
         if each.unit is not None:
             running[each.unit] = Counts()
@@ -243,6 +245,7 @@ def error_of(report: Failed, unit: str) -> Exception:
 
 
 def _end_of(code: int | None) -> str:
+    """Describe the exit code of a process."""
     if code is None or code >= 0:
         return f"ended with code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
