@@ -1,31 +1,31 @@
 #!/usr/bin/env bash
-# Pretrains T5: set-up and sample data on the first start, then the training. Further flags go to pretrain_t5.py:
+# Pretrains T5: setup and sample data on the first start, then training. Other flags are passed to pretrain_t5.py:
 #   bash run_t5.sh --train-iters 50      bash run_t5.sh --resume      NLAYERS=12 pp_size=4 bash run_t5.sh
-# Set a variable here, behind its :-, or give it in the environment. What is left empty is what its comment says, and
-# gives way to a flag and to the JSON; what is set is passed as a flag.
+# Set variables below (after their :-) or in the environment; they are passed as flags. An empty variable has the
+# default in its comment, which flags and the JSON override.
 
-GPUS_PER_NODE=${GPUS_PER_NODE:-}                  # all GPUs that fit pp_size x mp_size; without a GPU 4 CPU processes
-NNODES=${NNODES:-}                                # 1; machines, start this script on each of them
-NODE_RANK=${NODE_RANK:-}                          # 0; 0 to NNODES-1, another on each machine
-MASTER_ADDR=${MASTER_ADDR:-}                      # 127.0.0.1; machine 0 as the others reach it
+GPUS_PER_NODE=${GPUS_PER_NODE:-}                  # all GPUs that fit pp_size x mp_size; 4 CPU processes without a GPU
+NNODES=${NNODES:-}                                # 1; number of machines; start this script on each of them
+NODE_RANK=${NODE_RANK:-}                          # 0; index of the machine, 0 to NNODES-1
+MASTER_ADDR=${MASTER_ADDR:-}                      # 127.0.0.1; address of machine 0 for the other machines
 MASTER_PORT=${MASTER_PORT:-}                      # 29500
 
 pp_size=${pp_size:-}                              # by machine; pipeline stages; 0 or 1: no pipeline
-mp_size=${mp_size:-}                              # by machine, 1 on the sample data; tensor slices of each layer
+mp_size=${mp_size:-}                              # by machine, 1 on the sample data; tensor-parallel size
 
 NLAYERS=${NLAYERS:-}                              # 2; layers of the encoder, and as many of the decoder
 NHIDDEN=${NHIDDEN:-}                              # 128
 NHEADS=${NHEADS:-}                                # 4
-ENC_SEQLEN=${ENC_SEQLEN:-}                        # 96; tokens that the encoder reads
+ENC_SEQLEN=${ENC_SEQLEN:-}                        # 96; encoder tokens
 DEC_SEQLEN=${DEC_SEQLEN:-}                        # the exact target length; longer pads, shorter is an error
-BATCHSIZE=${BATCHSIZE:-}                          # 4; samples of a micro-batch
-GAS=${GAS:-}                                      # 2; micro-batches of a step; with it the samples of a step are
+BATCHSIZE=${BATCHSIZE:-}                          # 4; samples per micro-batch
+GAS=${GAS:-}                                      # 2; micro-batches per step. The samples per step are
                                                   #    BATCHSIZE * GAS * GPUS_PER_NODE * NNODES / max(pp_size, 1) / mp_size
 TRAIN_ITERS=${TRAIN_ITERS:-}                      # 400; steps
 
-DATA_PATH=${DATA_PATH:-}                          # the sample data, made on first use; token files without .bin/.idx,
+DATA_PATH=${DATA_PATH:-}                          # sample data, created on first use; token files without .bin/.idx,
                                                   #    or several with weights: "0.7 data/a 0.3 data/b"
-TOKENIZER=${TOKENIZER:-}                          # the sample data's; tokenizer file
+TOKENIZER=${TOKENIZER:-}                          # the tokenizer of the sample data; tokenizer file
 config_json=${config_json:-}                      # ds_config_t5.json; DeepSpeed's JSON
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/t5-<time>; run folder
 

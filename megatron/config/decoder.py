@@ -47,7 +47,7 @@ class DecoderFeatures(ExpertFeatures):
         minimum=1,
         shown_default="num-attention-heads",
         aliases=("--num-key-value-heads",),
-        short="key/value heads",
+        short="KV heads",
     )
     position_embedding_type: str = option(
         LEARNED,
