@@ -50,8 +50,8 @@ class RunData:
         Args:
             kind: the split: train, valid or test.
             corpus: read only the samples of this corpus.
-            length: read samples in pieces of this many tokens; None: follow --seq-length-schedule for training, and
-                read samples of other splits at full length.
+            length: split each sample into sequences of this many tokens; None: follow --seq-length-schedule for
+                training, and read samples of other splits at full length.
         """
         dataset = self.datasets.get(kind)
         if dataset is None:

@@ -8,8 +8,8 @@
 | ``.tmp-...``, ``.deleted-...`` | remains of a save or deletion that was killed; the next save removes them |
 
 Renaming the temporary folder commits the checkpoint; ``latest`` is then replaced atomically. So after a kill at any
-time, both loaders find a complete checkpoint. DeepSpeed alone writes directly into the final folder, and updates
-``latest`` while other ranks are still writing.
+time, both loaders find a complete checkpoint. Without this module, DeepSpeed writes directly into the final folder,
+and updates ``latest`` while other ranks are still writing.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def data_text(config: Config) -> str:
 
 
 def _spans_text(config: Config) -> str:
-    """Return the construction of T5's samples from text."""
+    """Return text on T5's samples: tokens of inputs and targets, and the noise."""
     t5 = config.own
     noise = f"noise density {t5.noise_density:g}, mean span length {t5.mean_span_length:g}"
     if t5.denoisers != "R":
@@ -398,6 +398,7 @@ def _range_text(start: int, stop: int) -> str:
 
 
 def _kept_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
+    """Return text on the number of micro-batches whose activations a stage stores at the same time."""
     schedule, chunks, *placement_args = schedule_of(config, bounds, stages).values()
     num_kept = in_flight(stages, config.batch.gas, schedule, chunks, stage, *placement_args)
     total = f"{config.batch.gas} x {chunks} forwards" if chunks > 1 else f"{config.batch.gas} micro-batches"

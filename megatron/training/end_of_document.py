@@ -90,9 +90,8 @@ def _of_files(tokenizer: Tokenizer, config: Config) -> Iterator[tuple[str, int]]
         if sidecar is None or not sidecar.has_eod or sidecar.eod_id is None:
             continue
         is_other = bool(sidecar.tokenizer) and not is_same(sidecar.tokenizer, tokenizer.identity)
-        if (
-            not is_other and tokenizer.name_of(sidecar.eod_id) is not None
-        ):  # another tokenizer is reported with the data
+        # A token file of another tokenizer is reported when the data is opened.
+        if not is_other and tokenizer.name_of(sidecar.eod_id) is not None:
             yield prefix, sidecar.eod_id
 
 

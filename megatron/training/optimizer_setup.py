@@ -136,6 +136,7 @@ def make_learning_rate(config: Config) -> LRScheduler:
 
 
 def _known(dtype: str | None) -> str:
+    """Return ``dtype``; raise RuntimeError if it has not been resolved yet."""
     if dtype is None:
         raise RuntimeError("the precision is not resolved yet: call megatron.arguments.resolve_dtype first")
     return dtype

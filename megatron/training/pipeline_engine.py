@@ -120,9 +120,9 @@ class PipelineStepEngine:
 
     @property
     def _trains_on_means(self) -> bool:
-        """True if each micro-batch is trained on its mean, by --loss-average or by the model's ``loss_weighting``.
+        """True if a micro-batch is trained on its mean loss: with --loss-average, or by the model's ``loss_weighting``.
 
-        Stages that do not compute the loss depend on this value.
+        Stages without the loss need this property, because they cannot see the form of the loss.
         """
         return self.averages_micro_batches or getattr(self.module, "loss_weighting", None) == "micro-batches"
 

@@ -137,7 +137,10 @@ def _chosen(config: Config, name: str) -> RunPaths:
 
 
 def _of_store(flags: CheckpointConfig, folder: Path, *, goes_on: bool) -> RunPaths:
-    """Return the paths of a run that resumes from an object store, or from its own folder if that is as new."""
+    """Return the paths of a run that resumes from an object store.
+
+    If the run uploads to the same store and its folder has a checkpoint that is at least as new, it resumes from there.
+    """
     assert flags.load is not None
     is_own, saved = _is_own_store(flags), saved_in(folder)
     try:

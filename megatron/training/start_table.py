@@ -98,7 +98,7 @@ def _loss_row(module: torch.nn.Module, average: str) -> str:
 
 
 def fusion_text(module: torch.nn.Module, fused: Collection[torch.Tensor]) -> str:
-    """Return text on the share of weights whose gradients are accumulated by fused products, and on the others."""
+    """Return text on the share of weights with fused gradient accumulation, and on the weights without it."""
     share, others = share_of(fused, dict(module.named_parameters()))
     others_text = f"; autograd adds those of {others}" if others else ""
     return f"--gradient-accumulation-fusion: products add the gradients of {share} % of the weights here{others_text}"

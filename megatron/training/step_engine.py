@@ -30,8 +30,8 @@ class StepSettings:
 
     Args:
         share: this replica's micro-batches in an evaluation, and in a step that specifies no other share.
-        micro_batch_tokens: predicted tokens of one micro-batch, summed over all replicas. The backward pass divides a
-            sum over tokens by the nominal weight of a step's tokens.
+        micro_batch_tokens: predicted tokens of one micro-batch, summed over all replicas. The divisor of the
+            gradients (``loss_forms.nominal_weight``) is computed from it.
         averages_micro_batches: train on the mean of the micro-batch means (--loss-average micro-batch).
         routers: the routers of this rank's MoE layers; None for a dense model.
     """

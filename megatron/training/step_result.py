@@ -43,7 +43,7 @@ class StepResult:
 
 
 class LossError(NumericsError):
-    """The loss itself is not finite, not only a gradient."""
+    """The loss is not finite, as opposed to a non-finite gradient of a finite loss."""
 
 
 class ModuleError(NumericsError):
@@ -59,7 +59,9 @@ class ModuleError(NumericsError):
 
 
 class FiniteLossCheck:
-    """Raises an error if the loss or gradient norm of a step is not finite; the default ``policy.accepts_step``.
+    """Raises an error if the loss or gradient norm of a step is not finite.
+
+    It is the default ``accepts_step`` of the optimizer's policy; the stability guard replaces it.
 
     The error is raised in the update, after the collectives of the step. An earlier error would make other ranks hang.
     """
@@ -92,7 +94,7 @@ class FiniteLossCheck:
 
 def result_of(loss: float, losses: dict[str, float], scale: float, optimizer: MixedPrecisionOptimizer) -> StepResult:
     """Return the result of the step that ``optimizer`` has just taken or skipped with loss scale ``scale``."""
-    # Otherwise they were discarded before the norm was computed.
+    # If a step is rejected for its loss, the gradients have been discarded before their norm was computed.
     has_gradients = math.isfinite(loss) or not optimizer.was_refused
     return StepResult(
         loss=loss,

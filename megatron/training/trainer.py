@@ -117,20 +117,20 @@ Kind = TypeVar("Kind", bound=Callback)
 
 
 class Trainer:
-    """The training loop: takes the steps and calls the callbacks. Runs on every rank; its methods are collective.
+    """The training loop: runs training steps and calls the callbacks. Runs on every rank; its methods are collective.
 
     Attributes:
-        sizes: schedule of the global batch size in samples, by samples consumed.
-        lengths: schedule of the sequence length, by tokens consumed.
+        sizes: schedule of the global batch size in samples, as a function of the samples consumed.
+        lengths: schedule of the sequence length in tokens, as a function of the tokens consumed.
         progress: counters of steps, updates and samples.
         length: the limits of the run.
         samples, seq_length: samples and sequence length of the current or last step.
         learning_rate, last_loss: learning rate and loss of that step; None before the first one.
         stop_text: reason why the run ends early, once all ranks have agreed to stop; otherwise "".
         print_line: prints a line to the console on rank 0.
-        resumed_step: the step at which this start continues in its own run folder; None for a new run.
-        steps_taken, samples_taken: steps, and samples by sequence length, since the start. Steps repeated after a
-            rollback count again.
+        resumed_step: step of the checkpoint from which this start continues the run of the folder; None for a new run.
+        steps_taken: number of steps since the start. Steps repeated after a rollback count again.
+        samples_taken: sequence length -> number of samples of these steps.
         pause_s: seconds since the start that were not spent on training (evaluation, saving).
     """
 
@@ -173,7 +173,7 @@ class Trainer:
             engine.on_loss = self._before_update
 
     def fit(self) -> None:
-        """Take the remaining steps and end the run.
+        """Run the remaining training steps, between ``on_train_start`` and ``on_train_end``.
 
         Raises:
             StopRequest: a signal or limit ended the run early; the run is saved and can be resumed.
@@ -249,7 +249,7 @@ class Trainer:
 
     @property
     def num_pieces(self) -> int:
-        """Number of pieces that each sample of the step is cut into."""
+        """Number of sequences of ``seq_length`` tokens into which each sample of the step is split."""
         return self.lengths.full // self.seq_length
 
     @property
@@ -320,7 +320,8 @@ class Trainer:
         self._save_is_wanted = False
         if not stops:
             return (REGROUP if saves and regroups else ""), saves
-        forwarded = asked_through_launcher() if reason is None else None  # this rank's signal may still be on its way
+        # Another rank may have received the launcher's signal before this rank.
+        forwarded = asked_through_launcher() if reason is None else None
         return reason or (f"received {forwarded}" if forwarded else ANOTHER), saves
 
     def request_save(self) -> None:

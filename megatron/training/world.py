@@ -44,8 +44,8 @@ class World:
     def decision_group(self) -> tuple[Group, torch.device]:
         """(group of all ranks, device) for all-reduces of values that are known on the host.
 
-        An all-reduce on the training device would make the host wait for the device's queue. If the training device is
-        a CPU, the group is the one with the step's timeout.
+        An all-reduce on the training device would make the host wait for the device's queue. On a CPU, the group is
+        ``grid.world``, to which the timeout of the current phase applies; otherwise it is ``grid.host``.
         """
         on_host = torch.device("cpu")
         return (self.grid.world if self.device == on_host else self.grid.host), on_host

@@ -42,7 +42,7 @@ class Checkpointer(Callback):
     | --on-save-error stop | CheckpointError (code 3) | CheckpointError (code 3) |
 
     With --async-save, a save is first staged (copied to host memory) and then written by a thread while training
-    continues. It is committed once a kill can no longer lose it.
+    continues. It is committed once all of its files are durable, so that a kill no longer loses it.
 
     Args:
         paths: the run folder and the source that the run resumes from.
@@ -134,7 +134,7 @@ class Checkpointer(Callback):
     def on_save(self) -> None:
         """Save a checkpoint, unless anomalous steps may lead to a rollback. Collective.
 
-        If no checkpoint is saved, a node that waits to join waits for a later save.
+        A node that waits to join a job joins after a save. If no checkpoint is saved, the node waits for the next one.
 
         Raises:
             CheckpointError: a save failed and --on-save-error is stop; raised on all ranks.
@@ -191,7 +191,8 @@ class Checkpointer(Callback):
         """Save a checkpoint of the current step, unless there is one. Collective.
 
         Args:
-            is_automatic: the save interval is the default, not set by a flag; the checkpoint is deleted sooner.
+            is_automatic: the save interval is the default, not set by a flag; only the last few of these checkpoints
+                are retained.
             raise_failure: also raise the error of an earlier background save.
 
         Raises:
@@ -336,7 +337,7 @@ class Checkpointer(Callback):
 
     @marked(is_of_this_rank=False)
     def _newest(self, up_to_step: int) -> Checkpoint:
-        """Open the newest verified checkpoint of this run at or before ``up_to_step``, or else its origin."""
+        """Open the newest verified checkpoint of this run at or before ``up_to_step``; if there is none, ``origin``."""
         root, host = self.trainer.folder / CHECKPOINTS, self.trainer.world.grid.host
 
         def is_candidate(path: Path) -> bool:

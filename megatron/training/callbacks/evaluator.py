@@ -59,7 +59,7 @@ class Evaluator(Callback):
             return mean
 
     def _mean_loss(self, split: str, corpus: str | None) -> float | None:
-        """Return the mean loss over --eval-iters global batches, of one corpus if it is given. Collective."""
+        """Return the mean loss over --eval-iters global batches of a split or of one of its corpora. Collective."""
         trainer = self.trainer
         iterations = trainer.config.batch.eval_iters
         length = trainer.next_seq_length

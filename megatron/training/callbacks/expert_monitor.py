@@ -52,7 +52,7 @@ class ExpertMonitor(Callback):
             self.trainer.print_line(f"step {self.trainer.samples.step} | {self._text(collapsed, result.expert_load)}")
 
     def collapsing(self, load: ExpertLoad) -> dict[str, float]:
-        """Record the load of a step; return the newly collapsed layers with their mean entropy over ln E."""
+        """Record the load of a step; return newly collapsed layer -> mean entropy divided by ln E."""
         newly_collapsed = {}
         for layer, entropy in zip(load.layers, load.entropy(), strict=True):
             statistics = self._seen.setdefault(layer, RunningStatistics(self.settings.stability_window, 0.0))

@@ -33,7 +33,7 @@ from megatron.training.step_samples import range_text
 from megatron.training.trainer import Callback
 
 MOST_RETURNS = 3
-"""Maximum number of rollbacks to one checkpoint without a newer good one; further failures are not due to the data."""
+"""Maximum number of consecutive rollbacks to the same checkpoint; after that, the data is not the likely cause."""
 
 
 @dataclass
@@ -157,6 +157,7 @@ class StabilityGuard(Callback):
             self._follow(result, result.problem)
 
     def _follow(self, result: StepResult, reason: str) -> None:
+        """Log an anomalous step. If it was skipped, record it; after too many in a row, roll back or end the run."""
         samples = self.trainer.samples
         event = "skipped" if result.is_refused else "spike"
         self.trainer.print_line(f"step {samples.step} | {event}: {reason} | {samples.text}")
@@ -211,6 +212,7 @@ class StabilityGuard(Callback):
             self._journal.add({"number": self.history.events, **record})
 
     def _gives_up(self, reason: str, more: str = "") -> NumericsError:
+        """Return the error for too many consecutive anomalous steps."""
         samples, settings = self.trainer.samples, self.settings
         hint = "" if settings.goes_back else " --stability-guard rollback goes back to a checkpoint instead."
         error = NumericsError(
