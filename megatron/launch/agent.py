@@ -105,6 +105,7 @@ class LaunchAgent(SimpleElasticAgent):
         }
 
     def _of_this_start(self) -> RankGroup:
+        """Return the ranks of the current start."""
         assert self._attempt is not None  # the elastic agent starts the ranks before it watches them
         return self._attempt
 

@@ -57,7 +57,7 @@ class Peer:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: Message) -> None:
-        """Send one line; a broken connection is detected later by its silence."""
+        """Send one line. A broken connection raises no error; it is detected later by its silence."""
         with self._sending, suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
@@ -109,7 +109,8 @@ class Control:
         self.leader: Peer | None = None
         self.inbox: deque[Message] = deque()
         self.summary: Callable[[Control, str, str], dict[str, str]] = lambda control, key, value: {key: value}
-        """Function that selects what to forward of a new entry; forwarding all would take nodes squared lines."""
+        """Function that returns the entries to send to all followers after a new entry. If every entry was sent, the
+        number of lines would be quadratic in the number of nodes."""
         self.entries: Counter[str] = Counter()
         """Number of entries in the table of this start by the part of their key before the slash."""
         self.passed_on, self.passed_on_at = "", 0.0
@@ -135,7 +136,7 @@ class Control:
         """Become the leader and accept nodes that join."""
         with self._lock:
             if self.round and self.round[0] != self.node:
-                self.keep(f"lost/{self.round[0]}", "1")  # otherwise there would be a leader already
+                self.keep(f"lost/{self.round[0]}", "1")  # a node takes over only after the loss of the previous leader
             self.leads, self.leader = True, None
 
     def abdicate(self) -> None:
@@ -307,13 +308,14 @@ class Control:
                 self._lose(peer.node)
 
     def _lose(self, node: int) -> None:
+        """Mark a node of this start as lost."""
         self.set(f"lost/{node}", "1")
-        if (
-            f"left/{node}" not in self._table
-        ):  # otherwise its ranks have ended, and it may leave once all nodes' ranks have
+        # After its ranks have ended, the loss of a node is not a failure.
+        if f"left/{node}" not in self._table:
             self.set("failed", "1")
 
     def _take(self, peer: Peer, message: Message) -> None:
+        """Handle one received message."""
         if "ask" in message:
             peer.send(self.status)
         elif "join" in message:
@@ -336,6 +338,7 @@ class Control:
             progress_file.write_committed_step(self._progress, int(message["beat"]))
 
     def _take_in(self, peer: Peer, message: Message) -> None:
+        """Accept or reject a node that requests to join."""
         node = message["join"]
         member = self.members.get(node)
         if not self.leads:
@@ -354,7 +357,7 @@ class Control:
                 peer.send(self._end)
 
     def _learn(self, welcome: Message) -> None:
-        """Copy the leader's state: a node that waits may become the only remaining one."""
+        """Copy the leader's state, because a waiting node may become the only remaining one."""
         if welcome["welcome"] > self.number:
             self.number, self.round, self._table = welcome["welcome"], from_runs(welcome["nodes"]), {}
             self.entries.clear()
@@ -372,7 +375,7 @@ class Control:
 
 
 def in_runs(nodes: Sequence[int]) -> list[list[int]]:
-    """Compress node numbers to [[first, last], ...]; lists of all nodes, sent to every node, are mostly one run."""
+    """Compress node numbers to [[first, last], ...], because the list of all nodes is sent to every node."""
     runs: list[list[int]] = []
     for node in nodes:
         if runs and runs[-1][1] == node - 1:

@@ -172,7 +172,7 @@ class ElasticRendezvous(LaunchRendezvous):
             has_all = has_all and (len(joined) + 1 == self.most or now > self._deadline)
         has_enough = has_all and len(ready) + 1 >= self.fewest
         if others and now > self._asked_at + ASK_AGAIN_S:
-            self._look_around(others)  # a suspended node does not know that the others may have continued without it
+            self._look_around(others)  # if this process was suspended, the others may have continued without it
             return None
         if has_enough:
             return self._begin([control.node, *ready])
@@ -192,7 +192,7 @@ class ElasticRendezvous(LaunchRendezvous):
             self.control.drop(node)
 
     def _look_around(self, others: list[int]) -> None:
-        """Find nodes of the last start that are gone, and abdicate if another leader takes precedence."""
+        """Request the status of ``others``: find nodes that are gone; abdicate if another leader takes precedence."""
         control = self.control
         own_priority = (control.number, -control.node)
         answers = ask({node: control.hosts[node] for node in others})
@@ -206,7 +206,10 @@ class ElasticRendezvous(LaunchRendezvous):
                 return
 
     def _is_expecting(self, joined: dict[int, int]) -> bool:
-        """Return True if a node of the last start, neither joined nor lost, may still join after its leader's exit."""
+        """Return True if a node of the last start may still join this new leader.
+
+        A node needs up to --node-timeout to detect that the previous leader is lost.
+        """
         control = self.control
         absent = set(control.round) - {control.node} - set(joined) - set(control.lost()) - self._gone
         return bool(absent) and time.monotonic() < self._began_to_lead + self._silence_s
@@ -297,7 +300,8 @@ class ElasticRendezvous(LaunchRendezvous):
 
 ALL_LEFT, VERDICTS = "all left", "verdicts"
 VERDICTS_S = 0.1
-"""Minimum time between two broadcasts of verdicts by the leader: ranks of all nodes may fail almost simultaneously."""
+"""Minimum seconds between two broadcasts of verdicts by the leader, because ranks of all nodes may fail almost
+simultaneously."""
 TO_LEADER = ("left", "verdict", "restart", "gone")
 """Entries that only the leader needs."""
 
@@ -375,7 +379,10 @@ class ElasticBoard(NodeBoard):
         return self._control.lost()
 
     def agree(self, against: str, timeout_s: float, go: Callable[[], str]) -> tuple[bool, str]:
-        """See ``NodeBoard.agree``; nodes that do not respond are lost, and a lost leader decides nothing."""
+        """Decide as in ``NodeBoard.agree``; the leader decides, and drops nodes that do not respond.
+
+        If the leader is lost before its decision, each node decides by its own reason.
+        """
         control = self._control
         control.set(f"restart/{control.node}", against)
         if control.leads:

@@ -25,7 +25,7 @@ from megatron.runtime import progress_file, rank_status
 # |---|---|---|
 # | 0 | 2, 3, 5 or 75 | the same |
 # | 1 | by a signal; by any other exception | 4; 1 |
-# | 2 | 0 before its run or other ranks were done; 4, if it reports that other ranks waited for it | 4 |
+# | 2 | 0, before its run or the runs of other ranks ended; 4, if it reports that other ranks waited for it | 4 |
 # | 3 | 4: it lost a peer or timed out | 4 |
 #
 # If all ranks have lost a peer, except for one that did not exit and had to be killed by the launcher, that rank is the
@@ -130,10 +130,11 @@ def first_stuck(exits: Collection[Exit]) -> Exit | None:
 def deciding(exits: Collection[Exit]) -> list[Exit]:
     """Return the subset of ``exits`` that can affect ``root_cause``, whatever exits are added later.
 
-    The first exit of each weight is the best one in any window, and the first failure opens the window. Of the killed
-    ranks only the lowest counts, and only if all other exits are 4.
+    These are the first exit of each weight, and the first failure, from which ``WINDOW_S`` is measured. The lowest rank
+    that had to be killed is the root cause only if all other exits are 4, so the first exit with another code is
+    included, too.
     """
-    # So that the result does not depend on their order.
+    # Sorted, so that the result does not depend on the order of ``exits``.
     exits = sorted(exits, key=lambda one: (one.at, one.rank, repr(one)))
     own_exits = [one for one in exits if not one.is_consequence]
     selected = [next((one for one in own_exits if one.weight == weight), None) for weight in range(4)]
@@ -162,7 +163,7 @@ def _signal_name(number: int) -> str:
 # | key | written by | content |
 # |---|---|---|
 # | ``failed`` | a node that lost a rank | set after a failure |
-# | ``verdicts`` | a node whose exit the value lacks | the exits that determine the root cause, as JSON |
+# | ``verdicts`` | a node that adds an exit | the exits that determine the root cause, as JSON |
 # | ``left`` | every node | the number of nodes without ranks |
 # | ``restart/R`` | node R, once all have left | its reason against a restart; empty if there is none |
 # | ``decision`` | node 0, once all have voted | "go" or "stop", a space, and the reason |
@@ -206,7 +207,7 @@ class NodeBoard:
     def _enter(self, verdict: Exit) -> None:
         """Add ``verdict`` to the shared list if it can affect the root cause.
 
-        With one key per node, all nodes would have to read all keys.
+        The nodes share one key. If each node had its own key, every node would have to read the keys of all nodes.
         """
         known = self._read("verdicts")
         while True:
@@ -218,7 +219,7 @@ class NodeBoard:
                 return
 
     def statuses(self) -> list[int]:
-        """Return exit codes of other nodes' ranks; for boards of nodes that may have no ranks."""
+        """Return exit codes of other nodes' ranks; only an elastic job needs them, where a node may have no ranks."""
         return []
 
     def lost(self) -> list[int]:
@@ -283,6 +284,7 @@ class NodeBoard:
 
     @staticmethod
     def _ask(question: Callable[[], T], without_store: T) -> T:
+        """Return the result of a store operation, or ``without_store`` if node 0 is gone."""
         try:
             return question()
         except RuntimeError:  # node 0 is gone, and the store with it
@@ -442,6 +444,7 @@ def job_result(
 
 
 def _how_to_go_on(durable: int | None) -> str:
+    """Return the sentence on how to resume the job from its newest durable checkpoint."""
     if durable is None:
         return "nothing was lost: start the same command later"
     return f"the checkpoint of step {durable} is durable: go on with the same command and --load RUN_FOLDER"

@@ -38,7 +38,7 @@ class Position(NamedTuple):
 
     @property
     def is_running(self) -> bool:
-        """True if the rank's run has begun and neither ended nor been stopped."""
+        """True between the start of the rank's run and its end, error or stop."""
         return bool(self.state)
 
 
@@ -91,7 +91,7 @@ def heartbeat_now() -> str | None:
 
 
 def own() -> Position:
-    """Return the page of this process."""
+    """Return the status of this process."""
     return read_position(bytes(_page))
 
 
