@@ -51,6 +51,7 @@ def explain_kill(before: dict[str, int], after: dict[str, int]) -> str:
 
 
 def _of_cgroup(root: Path) -> dict[str, Path]:
+    """Return the file with the OOM counts of the memory cgroup of this process, by scope."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -69,6 +70,7 @@ def _of_cgroup(root: Path) -> dict[str, Path]:
 
 
 def _count(path: Path) -> int | None:
+    """Return the count of OOM kills in a file, or None if it cannot be read."""
     try:
         match = re.search(r"^oom_kill (\d+)", path.read_text(), re.M)
     except OSError:
@@ -206,6 +208,7 @@ class RankGroup:
             time.sleep(0.005)
 
     def _reap(self) -> None:
+        """Record the exits of ranks that have just ended."""
         for process in self.ranks:
             if process.reap() and process.status is not None:
                 ended = self._exit_of(process, process.status)
@@ -213,6 +216,7 @@ class RankGroup:
                     self._exits.append(ended)
 
     def _exit_of(self, one: processes.RankProcess, status: int) -> Exit:
+        """Return the description of the exit of one rank."""
         position = position_of(self.failure_file, one.rank)
         if status < 0 and not self._was_signalled:
             show_trace(self.failure_file, one.rank)
@@ -250,6 +254,7 @@ class RankGroup:
         return is_waiting and any(spent > one.at + self._options.exit_grace_s for one in self._exits)
 
     def _all_nodes_left(self) -> bool:
+        """Report that this node has no running rank; return True if no node has one."""
         self._leave()
         return self._board.all_left()
 
@@ -292,6 +297,7 @@ class RankGroup:
         return 4 if self._verdict is None else self._verdict.job_code
 
     def _root_cause(self) -> Exit | None:
+        """Return the root cause among the exits that are known so far on all nodes, or None."""
         return root_cause([*self._exits, *self._board.verdicts()])
 
     def _write_failure(self, verdict: Exit | None) -> None:

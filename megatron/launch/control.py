@@ -249,6 +249,7 @@ class Control:
     # Methods of the receiving thread.
 
     def _serve(self) -> None:
+        """Receive messages and send heartbeats, in a thread of its own."""
         beat_at = last = time.monotonic()
         while True:
             for key, _ in self._selector.select(max(0.01, min(BEAT_S, beat_at - time.monotonic()))):
@@ -268,14 +269,17 @@ class Control:
                 self._beat(now)
 
     def _accept(self) -> None:
+        """Accept a connection; its node is unknown until it joins."""
         with suppress(OSError):
             connection, _ = self._listener.accept()
             self._selector.register(connection, selectors.EVENT_READ, Peer(connection))
 
     def _connected(self) -> list[Peer]:
+        """Return the peers of this node: its followers, and its leader."""
         return [*self.members.values(), *([self.leader] if self.leader else [])]
 
     def _beat(self, now: float) -> None:
+        """Send a heartbeat to all peers, and drop those that have been silent for too long."""
         durable = progress_file.committed_step(self._progress) if self.leads else None
         with self._lock:
             for peer in self._connected():
@@ -285,6 +289,7 @@ class Control:
                     peer.send({"beat": durable})
 
     def _read(self, peer: Peer) -> None:
+        """Handle the messages that a peer has sent; drop the peer if its connection is closed."""
         messages = peer.read()
         if messages is None:
             self._drop(peer)
@@ -365,6 +370,7 @@ class Control:
             self.job = welcome["job"]
 
     def _start(self, message: Message) -> None:
+        """Set the state of the next start from the leader's message."""
         self.number, self.round, self._table = message["start"], list(message["nodes"]), {}
         self.entries.clear()
         self.passed_on, self.passed_on_at = "", 0.0

@@ -154,6 +154,7 @@ class ElasticRendezvous(LaunchRendezvous):
         self._deadline = self._since + self._timeout_s
 
     def _end_on_request(self) -> NoReturn:
+        """Raise a JobEnded, because this node has received a signal between two starts."""
         code = RESUMABLE if self._durable() is not None else self._signals.code
         self.close(code)
         raise JobEnded(code, f"{self._signals.first_name} came between two starts")
@@ -215,6 +216,7 @@ class ElasticRendezvous(LaunchRendezvous):
         return bool(absent) and time.monotonic() < self._began_to_lead + self._silence_s
 
     def _begin(self, nodes: list[int]) -> dict:
+        """Open the store of the next start, send the start to its nodes, and return the leader's message."""
         host = self.control.hosts[self.control.node][0]
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._gone.clear()
@@ -266,6 +268,11 @@ class ElasticRendezvous(LaunchRendezvous):
         return bool(preceding) and time.monotonic() < self._since + self._silence_s
 
     def _join(self, leader: int, number: int) -> None:
+        """Request to join ``leader``, whose last start has the number ``number``.
+
+        Raises:
+            ConfigError: the leader has other flags.
+        """
         last_number = self.control.number
         refused = self.control.join(leader)
         if refused.startswith("differs: "):
@@ -286,6 +293,7 @@ class ElasticRendezvous(LaunchRendezvous):
             )
 
     def _too_few(self, others: list[int]) -> str:
+        """Return the error message if fewer than MIN nodes have joined; ``others`` are the missing nodes."""
         return (
             f"{self.most - len(others)} of at least {self.fewest} nodes after {self._timeout_s:g} s; missing: "
             f"NODE_RANK {', '.join(map(str, others))}. Start them with the same --nnodes and --node-list, wait longer "

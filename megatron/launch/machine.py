@@ -79,6 +79,7 @@ def count_gpus(env: Mapping[str, str] = os.environ) -> int:
 
 
 def _nvidia_gpus() -> int:
+    """Return the number of NVIDIA GPUs, from nvidia-smi or from their device files."""
     tool = shutil.which("nvidia-smi")
     if tool:
         try:

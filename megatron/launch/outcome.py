@@ -60,6 +60,7 @@ class Exit:
 
     @property
     def weight(self) -> int:
+        """Weight of this exit in the table above; the root cause has the smallest."""
         if self.status in SPECIFIC:
             return 0
         return {0: 2, 4: 2 if self.is_late else 3}.get(self.status, 1)
@@ -88,6 +89,7 @@ class Exit:
 
     @property
     def job_code(self) -> int:
+        """The job's exit code if this exit is the root cause."""
         if self.status in SPECIFIC:
             return self.status
         return 4 if self.status in (0, 4) or self.status < 0 else 1
@@ -278,6 +280,7 @@ class NodeBoard:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _wait(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until ``is_done`` returns True, the timeout has passed, or a second signal has arrived."""
         deadline = time.monotonic() + timeout_s
         while not is_done() and time.monotonic() < deadline and not self._signals.is_ended:
             self._signals.wait(POLL_S)

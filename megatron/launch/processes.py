@@ -126,6 +126,7 @@ def start(
 
 
 def _become_rank(launcher: int, keeps_input: bool) -> None:
+    """Set up this fork as a rank: its own session, default signal handlers, and its standard input."""
     os.setsid()
     die_with_parent()
     if os.getppid() != launcher:  # the launcher died before the line above
@@ -268,6 +269,7 @@ class Signals:
             os.read(self._reader, 4096)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: record it, or end the launcher if there are no ranks yet."""
         now = time.monotonic()
         if self.seen and (number == WARNING or is_same_press(number, self.seen[-1], now - self._last_at)):
             return

@@ -149,6 +149,11 @@ class NodeRendezvous(LaunchRendezvous):
         return RendezvousInfo(agents_store, self.node_rank, self.num_nodes, info)
 
     def _open_store(self) -> TCPStore:
+        """Connect to the store of node 0, or host it on node 0.
+
+        Raises:
+            PeerError: the store cannot be reached.
+        """
         self._await_node_0()
         try:
             store = TCPStore(
@@ -231,6 +236,11 @@ class NodeRendezvous(LaunchRendezvous):
         )
 
     def _wait(self, is_done: Callable[[], bool], explain: Callable[[Store], str]) -> None:
+        """Wait until ``is_done`` returns True.
+
+        Raises:
+            PeerError: the deadline has passed; the message is the result of ``explain``.
+        """
         try:
             while not is_done():
                 if self._left() <= 0 and self._store is not None:

@@ -169,6 +169,7 @@ def _report(error: BaseException, who: str) -> int:
 
 
 def _print(error: BaseException, failure: BaseException, who: str) -> None:
+    """Print the line for an error. An error that all ranks raise is printed on rank 0 only."""
     if is_same_everywhere(failure):
         rank = os.environ.get("RANK", "0")
         leave_words(str(failure), int(rank))

@@ -91,6 +91,7 @@ class StopRequests:
         return self.requested
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: record it, or exit after a second signal or the death of a peer."""
         death = peer_failure()
         if death:
             leave_for_dead_peer(death)
@@ -138,6 +139,7 @@ def how_to_go_on(folder: Path, argv: Sequence[str] | None = None, env: Mapping[s
 
 
 def _is_folder(given: str | None, folder: Path) -> bool:
+    """Return True if the value of a flag names ``folder``."""
     return given is not None and Path(given).resolve() == folder.resolve()
 
 

@@ -86,6 +86,7 @@ def is_first_to_report() -> bool:
 
 
 def _read(place: str) -> str:
+    """Return the text of a file, or "" if it cannot be read."""
     try:
         return Path(place).read_text()
     except OSError:

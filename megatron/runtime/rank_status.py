@@ -103,6 +103,7 @@ def read_position(page: bytes) -> Position:
 
 
 def _write(line: int, text: str) -> None:
+    """Write ``text`` to a line of the page."""
     start, end = _BOUNDS[line : line + 2]
     length = end - start
     _page[start:end] = text.encode()[: length - 1].ljust(length, b"\0")

@@ -109,6 +109,7 @@ def make_room(size: int) -> None:
 
 
 def _is_server(rank: int) -> bool:
+    """Return True if this process hosts the store."""
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
@@ -159,6 +160,7 @@ def _claim(keys: Store, rank: int, size: int, where: str) -> None:
 
 
 def _own() -> str:
+    """Return text that identifies this process: the value of the keys that it claims."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
@@ -233,6 +235,7 @@ def _format_missing(missing: list[int]) -> str:
 
 
 def _asked_to_stop(name: str | None) -> StopRequest:
+    """Return the error for a stop request before all ranks have joined."""
     error = StopRequest(f"received {name} while it waited for other ranks: no step was taken. Start again as before")
     error.is_of_this_rank = True
     return error

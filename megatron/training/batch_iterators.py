@@ -105,4 +105,5 @@ class UploadedBatches(TimedBatches):
             self._waited_s = waited_s
 
     def _upload(self) -> Upload:
+        """Read the next micro-batch and start its copies to the device."""
         return Upload(super().__next__(), self._place)

@@ -32,6 +32,7 @@ class RankData:
 
     @classmethod
     def of(cls, datasets: Mapping[str, Samples], reads: bool, failure: Exception | None) -> RankData:
+        """Return the description of the data sets of this rank, or of the failure to open them."""
         if failure or not reads:
             return cls(str(failure) if failure else None, False)
         ordered = as_ordered(datasets.get("train"))

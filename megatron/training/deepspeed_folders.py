@@ -94,10 +94,12 @@ def clean_up(path: Path, keep: RetentionPolicy) -> None:
 
 
 def _named(root: Path) -> list[Path]:
+    """Return the folders in ``root`` that are named as checkpoints."""
     return [path for path in root.iterdir() if _TAG.fullmatch(path.name)]
 
 
 def _free_name(root: Path, step: int) -> Path:
+    """Return a path for a checkpoint of ``step`` that does not exist yet."""
     path, suffix = root / f"global_step{step}", 0
     while path.exists():
         suffix += 1

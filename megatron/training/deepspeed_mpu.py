@@ -45,6 +45,7 @@ class DeepSpeedMpu:
 
 
 def _handle(grid: Grid, group: Group) -> Any:
+    """Return the group's process group; for a group of one rank, create one. Collective."""
     if group.handle is not None:
         return group.handle
     local_handle = None

@@ -270,6 +270,7 @@ def model_text(config: Config) -> str:
 
 
 def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> Iterator[tuple[str, str]]:
+    """Yield one row for each stage: its layers, memory and activations."""
     stages = topology.pipe
     memory = stage_memory(config, topology, bounds, dtype)
     num_parameters = registry.costs_of(config).stage_parameters(

@@ -96,6 +96,7 @@ def _of_files(tokenizer: Tokenizer, config: Config) -> Iterator[tuple[str, int]]
 
 
 def _sidecar(prefix: str) -> dataset_metadata.DatasetMetadata | None:
+    """Return the metadata file of a token file, or None if there is none."""
     name = prefix + ".meta.json"
     if not object_store.is_remote(prefix):
         return dataset_metadata.read(Path(name))

@@ -144,6 +144,7 @@ def _shared_device(kind: str, local_rank: int) -> int:
 
 
 def _bind(kind: str, local_rank: int) -> torch.device:
+    """Select and return the device with index ``local_rank``."""
     try:
         return device.bind(kind, local_rank)
     except ValueError as error:
@@ -154,6 +155,11 @@ def _bind(kind: str, local_rank: int) -> torch.device:
 def _init_process_group(
     backend: str, kind: str, timeout: timedelta, signal_name: Callable[[], str | None] = lambda: None
 ) -> None:
+    """Create the world group, after a rendezvous of all ranks. No-op if it exists. Collective.
+
+    Raises:
+        ConfigError, PeerError, StopRequest: as in ``start``.
+    """
     if dist.is_initialized():
         return
     if backend == "nccl" and kind != "cuda":

@@ -122,6 +122,7 @@ def _is_own_store(flags: CheckpointConfig) -> bool:
 
 
 def _chosen(config: Config, name: str) -> RunPaths:
+    """Return the folder and the source of the run; called on rank 0."""
     flags = config.checkpoint
     earlier = None if flags.save else noted_choice()
     folder, source = earlier or _by_flags(config, name)

@@ -88,6 +88,7 @@ class RunLock:
 
 
 def _own() -> dict[str, Any]:
+    """Return the description of this process that is written to ``run.lock``."""
     return {
         "host": platform.node(),
         "pid": os.getpid(),

@@ -76,6 +76,7 @@ class FiniteLossCheck:
         self._loss = loss
 
     def _allows(self, norm: float) -> bool:
+        """Return True if loss and gradient norm are finite, otherwise raise."""
         if not math.isfinite(self._loss):
             raise LossError(self._not_finite_text())
         if not math.isfinite(norm):

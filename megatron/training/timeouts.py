@@ -153,6 +153,7 @@ class Sections:
         return self.name if operation in (None, self.name) else f"{self.name}, {operation}"
 
     def _limit_of(self, name: str) -> float:
+        """Return the limit of a phase in seconds."""
         return self._step_s if name == STEP else self._long_s
 
     def _leave(self, found: str, own: Report, linger: Callable[[], None] | None) -> None:
@@ -189,6 +190,7 @@ def leave_stuck(found: str, own: Report, linger: Callable[[], None] | None, name
 
 
 def _handles(grid: Grid) -> list[tuple[str, Any]]:
+    """Return (axis, process group) for the axes of the grid that have one."""
     groups = [(axis, getattr(grid, axis).handle) for axis in AXES]
     return [(axis, handle) for axis, handle in groups if handle is not None]
 

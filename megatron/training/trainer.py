@@ -202,6 +202,7 @@ class Trainer:
 
     @property
     def has_steps_left(self) -> bool:
+        """True if no limit is reached and the ranks have not agreed to stop."""
         return self.steps_left > 0 and not self.stop_text
 
     @property
@@ -345,6 +346,7 @@ class Trainer:
         return located
 
     def _before_update(self, loss: float) -> None:
+        """Call ``on_before_update`` of the callbacks, then the engine's own check of the loss."""
         self.call("on_before_update", loss)
         self._check_loss(loss)
 
@@ -386,6 +388,7 @@ class Trainer:
 
 
 def _overrides(callback: Callback, hook: str) -> bool:
+    """Return True if the class of ``callback`` overrides ``hook``."""
     return getattr(type(callback), hook) is not getattr(Callback, hook)
 
 

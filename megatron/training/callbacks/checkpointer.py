@@ -89,6 +89,7 @@ class Checkpointer(Callback):
             self._keep_earlier_run()
 
     def _continue_from(self, resumed: Resumed) -> None:
+        """Set the attributes of the checkpointer after the run has resumed from a checkpoint."""
         trainer = self.trainer
         self.loaded = resumed.path
         self.origin = resumed.path if resumed.is_complete else None
@@ -152,6 +153,7 @@ class Checkpointer(Callback):
             self._cancel_regroup()
 
     def _cancel_regroup(self) -> None:
+        """Continue training if the run was about to stop only so that a node can join."""
         if self.trainer.stop_text == REGROUP:
             self.trainer.stop_text = ""
 

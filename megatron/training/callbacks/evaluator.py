@@ -78,6 +78,7 @@ class Evaluator(Callback):
         return loss
 
     def _report(self, split: str, loss: float, of_corpora: Mapping[str, float]) -> None:
+        """Log the loss of a split and of its corpora, and call ``on_evaluate_end``."""
         values: dict[str, Any] = {"loss": loss, "perplexity": perplexity(loss)}
         corpus_text = f" | {numbers_text(of_corpora, '.4f')}" if of_corpora else ""
         self.trainer.print_line(

@@ -67,6 +67,7 @@ class ExpertMonitor(Callback):
         return newly_collapsed
 
     def _text(self, found: Mapping[str, float], load: ExpertLoad) -> str:
+        """Return the warning; ``found`` has the mean entropy of the collapsed layers, divided by ln E."""
         num_experts = self.model.num_experts
         worst = min(found, key=found.__getitem__)
         layers = sorted(found, key=found.__getitem__)[:NAMED_AT_MOST]

@@ -22,8 +22,8 @@ class LayerNorms(Callback):
 
     The group of a parameter is its logical name up to the layer index (``layers.3`` or ``encoder.layers.3``), or
     otherwise its module (``embedding.word``). As in the total norm, squares are summed over the ranks, and each
-    parameter counts once. So the squares of all groups add up to the square of ``grad_norm``, and the norms are equal in
-    every layout.
+    parameter counts once. So the squares of all groups add up to the square of ``grad_norm``, and the norms are the
+    same in every layout.
     """
 
     def on_train_start(self) -> None:

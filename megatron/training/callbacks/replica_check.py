@@ -142,6 +142,7 @@ def error_of(found: Sequence[ReplicaMismatch], step: int, since: int) -> Numeric
 
 
 def _tied(module: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> Iterator[ReplicaGroup]:
+    """Return the groups of stages that hold copies of tied weights."""
     names = {id(parameter): name for name, parameter in named.items()}
     groups: dict[Any, list[str]] = {}
     for weight, group in getattr(module, "get_tied_weights_and_groups", list)():

@@ -204,6 +204,7 @@ def peak_of_all_ranks(world: World) -> float | None:
 
 
 def _measured_product_rate() -> float:
+    """Return the FLOP/s of fp32 matrix products on this CPU."""
     a = torch.randn(MATMUL_SIZE, MATMUL_SIZE, generator=torch.Generator().manual_seed(0))
     a @ a
     start, num_products = time.perf_counter(), 0

@@ -207,6 +207,7 @@ class StabilityGuard(Callback):
         history.streak, history.good_step = 0, step
 
     def _record(self, record: dict[str, Any]) -> None:
+        """Append a numbered record to the journal; only rank 0 has one."""
         self.history.events += 1
         if self._journal is not None:
             self._journal.add({"number": self.history.events, **record})

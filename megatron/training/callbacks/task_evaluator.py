@@ -58,6 +58,11 @@ class TaskEvaluator(Callback):
         run_on_rank_0(self.trainer.world, lambda: self._open(config))
 
     def _open(self, config: Config) -> None:
+        """Load the tasks and the chat template.
+
+        Raises:
+            ConfigError: a task cannot be loaded, or is not supported with --sequence-parallel.
+        """
         try:
             suite = read_suite(self._file)
             self._tasks = LoadedTasks(suite, self.trainer.world.kind)
