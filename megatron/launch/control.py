@@ -2,8 +2,8 @@
 
 Every launcher listens at its entry of --node-list. One of them is the leader: the others keep a connection to it, and
 both ends send a line of JSON every ``BEAT_S``. A node is lost if its connection is closed, as the kernel does when a
-process dies, or silent for --node-timeout. Torch's elastic agent and stores are used; docs/architecture.md explains why
-its dynamic rendezvous is not.
+process dies, or silent for --node-timeout. The launchers use torch's elastic agent and stores, but not its dynamic
+rendezvous; docs/architecture.md explains why.
 
 | line | sender | meaning |
 |---|---|---|
@@ -129,7 +129,7 @@ class Control:
 
     @property
     def status(self) -> Message:
-        """The answer to ``ask``."""
+        """Message that answers ``ask``: this node, whether it is the leader, and the number of its last start."""
         return {"node": self.node, "leads": self.leads, "number": self.number}
 
     def lead(self) -> None:
@@ -381,7 +381,7 @@ class Control:
 
 
 def in_runs(nodes: Sequence[int]) -> list[list[int]]:
-    """Compress node numbers to [[first, last], ...], because the list of all nodes is sent to every node."""
+    """Compress node numbers to runs [[first, last], ...], which shortens the list of all nodes in messages."""
     runs: list[list[int]] = []
     for node in nodes:
         if runs and runs[-1][1] == node - 1:

@@ -160,7 +160,7 @@ class ElasticRendezvous(LaunchRendezvous):
         raise JobEnded(code, f"{self._signals.first_name} came between two starts")
 
     def _lead(self) -> dict | None:
-        """Begin the next start if all expected nodes have joined."""
+        """Begin the next start and return its message if all expected nodes have joined; otherwise return None."""
         control, now = self.control, time.monotonic()
         joined = control.joined()
         ready = [node for node, behind in sorted(joined.items()) if behind > RUNS]
@@ -389,7 +389,7 @@ class ElasticBoard(NodeBoard):
     def agree(self, against: str, timeout_s: float, go: Callable[[], str]) -> tuple[bool, str]:
         """Decide as in ``NodeBoard.agree``; the leader decides, and drops nodes that do not respond.
 
-        If the leader is lost before its decision, each node decides by its own reason.
+        If the leader is lost before its decision, a node restarts unless it has a reason against it.
         """
         control = self._control
         control.set(f"restart/{control.node}", against)

@@ -43,8 +43,8 @@ class Exit:
     pid: int
     status: int
     at: float
-    """Time at which the rank reported why it exits, or otherwise exited, in seconds since the ranks were started, which
-    all nodes do together. The rank that reports first may take longest to exit."""
+    """Seconds from the start of the ranks, which is simultaneous on all nodes, to the rank's error report, or otherwise
+    to its exit. The rank that reports first may take longest to exit."""
     was_signalled: bool = False
     """The launcher had already signalled the rank to exit because a peer had died."""
     place: str = ""
@@ -296,10 +296,10 @@ class NodeBoard:
 
 # Restarts of a failed job: --max-restarts, and progress.
 #
-# A start makes progress if a checkpoint becomes durable whose step is higher than that of the previous durable
-# checkpoint, which after a rollback may be lower than earlier ones. Rank 0 reports the step in the progress file
-# (megatron/runtime/progress_file.py). ``FRUITLESS`` consecutive starts without progress end the job, because the next
-# one would fail in the same way.
+# A start makes progress if it makes a checkpoint durable with a higher step than the previous durable checkpoint. After
+# a rollback, the step of that checkpoint may be lower than the steps of earlier ones. Rank 0 reports the step in the
+# progress file (megatron/runtime/progress_file.py). ``FRUITLESS`` consecutive starts without progress end the job,
+# because the next one would fail in the same way.
 
 FRUITLESS = 3
 RESTARTED = (1, 4)

@@ -1,7 +1,7 @@
 """Rendezvous of the launchers of a job with a fixed number of nodes, and its port.
 
-Node 0 hosts the store. The ranks use the same one (``TORCHELASTIC_USE_AGENT_STORE``), so no second port is needed that
-another process could take meanwhile.
+Node 0 hosts the store. The ranks use the same store (``TORCHELASTIC_USE_AGENT_STORE``), so the job needs no second
+port, which another process could occupy.
 
 | key | written by | content |
 |---|---|---|

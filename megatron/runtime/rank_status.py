@@ -10,7 +10,7 @@ MEGATRON_FAILURE_FILE and the rank. Without our launcher it is private memory.
 | 3 | the state: ``RUNNING`` during the run; ``LATE`` once the rank has reported that other ranks wait for it; |
 |   | ``IDLE`` for a rank without work in an elastic job (megatron/config/elastic.py); ``REGROUP`` for a rank that |
 |   | has saved and exits so that a node can join |
-| 4 | the time of the rank's error report in seconds of ``time.monotonic()``, which is the same for all processes |
+| 4 | the time of the rank's error report in seconds of ``time.monotonic()``, which all processes share |
 """
 
 from __future__ import annotations

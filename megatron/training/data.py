@@ -102,8 +102,8 @@ def evaluated_splits(config: Config) -> dict[str, bool]:
 def samples_wanted(config: Config, world: World) -> list[int]:
     """Return the numbers of samples for training, all validations and the test.
 
-    For training it is --train-samples, as in Megatron, so that it does not change if a run is resumed with another
-    batch size. Without that flag it is the number of samples of a new run.
+    The number of training samples is --train-samples, as in Megatron, so that it does not change if a run is resumed
+    with another batch size. Without that flag, it is the number of samples of a new run.
     """
     batch, replicas = config.batch, world.grid.data.size
     training = batch.sizes(replicas).consumed_after(batch.train_iters)

@@ -255,7 +255,7 @@ def _own_model_rows(config: Config, counted: Sequence[int], bounds: Sequence[int
 
 
 def model_text(config: Config) -> str:
-    """Return the sizes of the model that ``config`` describes."""
+    """Return text with the sizes of the model that ``config`` describes."""
     model, family_config = config.model, config.own
     layers, family_text = f"{model.num_layers} layers", family_config.summary(model)
     if family_config.is_encoder_decoder:

@@ -3,7 +3,7 @@
 | flag | norms | AdamW |
 |---|---|---|
 | auto, torch | ``torch.nn.functional`` | ``torch.optim.AdamW(fused=True)`` |
-| apex | ``apex.normalization``, but for layer norms without a shift | ``apex.optimizers.FusedAdam``, if not offloaded |
+| apex | ``apex.normalization``, except for layer norms without bias | ``apex.optimizers.FusedAdam``, if not offloaded |
 
 "auto" uses torch's kernels even if apex is installed: installed packages must not change the results of a run, and apex
 has not been measured to be faster. Both compute the same functions up to rounding, so a run may resume with the other.

@@ -88,7 +88,8 @@ def _saves_row(flags: CheckpointConfig) -> str:
 def _loss_row(module: torch.nn.Module, average: str) -> str:
     """Return text that states how the losses of micro-batches are averaged.
 
-    A model may declare it with ``loss_weighting``: "tokens", or "micro-batches" if its loss function returns means.
+    A model declares its averaging with the attribute ``loss_weighting``: "tokens", or "micro-batches" if its loss
+    function returns means.
     """
     if average == "micro-batch":
         return "mean over micro-batches of their means over valid tokens (--loss-average micro-batch)"

@@ -45,7 +45,7 @@ class Callback:
     | ``on_step_end(result)`` | at the end of a step, before all ranks agree on stopping and saving |
     | ``on_save()`` | when any rank has called ``request_save`` |
     | ``on_evaluate_end(split, values)`` | after the evaluation of a split; for --eval-tasks, ``split`` is "tasks" |
-    | ``on_save_staged(step, values)`` | with --async-save, when the tensors are copied and training continues |
+    | ``on_save_staged(step, values)`` | with --async-save, after the tensors have been copied to host memory |
     | ``on_save_end(step, path, values)`` | once per save: when it is committed, or with ``path`` None when it failed |
     | ``on_export_end(step, path)`` | on rank 0, when the Hugging Face folder ``path`` has been written |
     | ``on_train_end()`` | after the last step, or after the step at which the run stops early |

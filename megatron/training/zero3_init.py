@@ -95,7 +95,11 @@ def send_first(values: torch.Tensor, device: torch.device, group: Group) -> None
 
 @contextmanager
 def not_sent(module: torch.nn.Module, *, arrives: bool) -> Iterator[None]:
-    """Prevent DeepSpeed from broadcasting sharded weights and expert weights to the replicas."""
+    """Prevent DeepSpeed from broadcasting sharded weights and expert weights to the replicas within the context.
+
+    Args:
+        arrives: as in ``build``.
+    """
     parameters = list(module.parameters())
     with excluded_from_broadcast(p for p in parameters if (arrives and p.requires_grad) or is_reduced_apart(p)):
         yield

@@ -103,7 +103,7 @@ class Checkpointer(Callback):
 
     @property
     def is_same_run(self) -> bool:
-        """True if the run continues in the folder, and at the step, of the checkpoint that it loaded."""
+        """True if the run continues in the folder of the checkpoint that it loaded, after the checkpoint's step."""
         flags = self.trainer.config.checkpoint
         is_here = self.loaded is not None and self.loaded.parent == saves_in(self.trainer.folder, flags)
         return is_here and (self.paths.is_restart or not (flags.finetune or flags.eval_only))

@@ -18,7 +18,7 @@ NAMED_AT_MOST = 3
 
 
 class ExpertMonitor(Callback):
-    """Logs the choices of the routers in each step's global batch, by layer, and warns if a router collapses.
+    """Logs the load of the experts over the global batch, by layer, and warns if a router collapses.
 
     A router has collapsed if the entropy of its experts' shares is closer to ln k (all tokens go to the same k of E
     experts) than to ln E (equal shares), both in this step and in the mean over the last ``--stability-window`` steps.

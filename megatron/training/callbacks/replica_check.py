@@ -55,7 +55,7 @@ class ReplicaCheck(Callback):
 
 
 class ReplicaGroup(NamedTuple):
-    """Names of the parameters of which each rank of a process group holds a copy, in the same order on all ranks."""
+    """Parameters that are replicated on the ranks of a process group: their names, in the same order on all ranks."""
 
     handle: Any
     names: Sequence[str]
