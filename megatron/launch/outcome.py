@@ -132,9 +132,9 @@ def first_stuck(exits: Collection[Exit]) -> Exit | None:
 def deciding(exits: Collection[Exit]) -> list[Exit]:
     """Return the subset of ``exits`` that can affect ``root_cause``, whatever exits are added later.
 
-    These are the first exit of each weight, and the first failure, from which ``WINDOW_S`` is measured. The lowest rank
-    that had to be killed is the root cause only if all other exits are 4, so the first exit with another code is
-    included, too.
+    The subset contains the first exit of each weight, and the first failure, from which ``WINDOW_S`` is measured. It
+    also contains the lowest rank that had to be killed, which is the root cause if all other exits are 4, and the first
+    exit with another code than 4.
     """
     # Sorted, so that the result does not depend on the order of ``exits``.
     exits = sorted(exits, key=lambda one: (one.at, one.rank, repr(one)))

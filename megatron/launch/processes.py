@@ -221,9 +221,9 @@ WARNING = signal.SIGUSR1
 class Signals:
     """Collects SIGTERM, SIGINT, SIGHUP and SIGUSR1, and wakes the launcher when one arrives or a rank exits.
 
-    Until ``begin`` there are no ranks, and a signal ends the launcher immediately: with 75 for SLURM's warning, since
-    the job can run later without loss, and with the signal's own code otherwise. Two Ctrl-C within ``PRESS_S`` count as
-    one.
+    Until ``begin`` is called there are no ranks, and a signal ends the launcher immediately. The exit code is 75 for
+    SLURM's warning, because the job can run later without loss, and 128 + the signal's number for the other signals.
+    Two Ctrl-C within ``PRESS_S`` count as one.
     """
 
     def __init__(self) -> None:

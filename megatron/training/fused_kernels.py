@@ -59,7 +59,7 @@ def use_norms(config: Config, module: torch.nn.Module) -> int:
     """Set the norms of ``module`` to apex's kernels, if selected; return the number of changed norms."""
     if config.parallel.fused_kernels != "apex":
         return 0
-    # Imported here because models import the compiler, which takes a second that tools without a model save.
+    # Imported here because models import the compiler. That takes a second, which tools without a model do not need.
     from megatron.models.common.norms import LayerNorm, RMSNorm
 
     num_norms = 0
