@@ -186,7 +186,7 @@ class RankGroup:
         )
 
     def is_regrouping(self) -> bool:
-        """Return True if all ranks of this node that exited with 75 exited so that a new node can join.
+        """Return True if a node that joins is the reason for every exit with 75 on this node.
 
         The launcher may have ended the other ranks, if a node was lost at the same time.
         """

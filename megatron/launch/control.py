@@ -81,7 +81,7 @@ class Peer:
 
 
 class Control:
-    """This launcher's connections. A thread receives, so that a busy launcher still responds.
+    """The connections of this launcher. A thread receives messages, so that the launcher responds while it is busy.
 
     Args:
         hosts: addresses from --node-list, one for each node.
@@ -184,7 +184,7 @@ class Control:
             leader.send({"ready": self.number})
 
     def end(self, code: int, why: str) -> None:
-        """Announce the end of the job to all nodes, including later ones; wait until nodes without ranks have left."""
+        """Announce the end of the job to all nodes, including later ones. Wait until nodes without ranks have left."""
         with self._lock:
             self._end = self._end or {"end": code, "why": why}
             for peer in self.members.values():
@@ -194,7 +194,7 @@ class Control:
             time.sleep(0.01)
 
     def set(self, key: str, value: str) -> None:
-        """Set an entry in the table of this start; the leader's copy is authoritative, followers get its summary."""
+        """Set an entry in the table of this start. The leader's copy is authoritative; followers receive summaries."""
         with self._lock:
             is_unchanged = self._table.get(key) == value
             self.keep(key, value)
@@ -223,7 +223,7 @@ class Control:
         return not self.leads and self.leader is None
 
     def lost(self) -> list[int]:
-        """Return the lost nodes of this start, including the leader if this node has lost its connection."""
+        """Return the lost nodes of this start, including the leader if this node has lost its connection to it."""
         lost_nodes = [node for node in self.round if f"lost/{node}" in self._table]
         is_leader_lost = self.is_cut_off and self.round and self.round[0] not in (self.node, *lost_nodes)
         return [self.round[0], *lost_nodes] if is_leader_lost else lost_nodes

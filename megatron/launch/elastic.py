@@ -184,7 +184,7 @@ class ElasticRendezvous(LaunchRendezvous):
         return None
 
     def _give_up(self, nodes: list[int]) -> None:
-        """Count nodes as lost whose ranks do not exit, for example because a driver or file system hangs."""
+        """Count nodes as lost because their ranks do not exit, for example if a driver or file system hangs."""
         node_list = ", ".join(map(str, nodes))
         log.error(
             f"launch: the ranks of node {node_list} have not ended after {self._timeout_s:g} s; going on without it"
@@ -317,12 +317,12 @@ TO_LEADER = ("left", "verdict", "restart", "gone")
 def heard_by_all(control: Control, key: str, value: str) -> dict[str, str]:
     """Return the entries that the leader broadcasts for a new entry.
 
-    Entries that only the leader needs are replaced by summaries: that all nodes have left, and the exits that determine
-    the root cause.
+    Entries that only the leader needs are replaced by two summaries: ``all left``, and ``verdicts``, which contains the
+    exits that determine the root cause.
     """
     name = key.partition("/")[0]
     entries = {} if name in TO_LEADER else {key: value}
-    num_ended = control.entries["left"] + control.entries["lost"]  # avoids a scan of all entries for each
+    num_ended = control.entries["left"] + control.entries["lost"]  # avoids a scan of all entries for each new one
     if name in ("left", "lost") and num_ended >= len(control.round) and have_all(control, "left"):
         statuses = [control.get(f"left/{node}") for node in control.round]
         entries[ALL_LEFT] = str(max((int(status) for status in statuses if status is not None), default=0))

@@ -111,7 +111,7 @@ def is_same_press(number: int, last: int, since_s: float) -> bool:
 
 
 def how_to_go_on(folder: Path, argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> str:
-    """Return the sentence on how to resume the run in ``folder``, relative to the current command line.
+    """Return the sentence on how to resume the run in ``folder``: the flags to change on the current command line.
 
     Args:
         argv: the script's command line; None: this process's.

@@ -41,7 +41,7 @@ MEMORY_MARGIN = 0.10
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule on a placement.
+    """A schedule for a placement of the layers.
 
     Args:
         chunks: number of chunks per stage.
@@ -61,7 +61,7 @@ class Candidate:
 
 
 def usable_bytes(kind: str, ranks_here: int) -> int:
-    """Return the bytes of memory that a rank may plan with: its device's, or its share of the host's on a CPU.
+    """Return the memory that a rank may use, in bytes: the memory of its device, or on a CPU its share of the host's.
 
     Args:
         kind: device type: "cpu", "cuda" or a plug-in's; the device must be available.

@@ -74,7 +74,8 @@ def compare_devices(place: torch.device, grid: Grid) -> None:
     this is an error within a replica, and a warning between replicas.
 
     Raises:
-        ConfigError: naming the ranks and the variables that select their GPUs; the same on every rank.
+        ConfigError: two ranks share a GPU, or a replica has different GPU models; the same on every rank. The message
+            names the ranks and, for a shared GPU, the variables that select it.
     """
     if place.type == "cpu" or grid.world.size == 1 or dist.get_backend() != "nccl":
         return

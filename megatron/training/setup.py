@@ -136,7 +136,8 @@ def build_model(config: Config, world: World, model_provider: Callable[[], torch
         return build(model_provider, arrives=is_asked_for(config, world))
     except PartitionError as error:
         if world.grid.topology.world_size > 1:
-            dist.barrier(group=world.grid.host.handle)  # an earlier exit would end rank 0 before it reports the error
+            # If another rank exited first, rank 0 would be ended before it reports the error.
+            dist.barrier(group=world.grid.host.handle)
         method = config.parallel.partition_method
         raise ConfigError(f"--partition-method {method} cannot cut this model: {error}") from None
 

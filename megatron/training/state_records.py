@@ -97,7 +97,7 @@ def _shard_of_state(key: str, value: torch.Tensor, main_param: torch.Tensor) -> 
     """Return the shard of ``value`` in its global tensor.
 
     ``value`` has the shape of the main param, with size 1 in dimensions over which it is a mean (Adafactor's rows and
-    columns). If it is a mean over the dimension in which the main param is sharded, ``value`` itself is unsharded:
+    columns). A mean over the partition dimension is unsharded. It never covers only a shard of that dimension, because
     ``build_optimizer`` rejects Adafactor on sharded weights.
     """
     shard, local = shard_of(main_param), tuple(main_param.shape)

@@ -38,7 +38,7 @@ class StepResult:
 
     @property
     def is_overflow(self) -> bool:
-        """True if fp16 gradients overflowed and a smaller loss scale may cure it."""
+        """True if fp16 gradients overflowed, which a smaller loss scale may avoid."""
         return self.is_skipped and not self.is_refused
 
 

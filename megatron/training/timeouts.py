@@ -161,7 +161,7 @@ class Sections:
         leave_stuck(found, own, linger, self._world.name, self._watch.limit_s if self._watch else self._long_s)
 
     def _limit(self, limit_s: float) -> None:
-        """Set the watchdog's limit, and bound operations that start from now on by a slightly longer one."""
+        """Set the limit of the watchdog, and a slightly longer timeout for operations that start from now on."""
         if self._watch is None:
             return
         self._watch.limit_s = limit_s

@@ -39,7 +39,7 @@ class Callback:
     | ``on_train_start()`` | once, before the first step; a checkpoint has been loaded |
     | ``on_load_end(step)`` | after a rollback to the checkpoint of step ``step`` |
     | ``on_step_start()`` | before the forward pass of a step |
-    | ``on_before_update(loss)`` | before the optimizer step, when the gradients of all micro-batches are reduced |
+    | ``on_before_update(loss)`` | before the optimizer step; the gradients of all micro-batches have been reduced |
     | ``on_after_update(result)`` | after the update was applied or skipped; the step has been counted |
     | ``on_log(metrics)`` | in logged steps; adds values to ``metrics`` or writes them |
     | ``on_step_end(result)`` | at the end of a step, before all ranks agree on stopping and saving |

@@ -51,7 +51,7 @@ class World:
         return (self.grid.world if self.device == on_host else self.grid.host), on_host
 
     def any(self, wishes: Sequence[bool]) -> list[bool]:
-        """Return, for each of this rank's ``wishes``, True if any rank has it. Collective."""
+        """Return, for each of ``wishes``, True if it is True on any rank. Collective."""
         group, device = self.decision_group
         votes = torch.tensor(wishes, dtype=torch.float32, device=device)
         return [vote > 0 for vote in all_reduce(votes, group, dist.ReduceOp.MAX).tolist()]

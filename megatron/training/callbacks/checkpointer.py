@@ -225,7 +225,7 @@ class Checkpointer(Callback):
     def _write(self, is_automatic: bool) -> Path | Staged:
         """Capture the state of this step and write it, or stage it with --async-save. Collective."""
         trainer, engine, config = self.trainer, self.trainer.engine, self.trainer.config
-        # While held, a rollback may need any checkpoint.
+        # While ``is_held``, all checkpoints are retained, because a rollback may need any of them.
         earlier = sys.maxsize if self.is_held else self.lineage.earlier
         retention = retention_of(config.checkpoint, loaded=self.loaded, earlier=earlier)
         data = data_to_save(trainer.data, trainer.progress.samples_consumed, self._loaded_data)

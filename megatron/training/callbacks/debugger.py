@@ -277,7 +277,7 @@ class Debugger(Callback):
         return None if found is None or found.has_arrived or local_number > first_number.item() else found
 
     def _counts_gradients(self) -> bool:
-        """Return True if non-finite gradients are reported: not if a smaller fp16 loss scale may avoid the overflow."""
+        """Return False if a smaller fp16 loss scale may avoid non-finite gradients, which are then not reported."""
         return not self.engine.optimizer.scaler.is_to_blame
 
     def _note(self, found: Finding | None) -> None:
