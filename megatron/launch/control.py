@@ -184,7 +184,7 @@ class Control:
             leader.send({"ready": self.number})
 
     def end(self, code: int, why: str) -> None:
-        """Announce the end of the job to all nodes, including later ones. Wait until nodes without ranks have left."""
+        """Announce the end of the job to all nodes, including later ones; wait for the exit of nodes without ranks."""
         with self._lock:
             self._end = self._end or {"end": code, "why": why}
             for peer in self.members.values():

@@ -1,8 +1,9 @@
 """Rendezvous of elastic jobs (``--nnodes MIN:MAX``): nodes and leader of the next start, and agreement on its end.
 
 * The launchers are in the order of --node-list. The first one present is the leader: its process hosts the store of
-  each start, and its ranks come first. If the leader is lost, the first remaining node takes over. Nodes that took part
-  in the latest start take precedence, so that a returning node never leads a job whose state it does not know.
+  each start, and its ranks have the lowest numbers. If the leader is lost, the first remaining node takes over. Nodes
+  that took part in the latest start take precedence, so that a returning node never leads a job whose state it does
+  not know.
 * The first start waits for MAX nodes for up to --init-timeout, then begins with MIN or more. Later starts wait for the
   nodes that are not lost; if these are fewer than MIN, they wait for further nodes for up to --init-timeout.
 * A node that joins a running job waits. The ranks see the regroup file and exit with 75 after the next save, and the
@@ -334,7 +335,7 @@ def heard_by_all(control: Control, key: str, value: str) -> dict[str, str]:
     verdicts, now = control.get(VERDICTS) or "", time.monotonic()
     if verdicts != control.passed_on and (ALL_LEFT in entries or now > control.passed_on_at + VERDICTS_S):
         control.passed_on, control.passed_on_at = verdicts, now
-        entries = {VERDICTS: verdicts, **entries}  # nodes learn the root cause before they learn that all have left
+        entries = {VERDICTS: verdicts, **entries}  # the root cause is sent before the notice that no rank is running
     return entries
 
 
@@ -351,7 +352,7 @@ class ElasticBoard(NodeBoard):
     |---|---|---|
     | ``lost/N`` | the leader | node N is lost |
     | ``left/N`` | node N, for the leader | the highest exit code of its ranks |
-    | ``all left`` | the leader | all nodes have left; the highest of their codes |
+    | ``all left`` | the leader, when no node has a running rank | the highest exit code of all ranks |
     | ``verdict/N`` | node N, for the leader | its root cause, as JSON |
     | ``verdicts``, ``failed``, ``decision`` | the leader, perhaps on behalf of a node | as in ``NodeBoard`` |
     | ``restart/N`` | node N, for the leader | its reason against a restart; empty if there is none |

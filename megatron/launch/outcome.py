@@ -167,7 +167,7 @@ def _signal_name(number: int) -> str:
 # | ``failed`` | a node that lost a rank | set after a failure |
 # | ``verdicts`` | a node that adds an exit | the exits that determine the root cause, as JSON |
 # | ``left`` | every node | the number of nodes without ranks |
-# | ``restart/R`` | node R, once all have left | its reason against a restart; empty if there is none |
+# | ``restart/R`` | node R, once no node has a running rank | its reason against a restart; empty if there is none |
 # | ``decision`` | node 0, once all have voted | "go" or "stop", a space, and the reason |
 # | ``gone`` | every node | the number of nodes that have read all that they need |
 #
@@ -341,7 +341,7 @@ class Restarts:
         return self.against_one_more()
 
     def against_one_more(self) -> str:
-        """Return the message that all restarts are used, or "" if one is left."""
+        """Return the message that all restarts are used, or "" if another one is allowed."""
         return f"all of --max-restarts {self.most} are used" if self.done >= self.most else ""
 
     def origin(self) -> str:

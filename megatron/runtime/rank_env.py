@@ -65,7 +65,7 @@ STARTERS = (
 
 
 def set_rank_environment(env: MutableMapping[str, str]) -> list[str]:
-    """Set torch's variables in ``env`` from those of the program that started this process; return error messages.
+    """Set torch's variables in ``env`` from the variables of the program that started this process; return errors.
 
     ``env`` is unchanged for a process that was started without a launcher.
     """

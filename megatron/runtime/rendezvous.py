@@ -1,8 +1,8 @@
 """Rendezvous of the ranks of a job in a store at MASTER_ADDR:MASTER_PORT.
 
 Torch's own rendezvous counts a second process with the same RANK as another rank, and waits in native code, where
-signals are not handled. Here every rank claims its number, polls until all have joined, and notifies the others when it
-leaves. The store is hosted by rank 0, or by the launcher (torchrun's or ours) if there is one.
+signals are not handled. Here every rank claims its number, polls until all have joined, and notifies the others if it
+gives up. The store is hosted by rank 0, or by the launcher (torchrun's or ours) if there is one.
 """
 
 from __future__ import annotations

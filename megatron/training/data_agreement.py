@@ -15,7 +15,7 @@ KINDS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class RankData:
-    """Description of a rank's data sets, to compare with those of other ranks.
+    """Description of a rank's data sets, which is compared with the descriptions of other ranks.
 
     Args:
         problem: error message if the data could not be opened.

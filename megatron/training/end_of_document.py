@@ -61,8 +61,8 @@ def choose_eod(tokenizer: Tokenizer, config: Config, world: Group | None = None)
 def _read_by_first_rank(tokenizer: Tokenizer, config: Config, world: Group | None) -> list[tuple[str, int]]:
     """Return ``_of_files`` of the first rank on every rank. Collective.
 
-    The first rank always reads the data. The hosts of other ranks, such as those of a pipeline's middle stages, may not
-    have the files.
+    The first rank always reads the data. The hosts of other ranks, for example of the middle stages of a pipeline, may
+    not have the files.
 
     Raises:
         DataError: the first rank cannot read a sidecar; raised on all ranks.

@@ -98,9 +98,9 @@ def uses_adam(config: Config) -> bool:
 
 
 def apex_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-    """Return apex's FusedAdam over ``groups``; ``settings`` are those of ``torch.optim.AdamW``.
+    """Return apex's FusedAdam over ``groups``; ``settings`` are keyword arguments of ``torch.optim.AdamW``.
 
-    apex counts steps per group. As in torch, checkpoints store them per parameter, so they are also kept per parameter.
+    apex counts steps per group. Checkpoints store a count per parameter, as in torch, so every parameter has one too.
     """
     from apex.optimizers import FusedAdam
 

@@ -27,7 +27,7 @@ from megatron.training.world import World
 
 
 def deepspeed_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-    """Return DeepSpeedCPUAdam over ``groups``; ``settings`` are those of ``torch.optim.AdamW``.
+    """Return DeepSpeedCPUAdam over ``groups``; ``settings`` are keyword arguments of ``torch.optim.AdamW``.
 
     Raises:
         ConfigError: its extension cannot be compiled on this machine.

@@ -8,7 +8,7 @@
 All ranks change phases together: each change begins with a barrier, to which the limit of the ending phase applies. So
 no rank is in a step, with its short limit, while another rank is still saving. If a rank hangs in a step, the others
 time out after the limit of the step, not after the longer limit of the next phase. The watchdog ends the job when a
-limit has passed. Process groups time out shortly after it, in case no watchdog is left.
+limit has passed. Process groups time out shortly after it, in case no watchdog is running any more.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class Sections:
 
     @contextmanager
     def over(self, name: str) -> Iterator[None]:
-        """Run the block in phase ``name``. Collective: all ranks enter and leave the phase together.
+        """Run the block in phase ``name``. Collective: all ranks enter and exit the phase together.
 
-        After an error, this rank leaves the phase without waiting: other ranks fail by themselves or raise the same
+        After an error, this rank exits the phase without a barrier: other ranks fail by themselves or raise the same
         error.
         """
         outer = self.name

@@ -7,7 +7,7 @@ the device holds only shards.
 
 Weights that a module fills itself, such as biases and norms, are broadcast from the first replica, as in DeepSpeed.
 Weights that are initialised by name are the same on all replicas anyway. DeepSpeed does not broadcast either of them,
-because no full weight is left.
+because no full weight exists any more.
 """
 
 from __future__ import annotations

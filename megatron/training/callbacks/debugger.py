@@ -260,7 +260,7 @@ class Debugger(Callback):
             raise ModuleError(message, finding.text if finding is not None else "")
 
     def _finding(self) -> Finding | None:
-        """Return this rank's first non-finite value, without asking other ranks: an error has ended the step early."""
+        """Return this rank's first non-finite value. Not collective, because an error has ended the step early."""
         finding = self._check.finding(in_backward=self._counts_gradients())
         return None if finding is None or finding.has_arrived else finding
 

@@ -88,7 +88,7 @@ class StabilityGuard(Callback):
     # Checks of a step.
 
     def on_train_start(self) -> None:
-        """Register the check before each update, if anomalous steps are to be skipped."""
+        """With --stability-guard skip or rollback, register ``_allows``, which is called before each update."""
         trainer = self.trainer
         self._checkpointer = trainer.find(Checkpointer)
         if not self.history.streak:

@@ -27,7 +27,7 @@ IN_A_ROW = 3
 
 
 class StragglerWarning(Callback):
-    """Reports the slowest rank on rank 0; must come after ``SpeedMonitor``, whose measurements it reads."""
+    """Reports the slowest rank on rank 0; must be called after ``SpeedMonitor``, whose measurements it reads."""
 
     on_all_ranks = False
 
