@@ -61,9 +61,8 @@ class ModuleError(NumericsError):
 class FiniteLossCheck:
     """Raises an error if the loss or gradient norm of a step is not finite.
 
-    It is the default ``accepts_step`` of the optimizer's policy; the stability guard replaces it.
-
-    The error is raised in the update, after the collectives of the step. An earlier error would make other ranks hang.
+    The check is installed as ``accepts_step`` of the optimizer's policy, where the stability guard may replace it. The
+    error is raised in the update, after the collectives of the step. An earlier error would make other ranks hang.
     """
 
     def __init__(self, optimizer: MixedPrecisionOptimizer) -> None:
