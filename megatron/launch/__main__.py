@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _launch(options: Options) -> int:
+    """Set up rendezvous and agent, run the job, and return its exit code."""
     os.environ.setdefault("OMP_NUM_THREADS", str(machine.threads_per_rank(options.nproc_per_node)))
     if crowded := machine.crowding(options.nproc_per_node):
         log.warning(crowded)
@@ -98,6 +99,7 @@ def _launch(options: Options) -> int:
 
 
 def _elastic(options: Options, listener: socket.socket, progress: Path, signals: Signals) -> ElasticRendezvous:
+    """Return the rendezvous of an elastic job."""
     from megatron.launch.control import Control
     from megatron.launch.elastic import ElasticRendezvous
     from megatron.runtime import progress_file
@@ -123,6 +125,7 @@ def _elastic(options: Options, listener: socket.socket, progress: Path, signals:
 
 
 def _open_port(options: Options) -> socket.socket:
+    """Open this node's listening socket: of its --node-list entry, or of the store on node 0."""
     from megatron.launch.rendezvous import listen
 
     if options.is_elastic:

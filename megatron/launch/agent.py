@@ -60,6 +60,7 @@ class LaunchAgent(SimpleElasticAgent):
         self._started = time.monotonic()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the ranks of this node; return their process ids by local rank."""
         node = self._node
         if node.restarts is not None:
             self._restarts.done = node.restarts
@@ -82,6 +83,7 @@ class LaunchAgent(SimpleElasticAgent):
         return pids
 
     def _environment(self, group: WorkerGroup, rank: int, local_rank: int, world_size: int) -> dict[str, str]:
+        """Return the environment variables of one rank."""
         spec = group.spec
         return os.environ | {
             "RANK": str(rank),
@@ -105,6 +107,7 @@ class LaunchAgent(SimpleElasticAgent):
         }
 
     def _of_this_start(self) -> RankGroup:
+        """Return the ranks of the current start."""
         assert self._attempt is not None  # the elastic agent starts the ranks before it watches them
         return self._attempt
 

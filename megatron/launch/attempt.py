@@ -1,4 +1,4 @@
-"""RankGroup: one start of the ranks of a node, until the root cause of its end is known; OOM kills."""
+"""RankGroup: the ranks of one start on a node, and the root cause of their end. Also counts OOM kills."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ def explain_kill(before: dict[str, int], after: dict[str, int]) -> str:
 
 
 def _of_cgroup(root: Path) -> dict[str, Path]:
+    """Return the file with the OOM counts of the memory cgroup of this process, by scope."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -69,6 +70,7 @@ def _of_cgroup(root: Path) -> dict[str, Path]:
 
 
 def _count(path: Path) -> int | None:
+    """Return the count of OOM kills in a file, or None if it cannot be read."""
     try:
         match = re.search(r"^oom_kill (\d+)", path.read_text(), re.M)
     except OSError:
@@ -110,7 +112,7 @@ def show_trace(failure_file: Path, rank: int) -> None:
 QUIET_S = 0.2
 """Seconds after a failure in which other ranks may notice it by themselves."""
 QUIET_UNKNOWN_S = 0.35
-"""The same while only lost peers are known, because the failed rank may still be printing its traceback."""
+"""As ``QUIET_S``, while all known exits are consequences of another one: that rank may still print its traceback."""
 KILL_S = 0.75
 BOARD_S = 0.5
 MEET_S = 3.0
@@ -165,7 +167,7 @@ class RankGroup:
             return self._end()
         if any(one.is_alive for one in self.ranks) or not self._all_nodes_left():
             return None
-        if self._board.is_failed():  # reported after the last check
+        if self._board.is_failed():  # another node has failed since the check above
             return self._end()
         return max([one.status for one in self._exits] + self._board.statuses())  # 0, or 75 if stopped on request
 
@@ -184,13 +186,14 @@ class RankGroup:
         )
 
     def is_regrouping(self) -> bool:
-        """Return True if all ranks of this node that exited with 75 did so to let a new node join.
+        """Return True if a node that joins is the reason for every exit with 75 on this node.
 
         The launcher may have ended the other ranks, if a node was lost at the same time.
         """
         return all(rank_exit.state == rank_status.REGROUP for rank_exit in self._exits if rank_exit.status == RESUMABLE)
 
     def _late(self) -> str:
+        """Return the message about ranks that exceeded --stop-grace; otherwise ""."""
         late = [str(process.rank) for process in self.ranks if process.status not in (0, RESUMABLE)]
         if self._stop_deadline is None or not late:
             return ""
@@ -205,6 +208,7 @@ class RankGroup:
             time.sleep(0.005)
 
     def _reap(self) -> None:
+        """Record the exits of ranks that have just ended."""
         for process in self.ranks:
             if process.reap() and process.status is not None:
                 ended = self._exit_of(process, process.status)
@@ -212,6 +216,7 @@ class RankGroup:
                     self._exits.append(ended)
 
     def _exit_of(self, one: processes.RankProcess, status: int) -> Exit:
+        """Return the description of the exit of one rank."""
         position = position_of(self.failure_file, one.rank)
         if status < 0 and not self._was_signalled:
             show_trace(self.failure_file, one.rank)
@@ -224,6 +229,7 @@ class RankGroup:
         )  # fmt: skip
 
     def _ask_to_stop(self) -> None:
+        """Send SIGTERM to all ranks, as a request to save and exit within --stop-grace."""
         self._stop_deadline = time.monotonic() + self._options.stop_grace_s
         log.info(
             f"launch: {self._signals.first_name}: the ranks finish their step, save and leave; "
@@ -248,10 +254,12 @@ class RankGroup:
         return is_waiting and any(spent > one.at + self._options.exit_grace_s for one in self._exits)
 
     def _all_nodes_left(self) -> bool:
+        """Report that this node has no running rank; return True if no node has one."""
         self._leave()
         return self._board.all_left()
 
     def _leave(self) -> None:
+        """Report once that this node has no running rank."""
         if not self._has_left:
             self._has_left = True
             self._board.report_left(max((rank_exit.status for rank_exit in self._exits), default=0))
@@ -279,6 +287,7 @@ class RankGroup:
         return self._conclude()
 
     def _conclude(self) -> int:
+        """Wait until no node has a running rank, determine the root cause, and return the exit code of the start."""
         self._board.report_failed(root_cause(self._exits) or first_stuck(self._exits))
         self._leave()
         deadline = time.monotonic() + MEET_S
@@ -288,6 +297,7 @@ class RankGroup:
         return 4 if self._verdict is None else self._verdict.job_code
 
     def _root_cause(self) -> Exit | None:
+        """Return the root cause among the exits that are known so far on all nodes, or None."""
         return root_cause([*self._exits, *self._board.verdicts()])
 
     def _write_failure(self, verdict: Exit | None) -> None:
@@ -301,5 +311,6 @@ class RankGroup:
         temporary.replace(self.failure_file)
 
     def _end_at_once(self) -> int:
+        """Kill all ranks after a second signal, and return the exit code of that signal."""
         self.kill()
         return 128 + self._signals.seen[1]

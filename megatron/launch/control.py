@@ -2,8 +2,8 @@
 
 Every launcher listens at its entry of --node-list. One of them is the leader: the others keep a connection to it, and
 both ends send a line of JSON every ``BEAT_S``. A node is lost if its connection is closed, as the kernel does when a
-process dies, or silent for --node-timeout. Torch's elastic agent and stores are used; docs/architecture.md explains why
-its dynamic rendezvous is not.
+process dies, or silent for --node-timeout. The launchers use torch's elastic agent and stores, but not its dynamic
+rendezvous; docs/architecture.md explains why.
 
 | line | sender | meaning |
 |---|---|---|
@@ -57,7 +57,7 @@ class Peer:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: Message) -> None:
-        """Send one line; a broken connection is detected later by its silence."""
+        """Send one line. A broken connection raises no error; it is detected later by its silence."""
         with self._sending, suppress(OSError):
             self.socket.sendall(json.dumps(message).encode() + b"\n")
 
@@ -81,7 +81,7 @@ class Peer:
 
 
 class Control:
-    """This launcher's connections. A thread receives, so that a busy launcher still responds.
+    """The connections of this launcher. A thread receives messages, so that the launcher responds while it is busy.
 
     Args:
         hosts: addresses from --node-list, one for each node.
@@ -109,7 +109,8 @@ class Control:
         self.leader: Peer | None = None
         self.inbox: deque[Message] = deque()
         self.summary: Callable[[Control, str, str], dict[str, str]] = lambda control, key, value: {key: value}
-        """Function that selects what to forward of a new entry; forwarding all would take nodes squared lines."""
+        """Function that returns the entries to send to all followers after a new entry. If every entry was sent, the
+        number of lines would be quadratic in the number of nodes."""
         self.entries: Counter[str] = Counter()
         """Number of entries in the table of this start by the part of their key before the slash."""
         self.passed_on, self.passed_on_at = "", 0.0
@@ -128,14 +129,14 @@ class Control:
 
     @property
     def status(self) -> Message:
-        """The answer to ``ask``."""
+        """Message that answers ``ask``: this node, whether it is the leader, and the number of its last start."""
         return {"node": self.node, "leads": self.leads, "number": self.number}
 
     def lead(self) -> None:
         """Become the leader and accept nodes that join."""
         with self._lock:
             if self.round and self.round[0] != self.node:
-                self.keep(f"lost/{self.round[0]}", "1")  # otherwise there would be a leader already
+                self.keep(f"lost/{self.round[0]}", "1")  # a node takes over only after the loss of the previous leader
             self.leads, self.leader = True, None
 
     def abdicate(self) -> None:
@@ -183,7 +184,7 @@ class Control:
             leader.send({"ready": self.number})
 
     def end(self, code: int, why: str) -> None:
-        """Announce the end of the job to all nodes, including later ones; wait until nodes without ranks have left."""
+        """Announce the end of the job to all nodes, including later ones; wait for the exit of nodes without ranks."""
         with self._lock:
             self._end = self._end or {"end": code, "why": why}
             for peer in self.members.values():
@@ -193,7 +194,7 @@ class Control:
             time.sleep(0.01)
 
     def set(self, key: str, value: str) -> None:
-        """Set an entry in the table of this start; the leader's copy is authoritative, followers get its summary."""
+        """Set an entry in the table of this start. The leader's copy is authoritative; followers receive summaries."""
         with self._lock:
             is_unchanged = self._table.get(key) == value
             self.keep(key, value)
@@ -222,7 +223,7 @@ class Control:
         return not self.leads and self.leader is None
 
     def lost(self) -> list[int]:
-        """Return the lost nodes of this start, including the leader if this node has lost its connection."""
+        """Return the lost nodes of this start, including the leader if this node has lost its connection to it."""
         lost_nodes = [node for node in self.round if f"lost/{node}" in self._table]
         is_leader_lost = self.is_cut_off and self.round and self.round[0] not in (self.node, *lost_nodes)
         return [self.round[0], *lost_nodes] if is_leader_lost else lost_nodes
@@ -248,6 +249,7 @@ class Control:
     # Methods of the receiving thread.
 
     def _serve(self) -> None:
+        """Receive messages and send heartbeats, in a thread of its own."""
         beat_at = last = time.monotonic()
         while True:
             for key, _ in self._selector.select(max(0.01, min(BEAT_S, beat_at - time.monotonic()))):
@@ -267,14 +269,17 @@ class Control:
                 self._beat(now)
 
     def _accept(self) -> None:
+        """Accept a connection; its node is unknown until it joins."""
         with suppress(OSError):
             connection, _ = self._listener.accept()
             self._selector.register(connection, selectors.EVENT_READ, Peer(connection))
 
     def _connected(self) -> list[Peer]:
+        """Return the peers of this node: its followers, and its leader."""
         return [*self.members.values(), *([self.leader] if self.leader else [])]
 
     def _beat(self, now: float) -> None:
+        """Send a heartbeat to all peers, and drop those that have been silent for too long."""
         durable = progress_file.committed_step(self._progress) if self.leads else None
         with self._lock:
             for peer in self._connected():
@@ -284,6 +289,7 @@ class Control:
                     peer.send({"beat": durable})
 
     def _read(self, peer: Peer) -> None:
+        """Handle the messages that a peer has sent; drop the peer if its connection is closed."""
         messages = peer.read()
         if messages is None:
             self._drop(peer)
@@ -307,13 +313,14 @@ class Control:
                 self._lose(peer.node)
 
     def _lose(self, node: int) -> None:
+        """Mark a node of this start as lost."""
         self.set(f"lost/{node}", "1")
-        if (
-            f"left/{node}" not in self._table
-        ):  # otherwise its ranks have ended, and it may leave once all nodes' ranks have
+        # After its ranks have ended, the loss of a node is not a failure.
+        if f"left/{node}" not in self._table:
             self.set("failed", "1")
 
     def _take(self, peer: Peer, message: Message) -> None:
+        """Handle one received message."""
         if "ask" in message:
             peer.send(self.status)
         elif "join" in message:
@@ -336,6 +343,7 @@ class Control:
             progress_file.write_committed_step(self._progress, int(message["beat"]))
 
     def _take_in(self, peer: Peer, message: Message) -> None:
+        """Accept or reject a node that requests to join."""
         node = message["join"]
         member = self.members.get(node)
         if not self.leads:
@@ -354,7 +362,7 @@ class Control:
                 peer.send(self._end)
 
     def _learn(self, welcome: Message) -> None:
-        """Copy the leader's state: a node that waits may become the only remaining one."""
+        """Copy the leader's state, because a waiting node may become the only remaining one."""
         if welcome["welcome"] > self.number:
             self.number, self.round, self._table = welcome["welcome"], from_runs(welcome["nodes"]), {}
             self.entries.clear()
@@ -362,6 +370,7 @@ class Control:
             self.job = welcome["job"]
 
     def _start(self, message: Message) -> None:
+        """Set the state of the next start from the leader's message."""
         self.number, self.round, self._table = message["start"], list(message["nodes"]), {}
         self.entries.clear()
         self.passed_on, self.passed_on_at = "", 0.0
@@ -372,7 +381,7 @@ class Control:
 
 
 def in_runs(nodes: Sequence[int]) -> list[list[int]]:
-    """Compress node numbers to [[first, last], ...]; lists of all nodes, sent to every node, are mostly one run."""
+    """Compress node numbers to runs [[first, last], ...], which shortens the list of all nodes in messages."""
     runs: list[list[int]] = []
     for node in nodes:
         if runs and runs[-1][1] == node - 1:

@@ -1,8 +1,9 @@
 """Rendezvous of elastic jobs (``--nnodes MIN:MAX``): nodes and leader of the next start, and agreement on its end.
 
 * The launchers are in the order of --node-list. The first one present is the leader: its process hosts the store of
-  each start, and its ranks come first. If the leader is lost, the first remaining node takes over. Nodes that took part
-  in the latest start take precedence, so that a returning node never leads a job whose state it does not know.
+  each start, and its ranks have the lowest numbers. If the leader is lost, the first remaining node takes over. Nodes
+  that took part in the latest start take precedence, so that a returning node never leads a job whose state it does
+  not know.
 * The first start waits for MAX nodes for up to --init-timeout, then begins with MIN or more. Later starts wait for the
   nodes that are not lost; if these are fewer than MIN, they wait for further nodes for up to --init-timeout.
 * A node that joins a running job waits. The ranks see the regroup file and exit with 75 after the next save, and the
@@ -154,12 +155,13 @@ class ElasticRendezvous(LaunchRendezvous):
         self._deadline = self._since + self._timeout_s
 
     def _end_on_request(self) -> NoReturn:
+        """Raise a JobEnded, because this node has received a signal between two starts."""
         code = RESUMABLE if self._durable() is not None else self._signals.code
         self.close(code)
         raise JobEnded(code, f"{self._signals.first_name} came between two starts")
 
     def _lead(self) -> dict | None:
-        """Begin the next start if all expected nodes have joined."""
+        """Begin the next start and return its message if all expected nodes have joined; otherwise return None."""
         control, now = self.control, time.monotonic()
         joined = control.joined()
         ready = [node for node, behind in sorted(joined.items()) if behind > RUNS]
@@ -172,7 +174,7 @@ class ElasticRendezvous(LaunchRendezvous):
             has_all = has_all and (len(joined) + 1 == self.most or now > self._deadline)
         has_enough = has_all and len(ready) + 1 >= self.fewest
         if others and now > self._asked_at + ASK_AGAIN_S:
-            self._look_around(others)  # a suspended node does not know that the others may have continued without it
+            self._look_around(others)  # if this process was suspended, the others may have continued without it
             return None
         if has_enough:
             return self._begin([control.node, *ready])
@@ -183,7 +185,7 @@ class ElasticRendezvous(LaunchRendezvous):
         return None
 
     def _give_up(self, nodes: list[int]) -> None:
-        """Count nodes as lost whose ranks do not exit, for example because a driver or file system hangs."""
+        """Count nodes as lost because their ranks do not exit, for example if a driver or file system hangs."""
         node_list = ", ".join(map(str, nodes))
         log.error(
             f"launch: the ranks of node {node_list} have not ended after {self._timeout_s:g} s; going on without it"
@@ -192,7 +194,7 @@ class ElasticRendezvous(LaunchRendezvous):
             self.control.drop(node)
 
     def _look_around(self, others: list[int]) -> None:
-        """Find nodes of the last start that are gone, and abdicate if another leader takes precedence."""
+        """Request the status of ``others``: find nodes that are gone; abdicate if another leader takes precedence."""
         control = self.control
         own_priority = (control.number, -control.node)
         answers = ask({node: control.hosts[node] for node in others})
@@ -206,12 +208,16 @@ class ElasticRendezvous(LaunchRendezvous):
                 return
 
     def _is_expecting(self, joined: dict[int, int]) -> bool:
-        """Return True if a node of the last start, neither joined nor lost, may still join after its leader's exit."""
+        """Return True if a node of the last start may still join this new leader.
+
+        A node needs up to --node-timeout to detect that the previous leader is lost.
+        """
         control = self.control
         absent = set(control.round) - {control.node} - set(joined) - set(control.lost()) - self._gone
         return bool(absent) and time.monotonic() < self._began_to_lead + self._silence_s
 
     def _begin(self, nodes: list[int]) -> dict:
+        """Open the store of the next start, send the start to its nodes, and return the leader's message."""
         host = self.control.hosts[self.control.node][0]
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self._gone.clear()
@@ -263,6 +269,11 @@ class ElasticRendezvous(LaunchRendezvous):
         return bool(preceding) and time.monotonic() < self._since + self._silence_s
 
     def _join(self, leader: int, number: int) -> None:
+        """Request to join ``leader``, whose last start has the number ``number``.
+
+        Raises:
+            ConfigError: the leader has other flags.
+        """
         last_number = self.control.number
         refused = self.control.join(leader)
         if refused.startswith("differs: "):
@@ -283,6 +294,7 @@ class ElasticRendezvous(LaunchRendezvous):
             )
 
     def _too_few(self, others: list[int]) -> str:
+        """Return the error message if fewer than MIN nodes have joined; ``others`` are the missing nodes."""
         return (
             f"{self.most - len(others)} of at least {self.fewest} nodes after {self._timeout_s:g} s; missing: "
             f"NODE_RANK {', '.join(map(str, others))}. Start them with the same --nnodes and --node-list, wait longer "
@@ -297,7 +309,8 @@ class ElasticRendezvous(LaunchRendezvous):
 
 ALL_LEFT, VERDICTS = "all left", "verdicts"
 VERDICTS_S = 0.1
-"""Minimum time between two broadcasts of verdicts by the leader: ranks of all nodes may fail almost simultaneously."""
+"""Minimum seconds between two broadcasts of verdicts by the leader, because ranks of all nodes may fail almost
+simultaneously."""
 TO_LEADER = ("left", "verdict", "restart", "gone")
 """Entries that only the leader needs."""
 
@@ -305,12 +318,12 @@ TO_LEADER = ("left", "verdict", "restart", "gone")
 def heard_by_all(control: Control, key: str, value: str) -> dict[str, str]:
     """Return the entries that the leader broadcasts for a new entry.
 
-    Entries that only the leader needs are replaced by summaries: that all nodes have left, and the exits that determine
-    the root cause.
+    Entries that only the leader needs are replaced by two summaries: ``all left``, and ``verdicts``, which contains the
+    exits that determine the root cause.
     """
     name = key.partition("/")[0]
     entries = {} if name in TO_LEADER else {key: value}
-    num_ended = control.entries["left"] + control.entries["lost"]  # avoids a scan of all entries for each
+    num_ended = control.entries["left"] + control.entries["lost"]  # avoids a scan of all entries for each new one
     if name in ("left", "lost") and num_ended >= len(control.round) and have_all(control, "left"):
         statuses = [control.get(f"left/{node}") for node in control.round]
         entries[ALL_LEFT] = str(max((int(status) for status in statuses if status is not None), default=0))
@@ -322,7 +335,7 @@ def heard_by_all(control: Control, key: str, value: str) -> dict[str, str]:
     verdicts, now = control.get(VERDICTS) or "", time.monotonic()
     if verdicts != control.passed_on and (ALL_LEFT in entries or now > control.passed_on_at + VERDICTS_S):
         control.passed_on, control.passed_on_at = verdicts, now
-        entries = {VERDICTS: verdicts, **entries}  # nodes learn the root cause before they learn that all have left
+        entries = {VERDICTS: verdicts, **entries}  # the root cause is sent before the notice that no rank is running
     return entries
 
 
@@ -339,7 +352,7 @@ class ElasticBoard(NodeBoard):
     |---|---|---|
     | ``lost/N`` | the leader | node N is lost |
     | ``left/N`` | node N, for the leader | the highest exit code of its ranks |
-    | ``all left`` | the leader | all nodes have left; the highest of their codes |
+    | ``all left`` | the leader, when no node has a running rank | the highest exit code of all ranks |
     | ``verdict/N`` | node N, for the leader | its root cause, as JSON |
     | ``verdicts``, ``failed``, ``decision`` | the leader, perhaps on behalf of a node | as in ``NodeBoard`` |
     | ``restart/N`` | node N, for the leader | its reason against a restart; empty if there is none |
@@ -375,7 +388,10 @@ class ElasticBoard(NodeBoard):
         return self._control.lost()
 
     def agree(self, against: str, timeout_s: float, go: Callable[[], str]) -> tuple[bool, str]:
-        """See ``NodeBoard.agree``; nodes that do not respond are lost, and a lost leader decides nothing."""
+        """Decide as in ``NodeBoard.agree``; the leader decides, and drops nodes that do not respond.
+
+        If the leader is lost before its decision, a node restarts unless it has a reason against it.
+        """
         control = self._control
         control.set(f"restart/{control.node}", against)
         if control.leads:

@@ -79,6 +79,7 @@ def count_gpus(env: Mapping[str, str] = os.environ) -> int:
 
 
 def _nvidia_gpus() -> int:
+    """Return the number of NVIDIA GPUs, from nvidia-smi or from their device files."""
     tool = shutil.which("nvidia-smi")
     if tool:
         try:
@@ -189,7 +190,12 @@ def _default_split(numbers: Mapping[str, int], devices: int) -> tuple[int, int]:
 
 
 def _fitting(devices: int, nodes: int, product: int, *, upwards: bool) -> int:
-    """Return the number of devices per node closest to ``devices``, in one direction, that fits ``product``; or 0."""
+    """Return the number of devices per node for which the number of all devices is a multiple of ``product``.
+
+    Args:
+        upwards: return the smallest number from ``devices`` on, otherwise the largest number up to it; 0 if there is
+            none.
+    """
     counts = range(devices, devices + product + 1) if upwards else range(devices, 0, -1)
     return next((count for count in counts if count * nodes % product == 0), 0)
 

@@ -18,7 +18,7 @@ LEAST_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the launcher: what to start, where, and the timeouts."""
+    """Options of the launcher: the script, the nodes and ranks, and the timeouts."""
 
     nproc_per_node: int
     nnodes: int

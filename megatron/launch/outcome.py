@@ -25,7 +25,7 @@ from megatron.runtime import progress_file, rank_status
 # |---|---|---|
 # | 0 | 2, 3, 5 or 75 | the same |
 # | 1 | by a signal; by any other exception | 4; 1 |
-# | 2 | 0 before its run or other ranks were done; 4, if it reports that other ranks waited for it | 4 |
+# | 2 | 0, before its run or the runs of other ranks ended; 4, if it reports that other ranks waited for it | 4 |
 # | 3 | 4: it lost a peer or timed out | 4 |
 #
 # If all ranks have lost a peer, except for one that did not exit and had to be killed by the launcher, that rank is the
@@ -43,8 +43,8 @@ class Exit:
     pid: int
     status: int
     at: float
-    """Time at which the rank reported why it exits, or otherwise exited, in seconds since the ranks were started, which
-    all nodes do together. The rank that reports first may take longest to exit."""
+    """Seconds from the start of the ranks, which is simultaneous on all nodes, to the rank's error report, or otherwise
+    to its exit. The rank that reports first may take longest to exit."""
     was_signalled: bool = False
     """The launcher had already signalled the rank to exit because a peer had died."""
     place: str = ""
@@ -60,6 +60,7 @@ class Exit:
 
     @property
     def weight(self) -> int:
+        """Weight of this exit in the table above; the root cause has the smallest."""
         if self.status in SPECIFIC:
             return 0
         return {0: 2, 4: 2 if self.is_late else 3}.get(self.status, 1)
@@ -88,6 +89,7 @@ class Exit:
 
     @property
     def job_code(self) -> int:
+        """The job's exit code if this exit is the root cause."""
         if self.status in SPECIFIC:
             return self.status
         return 4 if self.status in (0, 4) or self.status < 0 else 1
@@ -130,10 +132,11 @@ def first_stuck(exits: Collection[Exit]) -> Exit | None:
 def deciding(exits: Collection[Exit]) -> list[Exit]:
     """Return the subset of ``exits`` that can affect ``root_cause``, whatever exits are added later.
 
-    The first exit of each weight is the best one in any window, and the first failure opens the window. Of the killed
-    ranks only the lowest counts, and only if all other exits are 4.
+    The subset contains the first exit of each weight, and the first failure, from which ``WINDOW_S`` is measured. It
+    also contains the lowest rank that had to be killed, which is the root cause if all other exits are 4, and the first
+    exit with another code than 4.
     """
-    # So that the result does not depend on their order.
+    # Sorted, so that the result does not depend on the order of ``exits``.
     exits = sorted(exits, key=lambda one: (one.at, one.rank, repr(one)))
     own_exits = [one for one in exits if not one.is_consequence]
     selected = [next((one for one in own_exits if one.weight == weight), None) for weight in range(4)]
@@ -162,9 +165,9 @@ def _signal_name(number: int) -> str:
 # | key | written by | content |
 # |---|---|---|
 # | ``failed`` | a node that lost a rank | set after a failure |
-# | ``verdicts`` | a node whose exit the value lacks | the exits that determine the root cause, as JSON |
+# | ``verdicts`` | a node that adds an exit | the exits that determine the root cause, as JSON |
 # | ``left`` | every node | the number of nodes without ranks |
-# | ``restart/R`` | node R, once all have left | its reason against a restart; empty if there is none |
+# | ``restart/R`` | node R, once no node has a running rank | its reason against a restart; empty if there is none |
 # | ``decision`` | node 0, once all have voted | "go" or "stop", a space, and the reason |
 # | ``gone`` | every node | the number of nodes that have read all that they need |
 #
@@ -206,7 +209,7 @@ class NodeBoard:
     def _enter(self, verdict: Exit) -> None:
         """Add ``verdict`` to the shared list if it can affect the root cause.
 
-        With one key per node, all nodes would have to read all keys.
+        The nodes share one key. If each node had its own key, every node would have to read the keys of all nodes.
         """
         known = self._read("verdicts")
         while True:
@@ -218,7 +221,7 @@ class NodeBoard:
                 return
 
     def statuses(self) -> list[int]:
-        """Return exit codes of other nodes' ranks; for boards of nodes that may have no ranks."""
+        """Return exit codes of other nodes' ranks; only an elastic job needs them, where a node may have no ranks."""
         return []
 
     def lost(self) -> list[int]:
@@ -277,12 +280,14 @@ class NodeBoard:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _wait(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until ``is_done`` returns True, the timeout has passed, or a second signal has arrived."""
         deadline = time.monotonic() + timeout_s
         while not is_done() and time.monotonic() < deadline and not self._signals.is_ended:
             self._signals.wait(POLL_S)
 
     @staticmethod
     def _ask(question: Callable[[], T], without_store: T) -> T:
+        """Return the result of a store operation, or ``without_store`` if node 0 is gone."""
         try:
             return question()
         except RuntimeError:  # node 0 is gone, and the store with it
@@ -291,10 +296,10 @@ class NodeBoard:
 
 # Restarts of a failed job: --max-restarts, and progress.
 #
-# A start makes progress if a checkpoint becomes durable whose step is higher than that of the previous durable
-# checkpoint, which after a rollback may be lower than earlier ones. Rank 0 reports the step in the progress file
-# (megatron/runtime/progress_file.py). ``FRUITLESS`` consecutive starts without progress end the job, because the next
-# one would fail in the same way.
+# A start makes progress if it makes a checkpoint durable with a higher step than the previous durable checkpoint. After
+# a rollback, the step of that checkpoint may be lower than the steps of earlier ones. Rank 0 reports the step in the
+# progress file (megatron/runtime/progress_file.py). ``FRUITLESS`` consecutive starts without progress end the job,
+# because the next one would fail in the same way.
 
 FRUITLESS = 3
 RESTARTED = (1, 4)
@@ -336,7 +341,7 @@ class Restarts:
         return self.against_one_more()
 
     def against_one_more(self) -> str:
-        """Return the message that all restarts are used, or "" if one is left."""
+        """Return the message that all restarts are used, or "" if another one is allowed."""
         return f"all of --max-restarts {self.most} are used" if self.done >= self.most else ""
 
     def origin(self) -> str:
@@ -442,6 +447,7 @@ def job_result(
 
 
 def _how_to_go_on(durable: int | None) -> str:
+    """Return the sentence on how to resume the job from its newest durable checkpoint."""
     if durable is None:
         return "nothing was lost: start the same command later"
     return f"the checkpoint of step {durable} is durable: go on with the same command and --load RUN_FOLDER"

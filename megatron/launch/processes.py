@@ -78,7 +78,7 @@ class Gate:
         os.close(self._inside)
 
     def wait(self) -> None:
-        """Return once the launcher has opened the gate; called in a rank."""
+        """Wait until the launcher has opened the gate; called in a rank."""
         os.close(self._outside)
         os.read(self._inside, 1)
         os.close(self._inside)
@@ -126,6 +126,7 @@ def start(
 
 
 def _become_rank(launcher: int, keeps_input: bool) -> None:
+    """Set up this fork as a rank: its own session, default signal handlers, and its standard input."""
     os.setsid()
     die_with_parent()
     if os.getppid() != launcher:  # the launcher died before the line above
@@ -203,7 +204,7 @@ def _code_of(stop: SystemExit) -> int:
 
 
 def _below_launcher(trace: TracebackType | None, script: str) -> TracebackType | None:
-    """Return the part of a traceback that begins in the script."""
+    """Return the traceback without the launcher's frames: its first frame is in the script."""
     entry = trace
     while entry is not None and entry.tb_frame.f_code.co_filename != script:
         entry = entry.tb_next
@@ -220,9 +221,9 @@ WARNING = signal.SIGUSR1
 class Signals:
     """Collects SIGTERM, SIGINT, SIGHUP and SIGUSR1, and wakes the launcher when one arrives or a rank exits.
 
-    Until ``begin`` there are no ranks, and a signal ends the launcher immediately: with 75 for SLURM's warning, since
-    the job can run later without loss, and with the signal's own code otherwise. Two Ctrl-C within ``PRESS_S`` count as
-    one.
+    Until ``begin`` is called there are no ranks, and a signal ends the launcher immediately. The exit code is 75 for
+    SLURM's warning, because the job can run later without loss, and 128 + the signal's number for the other signals.
+    Two Ctrl-C within ``PRESS_S`` count as one.
     """
 
     def __init__(self) -> None:
@@ -234,7 +235,9 @@ class Signals:
             os.set_blocking(end, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, WARNING):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup stays nohup
+            if (
+                number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+            ):  # under nohup, SIGHUP stays ignored
                 signal.signal(number, self._note)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
@@ -257,15 +260,16 @@ class Signals:
         return RESUMABLE if self.seen[0] == WARNING else 128 + self.seen[0]
 
     def begin(self) -> None:
-        """Note that ranks are running, so that signals only wake ``wait``."""
+        """Record that ranks are running: from now on, a signal wakes ``wait`` instead of ending the launcher."""
         self._has_ranks = True
 
     def wait(self, timeout_s: float) -> None:
-        """Return at the next signal, or after ``timeout_s``."""
+        """Wait for the next signal, but not longer than ``timeout_s``."""
         if select.select([self._reader], [], [], timeout_s)[0]:
             os.read(self._reader, 4096)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: record it, or end the launcher if there are no ranks yet."""
         now = time.monotonic()
         if self.seen and (number == WARNING or is_same_press(number, self.seen[-1], now - self._last_at)):
             return

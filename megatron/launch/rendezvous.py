@@ -1,12 +1,12 @@
 """Rendezvous of the launchers of a job with a fixed number of nodes, and its port.
 
-Node 0 hosts the store. The ranks use the same one (``TORCHELASTIC_USE_AGENT_STORE``), so no second port is needed that
-another process could take meanwhile.
+Node 0 hosts the store. The ranks use the same store (``TORCHELASTIC_USE_AGENT_STORE``), so the job needs no second
+port, which another process could occupy.
 
 | key | written by | content |
 |---|---|---|
 | ``node/R`` | node R | the number of launchers that claimed to be node R |
-| ``node/looks``, ``node/missing`` | the first node that times out | marks its search; the missing nodes |
+| ``node/looks``, ``node/missing`` | the first node that times out | a mark that it searches; the missing nodes |
 | ``run`` | node 0, when all have joined | the run's id |
 | ``come/N`` | every node | the number of nodes that are ready for restart N |
 | ``begin/N`` | node 0, when all are ready | marks that the store is clean |
@@ -149,6 +149,11 @@ class NodeRendezvous(LaunchRendezvous):
         return RendezvousInfo(agents_store, self.node_rank, self.num_nodes, info)
 
     def _open_store(self) -> TCPStore:
+        """Connect to the store of node 0, or host it on node 0.
+
+        Raises:
+            PeerError: the store cannot be reached.
+        """
         self._await_node_0()
         try:
             store = TCPStore(
@@ -164,7 +169,7 @@ class NodeRendezvous(LaunchRendezvous):
         return store
 
     def _await_node_0(self) -> None:
-        """Return when the port responds; node 0 tries once, because it already listens."""
+        """Wait until the port responds; node 0 tries once, because it already listens."""
         while True:
             try:
                 socket.create_connection((self.host, self.port), timeout=min(5.0, max(0.1, self._left()))).close()
@@ -180,6 +185,12 @@ class NodeRendezvous(LaunchRendezvous):
             time.sleep(POLL_S)
 
     def _meet(self, store: Store) -> None:
+        """Claim this node's rank and wait until all nodes have joined.
+
+        Raises:
+            ConfigError: two launchers have the same NODE_RANK.
+            PeerError: a node did not join in time.
+        """
         if store.add(f"node/{self.node_rank}", 1) > 1:
             raise ConfigError(
                 f"each node needs its own NODE_RANK, got NODE_RANK={self.node_rank} twice at {self.host}:{self.port}. "
@@ -194,9 +205,9 @@ class NodeRendezvous(LaunchRendezvous):
         self.run_id = store.get("run").decode()
 
     def _meet_again(self, store: TCPStore) -> None:
-        """Wait until all nodes are ready for a restart, and the keys of the last start's ranks are deleted.
+        """Wait until all nodes are ready for a restart, and node 0 has deleted the keys of the previous start's ranks.
 
-        All nodes have reported before that none of their ranks is alive.
+        Before this call, all nodes have reported that none of their ranks is alive.
         """
         self._timeout_s = STORE_TIMEOUT_S
         self._deadline = time.monotonic() + self._timeout_s
@@ -225,6 +236,11 @@ class NodeRendezvous(LaunchRendezvous):
         )
 
     def _wait(self, is_done: Callable[[], bool], explain: Callable[[Store], str]) -> None:
+        """Wait until ``is_done`` returns True.
+
+        Raises:
+            PeerError: the deadline has passed; the message is the result of ``explain``.
+        """
         try:
             while not is_done():
                 if self._left() <= 0 and self._store is not None:
@@ -236,6 +252,7 @@ class NodeRendezvous(LaunchRendezvous):
             raise PeerError(self._unreachable("it left while the nodes were meeting")) from error
 
     def _left(self) -> float:
+        """Return the seconds until the deadline."""
         return self._deadline - time.monotonic()
 
     def _unreachable(self, why: str) -> str:

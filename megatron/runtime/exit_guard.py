@@ -94,17 +94,16 @@ def guard(main: Callable[[], None], who: Callable[[], str]) -> None:
 
 
 def report_failure(error: BaseException, who: str) -> None:
-    """Report the error that will end this process before the cleanup, during which the launcher may kill it.
+    """Report ``error``, which will end this process. Called before the cleanup, in which the launcher may kill it.
 
-    Works only within ``guard``, and errors raised later are then not reported. Otherwise it does nothing, because the
-    caller may handle the error.
+    Errors raised after this call are not reported. No-op outside of ``guard``, because the caller may handle the error.
     """
     if _is_guarded and _ends_process(error):
         _report(error, who)
 
 
 def _ends_process(error: BaseException) -> bool:
-    """Return True if ``error`` is a failure; SystemExit is one only during a run, not after --help or the run's end."""
+    """Return True if ``error`` is a failure; SystemExit is one during a run, but not after --help or the run's end."""
     return not isinstance(error, SystemExit) or own().is_running
 
 
@@ -128,7 +127,7 @@ def leave_for_dead_peer(death: str) -> None:
     """Exit from a signal handler in the main thread, because the launcher has reported the death of a peer.
 
     If this rank is handling an error of its own, that error is reported instead, since it may be the reason for the
-    peer's exit. Returns only if an error is just being reported; the process then exits after the report.
+    peer's exit. Returns only if the signal has interrupted a report; the process then exits after the report.
     """
     global _is_hurried
     _is_hurried = True
@@ -156,7 +155,7 @@ def _report(error: BaseException, who: str) -> int:
     _is_reporting = True
     note_reporting()
     if threading.current_thread() is threading.main_thread():
-        # Torch's handler would raise for a dead worker while the line is printed.
+        # While the line is printed, torch's handler would raise an error for a dead data worker.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     failure = as_peer_error(error)
     with suppress(OSError):  # standard error may be closed; the exit code still matters
@@ -170,6 +169,7 @@ def _report(error: BaseException, who: str) -> int:
 
 
 def _print(error: BaseException, failure: BaseException, who: str) -> None:
+    """Print the line for an error. An error that all ranks raise is printed on rank 0 only."""
     if is_same_everywhere(failure):
         rank = os.environ.get("RANK", "0")
         leave_words(str(failure), int(rank))
@@ -203,9 +203,9 @@ def is_same_everywhere(error: BaseException) -> bool:
 
 
 def as_peer_error(error: BaseException) -> BaseException:
-    """Convert an error that a process group raises if another rank is gone to a PeerError; keep other errors.
+    """Return a PeerError for an error that a process group raises if another rank is gone; other errors are unchanged.
 
-    An error of NCCL about this rank's settings is converted to a ConfigError.
+    For an error of NCCL about this rank, the result of ``fault_of_this_rank`` is returned.
     """
     dist = sys.modules.get("torch.distributed")  # not imported yet: no group can have failed
     dist_errors = (dist.DistError,) if dist is not None else ()
@@ -225,8 +225,8 @@ def as_peer_error(error: BaseException) -> BaseException:
 def fault_of_this_rank(error: BaseException, *, is_set_up: bool = False) -> BaseException | None:
     """Return the error to raise for an NCCL error of this rank, or None if it concerns another rank.
 
-    That is a ConfigError if NCCL cannot work on this rank. The failure of a device during a run is not a setting, so
-    ``error`` itself is returned.
+    If a setting of this rank or its machine prevents NCCL from working, the result is a ConfigError, which prevents a
+    restart. If a device failed during a run, the result is ``error`` itself.
 
     Args:
         is_set_up: True during set-up, when any failure would recur after a restart.

@@ -20,8 +20,8 @@ WARNING = signal.SIGUSR1
 """Signal that SLURM sends before the time limit with ``--signal=USR1@120``; the first one is handled like SIGTERM."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, WARNING)
 PRESS_S = 0.5
-"""Seconds within which a repeated terminal signal counts as one: the terminal sends it to all foreground processes, and
-a wrapper among them, such as ``timeout --foreground`` or torchrun, forwards it again."""
+"""Seconds within which repeated terminal signals count as one key press: the terminal signals all foreground processes,
+and a wrapper among them, such as ``timeout --foreground`` or torchrun, forwards its signal again."""
 LOSING = ("--finetune", "--load-weights-only", "--no-load-optim", "--no-load-rng")
 """Flags that restore only part of a checkpoint; resuming a run needs all of it (``RestoreOptions``)."""
 REGROUP_VARIABLE = "MEGATRON_REGROUP_FILE"
@@ -32,9 +32,9 @@ REGROUP = "a node has come: the launcher starts again with it"
 class StopRequests:
     """Collects this rank's reasons to stop; ``Trainer.agree`` makes all ranks stop after the same step.
 
-    The first signal requests a checkpoint and a stop after the current step. The second ends the process immediately,
-    or is left to our launcher if there is one. Repeated warnings count as one, and so does a repeated Ctrl-C
-    (``PRESS_S``). After a SIGTERM that follows a peer's death, the process exits without saving.
+    The first signal requests a checkpoint and a stop after the current step. The second one ends the process
+    immediately; under our launcher, the launcher does so. SLURM's warning and a Ctrl-C within ``PRESS_S`` are not
+    counted as a second signal. If the launcher sends SIGTERM because a peer has died, the process exits without saving.
 
     Attributes:
         is_awaited: function that returns True if a node waits for the next save, after which the job restarts.
@@ -91,6 +91,7 @@ class StopRequests:
         return self.requested
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: record it, or exit after a second signal or the death of a peer."""
         death = peer_failure()
         if death:
             leave_for_dead_peer(death)
@@ -110,7 +111,7 @@ def is_same_press(number: int, last: int, since_s: float) -> bool:
 
 
 def how_to_go_on(folder: Path, argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> str:
-    """Return the sentence on how to resume the run in ``folder``, relative to the current command line.
+    """Return the sentence on how to resume the run in ``folder``: the flags to change on the current command line.
 
     Args:
         argv: the script's command line; None: this process's.
@@ -138,6 +139,7 @@ def how_to_go_on(folder: Path, argv: Sequence[str] | None = None, env: Mapping[s
 
 
 def _is_folder(given: str | None, folder: Path) -> bool:
+    """Return True if the value of a flag names ``folder``."""
     return given is not None and Path(given).resolve() == folder.resolve()
 
 

@@ -46,7 +46,7 @@ def trace_of(failure_file: str, rank: int) -> str:
 
 
 def leave_words(words: str, rank: int) -> None:
-    """Write the error that this rank raises like all others, in case rank 0 is killed before it prints it."""
+    """Write an error that all ranks raise, in case rank 0 is killed before it prints the error."""
     failure_file = os.environ.get("MEGATRON_FAILURE_FILE")
     if failure_file:
         with suppress(OSError):  # the launcher is gone, or its disk is full
@@ -54,7 +54,7 @@ def leave_words(words: str, rank: int) -> None:
 
 
 def note_reported() -> None:
-    """Note that this rank has printed why the job ends."""
+    """Record that this rank has printed why the job ends, so that the launcher does not report it again."""
     failure_file = os.environ.get("MEGATRON_FAILURE_FILE")
     if failure_file:
         with suppress(OSError):
@@ -62,7 +62,7 @@ def note_reported() -> None:
 
 
 def words_of(failure_file: str, rank: int) -> str:
-    """Return the error that this rank has raised like all others, or ""."""
+    """Return the error that ``rank`` has written with ``leave_words``, or ""."""
     return _read(f"{failure_file}.words-{rank}")
 
 
@@ -72,7 +72,7 @@ def is_reported(failure_file: str) -> bool:
 
 
 def is_first_to_report() -> bool:
-    """Return True if no other rank of this node has printed its traceback, which is usually the same."""
+    """Return True if this rank is the first of its node to print a traceback; the others are usually the same."""
     failure_file = os.environ.get("MEGATRON_FAILURE_FILE")
     if not failure_file:
         return True
@@ -86,6 +86,7 @@ def is_first_to_report() -> bool:
 
 
 def _read(place: str) -> str:
+    """Return the text of a file, or "" if it cannot be read."""
     try:
         return Path(place).read_text()
     except OSError:

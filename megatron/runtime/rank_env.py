@@ -65,9 +65,9 @@ STARTERS = (
 
 
 def set_rank_environment(env: MutableMapping[str, str]) -> list[str]:
-    """Set torch's variables in ``env`` from those of the program that started this process; return error messages.
+    """Set torch's variables in ``env`` from the variables of the program that started this process; return errors.
 
-    Nothing is set for a process that was started alone.
+    ``env`` is unchanged for a process that was started without a launcher.
     """
     if "RANK" in env:
         return [*_number_problems(env, OURS, "the environment"), *_set_address(env, "export MASTER_ADDR=HOST")]
@@ -92,7 +92,7 @@ def _is_of_several(env: Mapping[str, str], starter: Starter) -> bool:
 
 
 def _number_problems(env: Mapping[str, str], variables: tuple[str, ...], who: str) -> Iterator[str]:
-    """Yield errors about the four numbers; the two of this host are optional."""
+    """Yield errors about rank, size, local rank and local size; the last two are optional."""
     rank, size, *local = variables
     missing = [name for name in (rank, size) if not env.get(name)]
     if missing:

@@ -10,7 +10,7 @@ MEGATRON_FAILURE_FILE and the rank. Without our launcher it is private memory.
 | 3 | the state: ``RUNNING`` during the run; ``LATE`` once the rank has reported that other ranks wait for it; |
 |   | ``IDLE`` for a rank without work in an elastic job (megatron/config/elastic.py); ``REGROUP`` for a rank that |
 |   | has saved and exits so that a node can join |
-| 4 | the time of the rank's error report in seconds of ``time.monotonic()``, which is the same for all processes |
+| 4 | the time of the rank's error report in seconds of ``time.monotonic()``, which all processes share |
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Position(NamedTuple):
 
     @property
     def is_running(self) -> bool:
-        """True if the rank's run has begun and neither ended nor been stopped."""
+        """True between the start of the rank's run and its end, error or stop."""
         return bool(self.state)
 
 
@@ -91,7 +91,7 @@ def heartbeat_now() -> str | None:
 
 
 def own() -> Position:
-    """Return the page of this process."""
+    """Return the status of this process."""
     return read_position(bytes(_page))
 
 
@@ -103,6 +103,7 @@ def read_position(page: bytes) -> Position:
 
 
 def _write(line: int, text: str) -> None:
+    """Write ``text`` to a line of the page."""
     start, end = _BOUNDS[line : line + 2]
     length = end - start
     _page[start:end] = text.encode()[: length - 1].ljust(length, b"\0")

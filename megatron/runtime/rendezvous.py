@@ -1,8 +1,8 @@
 """Rendezvous of the ranks of a job in a store at MASTER_ADDR:MASTER_PORT.
 
 Torch's own rendezvous counts a second process with the same RANK as another rank, and waits in native code, where
-signals are not handled. Here every rank claims its number, polls until all have joined, and notifies the others when it
-leaves. The store is hosted by rank 0, or by the launcher (torchrun's or ours) if there is one.
+signals are not handled. Here every rank claims its number, polls until all have joined, and notifies the others if it
+gives up. The store is hosted by rank 0, or by the launcher (torchrun's or ours) if there is one.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _HEARTBEAT_S = 0.5
 _DEAD_S = 4 * _HEARTBEAT_S
 """Seconds without heartbeats after which a process that has claimed a rank is considered gone and may be replaced."""
 _LINGER_S = 2 * _HEARTBEAT_S
-"""Seconds for which the store's process stays after a failed rendezvous, so that others can read the reason."""
+"""Seconds for which the process with the store waits after a failed rendezvous, so that others can read the reason."""
 _BEGIN_S = 30.0
 """Timeout of the second barrier: all ranks have joined and poll the store, so a rank without response is gone."""
 _POLL_S = 0.25
 CONNECTIONS, OWN_FILES = 4, 256
 """Connections of a rank to the store, including one during a reconnect; other open files of the store's process."""
 _LOOK_S = 10.0
-"""Of ranks that time out together, one searches for missing ranks; the others wait this long for its result."""
+"""Seconds to wait for the list of missing ranks: if several ranks time out together, only one of them searches."""
 
 
 def rendezvous(rank: int, size: int, timeout: timedelta, signal_name: Callable[[], str | None]) -> Store:
@@ -109,11 +109,16 @@ def make_room(size: int) -> None:
 
 
 def _is_server(rank: int) -> bool:
+    """Return True if this process hosts the store."""
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _await_server(host: str, port: int, deadline: float, wanted: str, signal_name: Callable[[], str | None]) -> None:
-    """Return when the port responds."""
+    """Wait until the port responds.
+
+    Raises:
+        PeerError, StopRequest: as in ``rendezvous``.
+    """
     while True:
         try:
             socket.create_connection((host, port), timeout=min(2.0, max(0.1, deadline - time.monotonic()))).close()
@@ -155,6 +160,7 @@ def _claim(keys: Store, rank: int, size: int, where: str) -> None:
 
 
 def _own() -> str:
+    """Return text that identifies this process: the value of the keys that it claims."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
@@ -178,8 +184,8 @@ def _barrier(
     wanted: str,
     signal_name: Callable[[], str | None],
 ) -> None:
-    """Return when all ranks have called this with ``name``; if one rank gives up, it fails on all ranks."""
-    # Otherwise a replaced process was counted.
+    """Wait until all ranks have called this with ``name``. If one rank gives up, all ranks raise."""
+    # If this process replaces another one of the same rank, that one has been counted already.
     is_first = keys.compare_set(f"{name}/{rank}", "", _own()).decode() == _own()
     if is_first and keys.add(f"{name}/number", 1) == size:
         keys.compare_set(name, "", ALL)
@@ -229,6 +235,7 @@ def _format_missing(missing: list[int]) -> str:
 
 
 def _asked_to_stop(name: str | None) -> StopRequest:
+    """Return the error for a stop request before all ranks have joined."""
     error = StopRequest(f"received {name} while it waited for other ranks: no step was taken. Start again as before")
     error.is_of_this_rank = True
     return error

@@ -3,7 +3,7 @@
 The placements are one chunk per stage, two chunks in a loop, and two chunks in a V. Layers cannot move during a run, so
 the choice is made by simulation: each schedule of each placement is simulated with the estimated costs of its pieces,
 and schedules whose largest stage exceeds the device memory are excluded. The fastest one determines the placement.
-Among the fitting schedules for this placement, the engine later chooses by measured times
+The engine later selects one of the schedules that fit with this placement, by measured times
 (``tds.engine.auto_schedule``). Flags that set the placement take precedence.
 """
 
@@ -41,7 +41,7 @@ MEMORY_MARGIN = 0.10
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule on a placement.
+    """A schedule for a placement of the layers.
 
     Args:
         chunks: number of chunks per stage.
@@ -61,7 +61,7 @@ class Candidate:
 
 
 def usable_bytes(kind: str, ranks_here: int) -> int:
-    """Return the bytes of memory that a rank may plan with: its device's, or its share of the host's on a CPU.
+    """Return the memory that a rank may use, in bytes: the memory of its device, or on a CPU its share of the host's.
 
     Args:
         kind: device type: "cpu", "cuda" or a plug-in's; the device must be available.
@@ -124,7 +124,8 @@ def with_placement(config: Config, topology: Topology, dtype: str, limit: int | 
 
 def _candidates(config: Config, topology: Topology, dtype: str) -> Iterator[Candidate]:
     """Yield every schedule of every placement that passes validation and has enough micro-batches."""
-    known = find_problems(config, topology.world_size)  # an elastic job may have some already
+    # An elastic job may have problems that do not depend on the placement; they do not exclude candidates.
+    known = find_problems(config, topology.world_size)
     for chunks, placement in PLACEMENTS:
         if chunks > 1 and config.batch.gas < topology.pipe:
             continue
@@ -145,7 +146,11 @@ def _allowed(config: Config, chunks: int, placement: str) -> tuple[str, ...]:
 
 
 def _step_time(config: Config, stages: int, name: str, pieces: list[float]) -> float:
-    """Return the time of a step if B = W = F; on a CPU, a split backward pass takes longer than an unsplit one."""
+    """Return the simulated time of a step, in units of one layer's forward.
+
+    The backward passes for inputs and for weights are assumed to take as long as the forward pass. On a CPU, the split
+    backward pass takes longer than an unsplit one.
+    """
     split_factor = 1 + SPLIT_PRICE * is_on_cpu(config)
     recompute = 1.0 if config.parallel.checkpoint_activations else 0.0
     costs = Costs(
@@ -160,6 +165,7 @@ def _step_time(config: Config, stages: int, name: str, pieces: list[float]) -> f
 
 
 def _with(config: Config, schedule: str, chunks: int, placement: str) -> Config:
+    """Return ``config`` with this schedule, number of chunks per stage, and placement."""
     settings: dict[str, Any] = {
         "pipeline_schedule": schedule,
         "pipeline_chunks": chunks,
@@ -169,6 +175,7 @@ def _with(config: Config, schedule: str, chunks: int, placement: str) -> Config:
 
 
 def _placed(config: Config, chosen: Candidate, fitting: list[Candidate]) -> Config:
+    """Return ``config`` with the placement of ``chosen`` and the schedules of ``fitting``."""
     names = tuple(candidate.schedule for candidate in fitting)
     is_all = names == candidates(AUTO, chosen.chunks, chosen.placement)
     placed = _with(config, AUTO, chosen.chunks, chosen.placement)
@@ -177,6 +184,13 @@ def _placed(config: Config, chosen: Candidate, fitting: list[Candidate]) -> Conf
 
 
 def _noted(config: Config, lie: str, every: list[Candidate], limit: int | None) -> Config:
+    """Return ``config`` with a note that compares the candidates.
+
+    Args:
+        lie: text on the chosen placement.
+        every: all candidates.
+        limit: memory limit of a rank in bytes; None: no limit.
+    """
     fastest = min(each.time for each in every)
     ranked = ", ".join(f"{each} {each.time / fastest:.3f}" for each in sorted(every, key=lambda each: each.time))
     note = f"--pipeline-schedule auto: {lie}; a step by simulation, over the fastest: {ranked}"

@@ -55,7 +55,7 @@ class TimedBatches:
         if error is None and hasattr(self._batches, "close"):
             self._batches.close()
             return
-        # Torch reports the death of a worker at any line.
+        # Torch raises the error for a dead worker at an arbitrary line of the block, not only while it waits for data.
         raised = error.__cause__ if isinstance(error, SampleError) else error
         if isinstance(raised, RuntimeError) and hasattr(self._batches, "explained"):
             explained = self._batches.explained(raised)
@@ -105,4 +105,5 @@ class UploadedBatches(TimedBatches):
             self._waited_s = waited_s
 
     def _upload(self) -> Upload:
+        """Read the next micro-batch and start its copies to the device."""
         return Upload(super().__next__(), self._place)

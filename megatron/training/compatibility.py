@@ -138,7 +138,7 @@ RULES = (
 
 
 DECIDED_BY = {"train_iters": ("train_samples", "train_tokens"), "lr_decay_iters": ("lr_decay_samples",)}
-"""Step counts that are derived from other settings and the global batch if both runs set those."""
+"""Step count -> settings that determine it. If both runs set one of them, a changed step count is not reported."""
 
 
 def settings_changed(saved: Mapping[str, Any], now: Config, rules: Iterable[Rule] = RULES) -> Iterator[str]:
@@ -163,7 +163,7 @@ DATA_SETTINGS = {
     TOKENIZER: ("tokenizer_type", "tokenizer_path", "vocab_file", "merge_file", "vocab_extra_ids"),
     CONTENT: ("data_path", "train_data_path", "valid_data_path", "test_data_path", "sft", "valid_sft"),
 }  # fmt: skip
-"""Data settings by the part of a corpus's fingerprint that they determine."""
+"""Part of a corpus's fingerprint -> the data settings that it depends on."""
 
 
 def data_settings_changed(saved: Mapping[str, Any], now: Config) -> dict[str, list[str]]:
@@ -199,7 +199,8 @@ def _shown(value: object) -> str:
 def warn_of_changes(state: Mapping[str, Any], now: Config, kind: str) -> None:
     """Warn about settings and machine properties that differ from the checkpoint's. Called on rank 0."""
     changed = list(settings_changed(state.get("config", {}), now))
-    if elastic.span_of(os.environ):  # micro-batches follow from the replicas, and the global batch is the same
+    # In an elastic job, the number of micro-batches is derived from the number of replicas.
+    if elastic.span_of(os.environ):
         changed = [text for text in changed if not text.startswith(("gas:", "requested_global_batch_size:"))]
     if changed:
         log.warning(f"other settings than in the checkpoint: {'; '.join(changed)}")
@@ -218,9 +219,9 @@ def warn_of_changes(state: Mapping[str, Any], now: Config, kind: str) -> None:
 
 
 def warn_of_weights(saved: Mapping[str, Any], now: Config, source: Path, advice: str = "") -> None:
-    """Warn about settings with which the weights of ``source`` compute other results than with the ``saved`` settings.
+    """Warn about changed settings that affect the outputs of a model with the weights of ``source``.
 
-    For a start that loads only weights. Called on rank 0.
+    Called on rank 0 if a start loads only weights; ``saved`` are the settings of the run that saved them.
     """
     changed = list(settings_changed(saved, now, [rule for rule in RULES if rule.is_of_weights]))
     if changed:

@@ -15,12 +15,14 @@ from megatron.errors import ConfigError
 from megatron.models.common.transformer import MLP
 from megatron.mpu.random import DropoutStreams
 
-# Each layer is compiled, not the model, with or without a pipeline and recompute. All layers of a type share one graph,
-# so the start-up time does not grow with their number, and pipeline, recompute, ZeRO and checkpoints see the original
-# modules. Dropout of hidden states is an operator (``megatron.mpu.fused_dropout``), so that a layer stays one graph.
+# torch.compile is applied to each layer, not to the model, with or without a pipeline or recompute. All layers of a
+# type share one graph, so the start-up time does not grow with their number. Pipeline, recompute, ZeRO and checkpoints
+# use the original modules. Dropout of hidden states is an operator (``megatron.mpu.fused_dropout``), so that a layer
+# stays one graph.
+#
 # Dropout of attention probabilities causes a graph break, because a graph would replace the keyed generator by its own.
-# The layer index is part of all dropout keys. As a Python int it would be compiled in, with one graph per layer, so it
-# is converted to a tensor.
+# The layer index is part of all dropout keys. It is converted to a tensor, because torch.compile would specialise the
+# graph on a Python int and compile one graph per layer.
 
 OUTSIDE = ("attend", "recomputed")
 """Methods of ``DropoutStreams`` at which graphs break."""

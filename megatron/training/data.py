@@ -50,8 +50,8 @@ class RunData:
         Args:
             kind: the split: train, valid or test.
             corpus: read only the samples of this corpus.
-            length: read samples in pieces of this many tokens; None: follow --seq-length-schedule for training, and
-                read samples of other splits at full length.
+            length: split each sample into sequences of this many tokens; None: follow --seq-length-schedule for
+                training, and read samples of other splits at full length.
         """
         dataset = self.datasets.get(kind)
         if dataset is None:
@@ -102,8 +102,8 @@ def evaluated_splits(config: Config) -> dict[str, bool]:
 def samples_wanted(config: Config, world: World) -> list[int]:
     """Return the numbers of samples for training, all validations and the test.
 
-    For training it is --train-samples, as in Megatron, so that it does not change if a run is resumed with another
-    batch size. Without that flag it is the number of samples of a new run.
+    The number of training samples is --train-samples, as in Megatron, so that it does not change if a run is resumed
+    with another batch size. Without that flag, it is the number of samples of a new run.
     """
     batch, replicas = config.batch, world.grid.data.size
     training = batch.sizes(replicas).consumed_after(batch.train_iters)

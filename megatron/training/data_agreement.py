@@ -15,7 +15,7 @@ KINDS = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class RankData:
-    """Description of a rank's data sets, to compare with those of other ranks.
+    """Description of a rank's data sets, which is compared with the descriptions of other ranks.
 
     Args:
         problem: error message if the data could not be opened.
@@ -32,6 +32,7 @@ class RankData:
 
     @classmethod
     def of(cls, datasets: Mapping[str, Samples], reads: bool, failure: Exception | None) -> RankData:
+        """Return the description of the data sets of this rank, or of the failure to open them."""
         if failure or not reads:
             return cls(str(failure) if failure else None, False)
         ordered = as_ordered(datasets.get("train"))

@@ -35,7 +35,7 @@ def epochs_text(data: RunData, samples_consumed: int) -> str:
 
 
 def epochs_values(data: RunData, samples_consumed: int) -> dict[str, Any]:
-    """Return the same numbers as metrics: ``epoch`` for a single corpus, or ``epochs`` by name."""
+    """Return the number of epochs as a metric: ``epoch`` for a single corpus, or ``epochs`` by corpus name."""
     if data.order is None:
         return {}
     epochs = data.order.epochs(samples_consumed)

@@ -196,6 +196,7 @@ def _writing_to(engine: Any) -> Iterator[Files]:
 
 
 def _joined(shares: list[dict[str, FileFacts]]) -> dict[str, FileFacts]:
+    """Merge the dictionaries of all ranks."""
     return {name: facts for share in shares for name, facts in sorted(share.items())}
 
 

@@ -1,4 +1,4 @@
-"""Engines with DeepSpeed's interface: tds's for a pipeline, DeepSpeed's own without one."""
+"""Construction of engines with DeepSpeed's interface: of tds with a pipeline, of DeepSpeed without one."""
 
 from __future__ import annotations
 

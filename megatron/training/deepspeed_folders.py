@@ -8,8 +8,8 @@
 | ``.tmp-...``, ``.deleted-...`` | remains of a save or deletion that was killed; the next save removes them |
 
 Renaming the temporary folder commits the checkpoint; ``latest`` is then replaced atomically. So after a kill at any
-time, both loaders find a complete checkpoint. DeepSpeed alone writes directly into the final folder, and updates
-``latest`` while other ranks are still writing.
+time, both loaders find a complete checkpoint. Without this module, DeepSpeed writes directly into the final folder,
+and updates ``latest`` while other ranks are still writing.
 """
 
 from __future__ import annotations
@@ -94,10 +94,12 @@ def clean_up(path: Path, keep: RetentionPolicy) -> None:
 
 
 def _named(root: Path) -> list[Path]:
+    """Return the folders in ``root`` that are named as checkpoints."""
     return [path for path in root.iterdir() if _TAG.fullmatch(path.name)]
 
 
 def _free_name(root: Path, step: int) -> Path:
+    """Return a path for a checkpoint of ``step`` that does not exist yet."""
     path, suffix = root / f"global_step{step}", 0
     while path.exists():
         suffix += 1

@@ -12,8 +12,8 @@ from megatron.mpu.groups import Grid, Group
 class DeepSpeedMpu:
     """The methods that ``deepspeed.initialize(mpu=...)`` calls. Construction is collective.
 
-    Data and context parallelism are one axis for DeepSpeed. Because it interprets a missing handle as the world group,
-    a group of one rank gets a real process group here.
+    Data and context parallelism are one axis for DeepSpeed. DeepSpeed interprets a missing handle as the world group,
+    so a process group is created for groups of one rank.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -45,6 +45,7 @@ class DeepSpeedMpu:
 
 
 def _handle(grid: Grid, group: Group) -> Any:
+    """Return the group's process group; for a group of one rank, create one. Collective."""
     if group.handle is not None:
         return group.handle
     local_handle = None

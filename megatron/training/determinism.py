@@ -48,7 +48,7 @@ def _configure_workspace() -> None:
 
 
 def determinism_rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
-    """Yield the row of the start table that states how exactly a run resumes, if it applies."""
+    """Yield the row of the start table that states if a resumed run is bitwise identical to an uninterrupted one."""
     is_deterministic = config.run.deterministic
     if kind == "cuda" and is_deterministic:
         yield "resume", "bit for bit in the same layout (--deterministic)"

@@ -86,7 +86,7 @@ def check_agreement(kind: str) -> None:
 
 
 def backend_of(kind: str) -> str:
-    """Return the torch.distributed backend of a device type, by default that of DeepSpeed's accelerator."""
+    """Return the torch.distributed backend of a device type; by default, DeepSpeed's accelerator selects it."""
     backend = device.backend(kind)
     if backend:
         return backend

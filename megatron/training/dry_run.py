@@ -64,7 +64,7 @@ def data_text(config: Config) -> str:
 
 
 def _spans_text(config: Config) -> str:
-    """Return the construction of T5's samples from text."""
+    """Return text on T5's samples: tokens of inputs and targets, and the noise."""
     t5 = config.own
     noise = f"noise density {t5.noise_density:g}, mean span length {t5.mean_span_length:g}"
     if t5.denoisers != "R":
@@ -255,7 +255,7 @@ def _own_model_rows(config: Config, counted: Sequence[int], bounds: Sequence[int
 
 
 def model_text(config: Config) -> str:
-    """Return the sizes of the model that ``config`` describes."""
+    """Return text with the sizes of the model that ``config`` describes."""
     model, family_config = config.model, config.own
     layers, family_text = f"{model.num_layers} layers", family_config.summary(model)
     if family_config.is_encoder_decoder:
@@ -270,6 +270,7 @@ def model_text(config: Config) -> str:
 
 
 def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype: str) -> Iterator[tuple[str, str]]:
+    """Yield one row for each stage: its layers, memory and activations."""
     stages = topology.pipe
     memory = stage_memory(config, topology, bounds, dtype)
     num_parameters = registry.costs_of(config).stage_parameters(
@@ -398,6 +399,7 @@ def _range_text(start: int, stop: int) -> str:
 
 
 def _kept_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -> str:
+    """Return text on the number of micro-batches whose activations a stage stores at the same time."""
     schedule, chunks, *placement_args = schedule_of(config, bounds, stages).values()
     num_kept = in_flight(stages, config.batch.gas, schedule, chunks, stage, *placement_args)
     total = f"{config.batch.gas} x {chunks} forwards" if chunks > 1 else f"{config.batch.gas} micro-batches"

@@ -61,8 +61,8 @@ def choose_eod(tokenizer: Tokenizer, config: Config, world: Group | None = None)
 def _read_by_first_rank(tokenizer: Tokenizer, config: Config, world: Group | None) -> list[tuple[str, int]]:
     """Return ``_of_files`` of the first rank on every rank. Collective.
 
-    The first rank always reads the data. The hosts of other ranks, such as those of a pipeline's middle stages, may not
-    have the files.
+    The first rank always reads the data. The hosts of other ranks, for example of the middle stages of a pipeline, may
+    not have the files.
 
     Raises:
         DataError: the first rank cannot read a sidecar; raised on all ranks.
@@ -90,13 +90,13 @@ def _of_files(tokenizer: Tokenizer, config: Config) -> Iterator[tuple[str, int]]
         if sidecar is None or not sidecar.has_eod or sidecar.eod_id is None:
             continue
         is_other = bool(sidecar.tokenizer) and not is_same(sidecar.tokenizer, tokenizer.identity)
-        if (
-            not is_other and tokenizer.name_of(sidecar.eod_id) is not None
-        ):  # another tokenizer is reported with the data
+        # A token file of another tokenizer is reported when the data is opened.
+        if not is_other and tokenizer.name_of(sidecar.eod_id) is not None:
             yield prefix, sidecar.eod_id
 
 
 def _sidecar(prefix: str) -> dataset_metadata.DatasetMetadata | None:
+    """Return the metadata file of a token file, or None if there is none."""
     name = prefix + ".meta.json"
     if not object_store.is_remote(prefix):
         return dataset_metadata.read(Path(name))

@@ -102,7 +102,7 @@ def simulated_bubble(
 
 
 def bubble_of_run(config: Config, bounds: Sequence[int], counted: Sequence[int]) -> Callable[[int], float]:
-    """Return a function of the number of micro-batches to the expected bubble of the best candidate schedule.
+    """Return a function that maps the number of micro-batches to the expected bubble of the best candidate schedule.
 
     Args:
         bounds: bounds of the pieces, as in ``megatron.training.dry_run.plan_rows``.

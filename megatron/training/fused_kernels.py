@@ -3,7 +3,7 @@
 | flag | norms | AdamW |
 |---|---|---|
 | auto, torch | ``torch.nn.functional`` | ``torch.optim.AdamW(fused=True)`` |
-| apex | ``apex.normalization``, but for layer norms without a shift | ``apex.optimizers.FusedAdam``, if not offloaded |
+| apex | ``apex.normalization``, except for layer norms without bias | ``apex.optimizers.FusedAdam``, if not offloaded |
 
 "auto" uses torch's kernels even if apex is installed: installed packages must not change the results of a run, and apex
 has not been measured to be faster. Both compute the same functions up to rounding, so a run may resume with the other.
@@ -59,7 +59,7 @@ def use_norms(config: Config, module: torch.nn.Module) -> int:
     """Set the norms of ``module`` to apex's kernels, if selected; return the number of changed norms."""
     if config.parallel.fused_kernels != "apex":
         return 0
-    # Imported here because models import the compiler, which takes a second that tools without a model save.
+    # Imported here because models import the compiler. That takes a second, which tools without a model do not need.
     from megatron.models.common.norms import LayerNorm, RMSNorm
 
     num_norms = 0
@@ -98,9 +98,9 @@ def uses_adam(config: Config) -> bool:
 
 
 def apex_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-    """Return apex's FusedAdam over ``groups``; ``settings`` are those of ``torch.optim.AdamW``.
+    """Return apex's FusedAdam over ``groups``; ``settings`` are keyword arguments of ``torch.optim.AdamW``.
 
-    apex counts steps per group. As in torch, checkpoints store them per parameter, so they are also kept per parameter.
+    apex counts steps per group. Checkpoints store a count per parameter, as in torch, so every parameter has one too.
     """
     from apex.optimizers import FusedAdam
 

@@ -109,7 +109,7 @@ def set_lazy_connections() -> None:
     """Enable lazy connections in gloo if there are many ranks. Must be called before the first group is created.
 
     For a full mesh, every rank reads the addresses of every other rank from the store: with 10,000 ranks, 2e8 messages
-    of 8e12 bytes in total, and 10,000 connections per rank. TORCH_GLOO_LAZY_INIT of the user takes precedence.
+    of 8e12 bytes in total, and 10,000 connections per rank. A TORCH_GLOO_LAZY_INIT set by the user is not changed.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > MAX_MESH_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
@@ -144,6 +144,7 @@ def _shared_device(kind: str, local_rank: int) -> int:
 
 
 def _bind(kind: str, local_rank: int) -> torch.device:
+    """Select and return the device with index ``local_rank``."""
     try:
         return device.bind(kind, local_rank)
     except ValueError as error:
@@ -154,6 +155,11 @@ def _bind(kind: str, local_rank: int) -> torch.device:
 def _init_process_group(
     backend: str, kind: str, timeout: timedelta, signal_name: Callable[[], str | None] = lambda: None
 ) -> None:
+    """Create the world group, after a rendezvous of all ranks. No-op if it exists. Collective.
+
+    Raises:
+        ConfigError, PeerError, StopRequest: as in ``start``.
+    """
     if dist.is_initialized():
         return
     if backend == "nccl" and kind != "cuda":

@@ -27,6 +27,7 @@ def has_saved(folder: Path) -> bool:
 
 
 def _job_of(checkpoint: Path) -> str | None:
+    """Return the id of the job that saved a checkpoint, or None."""
     path = checkpoint / MANIFEST_NAME
     try:
         return manifest_from_bytes(path.read_bytes(), path).metadata.get("job")

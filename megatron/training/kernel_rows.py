@@ -69,7 +69,7 @@ def attention_rows(config: Config, place: torch.device) -> Iterator[tuple[str, s
 
 
 def document_rows(config: Config, place: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield the row of the start table on the method that separates documents or padding, if the run does so."""
+    """Yield the row on the method that keeps documents or padding apart in attention; none if neither is needed."""
     pads = config.own.pads_samples
     if not config.data.keeps_documents_apart and not pads:
         return

@@ -28,6 +28,7 @@ def check_sequence_is_cut(module: torch.nn.Module, is_asked_for: bool) -> None:
 
 
 def _cuts(module: torch.nn.Module) -> bool:
+    """Return True if ``module`` is built for sequence parallelism."""
     context = context_of(module)
     has_context = context is not None and context.sequence_parallel
     return has_context or bool(getattr(module, "sequence_parallel", False))  # attribute of megatron.mpu's layers

@@ -87,7 +87,7 @@ def token_weight(tokens_per_step: float, grid: Grid, *, is_mean: bool) -> float:
 def with_router_losses(
     result: StepResult, routers: Routers, optimizer: MixedPrecisionOptimizer, device: torch.device
 ) -> StepResult:
-    """End the step of the routers; return ``result`` with their losses and expert loads. Collective."""
+    """Finish the step of the routers; return ``result`` with the router losses and the expert load. Collective."""
     losses, result.expert_load = routers.end_step(optimizer.last_factor, device, is_taken=not result.is_skipped)
     result.losses |= losses
     return result

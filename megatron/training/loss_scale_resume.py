@@ -12,7 +12,7 @@ from megatron.optim.grad_scaler import GradScaler
 
 
 def restore_scaler(scaler: GradScaler, metadata: Mapping[str, Any], config: Config) -> None:
-    """Restore the loss scale of a checkpoint if both scales are dynamic; otherwise keep that of a new run.
+    """Restore the loss scale of a checkpoint if both scales are dynamic; otherwise keep the scale of a new run.
 
     A loss scale that differs from the checkpoint's is logged.
 

@@ -11,7 +11,7 @@ from megatron.training.vocabulary import tokens_of
 
 
 def mock_tokenizer(config: Config) -> MockTokenizer:
-    """Return a tokenizer whose ids, together with the family's special tokens, fill the vocabulary (0 without one)."""
+    """Return a tokenizer whose ids, together with the family's special tokens, fill the model's vocabulary."""
     probe = MockTokenizer(1)
     num_special_tokens = tokens_of(probe, config).vocab_size - probe.vocab_size
     return MockTokenizer((config.model.vocab_size or 0) - num_special_tokens)

@@ -27,7 +27,7 @@ from megatron.training.world import World
 
 
 def deepspeed_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
-    """Return DeepSpeedCPUAdam over ``groups``; ``settings`` are those of ``torch.optim.AdamW``.
+    """Return DeepSpeedCPUAdam over ``groups``; ``settings`` are keyword arguments of ``torch.optim.AdamW``.
 
     Raises:
         ConfigError: its extension cannot be compiled on this machine.
@@ -136,6 +136,7 @@ def make_learning_rate(config: Config) -> LRScheduler:
 
 
 def _known(dtype: str | None) -> str:
+    """Return ``dtype``; raise RuntimeError if it has not been resolved yet."""
     if dtype is None:
         raise RuntimeError("the precision is not resolved yet: call megatron.arguments.resolve_dtype first")
     return dtype

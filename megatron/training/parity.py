@@ -177,12 +177,15 @@ def _differences(
 
 
 def _largest(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return the largest absolute difference."""
     return max((abs(x - y) for x, y in zip(a, b, strict=True)), default=0.0)
 
 
 def _unequal(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> int:
+    """Return the number of elements that differ."""
     return sum(int((x != y).sum()) for x, y in zip(a, b, strict=True))
 
 
 def _relative(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return the largest difference relative to ``a``."""
     return max((abs(x - y) / max(abs(x), 1e-300) for x, y in zip(a, b, strict=True)), default=0.0)

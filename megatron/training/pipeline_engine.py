@@ -99,6 +99,7 @@ class PipelineStepEngine:
         return busy_seconds(self.engine.rows_of_steps("busy"))
 
     def _start_micro_batch(self, micro_batch: int) -> None:
+        """Set the position of the dropout masks; called by the engine before each micro-batch."""
         self._micro_batch = micro_batch
         self.streams.position = DropoutKey(self._step, micro_batch, self._first)
 
@@ -120,13 +121,14 @@ class PipelineStepEngine:
 
     @property
     def _trains_on_means(self) -> bool:
-        """True if each micro-batch is trained on its mean, by --loss-average or by the model's ``loss_weighting``.
+        """True if a micro-batch is trained on its mean loss: with --loss-average, or by the model's ``loss_weighting``.
 
-        Stages that do not compute the loss depend on this value.
+        Stages without the loss need this property, because they cannot see the form of the loss.
         """
         return self.averages_micro_batches or getattr(self.module, "loss_weighting", None) == "micro-batches"
 
     def _other_loss_text(self) -> str:
+        """Return the error message for a loss that contradicts ``loss_weighting``."""
         actual = "a pair (sum, count)" if self.has_weighted_loss else "one number per micro-batch"
         return (
             f"the loss function of {type(self.module).__name__} returns {actual}, but its attribute loss_weighting is "

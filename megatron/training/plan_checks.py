@@ -71,6 +71,7 @@ def tokenizer_problems(config: Config, program: str) -> Iterator[str]:
 
 
 def _reads_with_tokenizer(config: Config, program: str) -> bool:
+    """Return True if the program is built-in and its data need a tokenizer."""
     return any(config.data.corpora.values()) and not config.data.is_own and program in OWN_PROGRAMS
 
 
@@ -123,6 +124,7 @@ def machine_problems(
 
 
 def _load_problems(config: Config, run_name: str) -> Iterator[str]:
+    """Yield messages about a missing run or folder for --resume or --load."""
     flags = config.checkpoint
     if flags.resume and not flags.load_if_exists and source_of(vars(flags), run_name) is None:
         runs = RUNS.resolve() / f"{run_name}-*"
@@ -146,11 +148,13 @@ def _num_gpus() -> int:
 
 
 def _local_ranks(world_size: int) -> int:
+    """Return the number of ranks on this machine."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return min(int(text), world_size) if text.isdecimal() and int(text) else world_size
 
 
 def _device_problems(config: Config, world_size: int) -> Iterator[str]:
+    """Yield a message if --device cuda is set and this machine has too few GPUs."""
     num_gpus, ranks = _num_gpus(), _local_ranks(world_size)
     if config.parallel.device != "cuda":
         return

@@ -74,7 +74,8 @@ def compare_devices(place: torch.device, grid: Grid) -> None:
     this is an error within a replica, and a warning between replicas.
 
     Raises:
-        ConfigError: naming the ranks and the variables that select their GPUs; the same on every rank.
+        ConfigError: two ranks share a GPU, or a replica has different GPU models; the same on every rank. The message
+            names the ranks and, for a shared GPU, the variables that select it.
     """
     if place.type == "cpu" or grid.world.size == 1 or dist.get_backend() != "nccl":
         return
@@ -122,7 +123,7 @@ def _compare_kinds(kinds: Sequence[str], grid: Grid) -> None:
 
 
 def facts(config: Config) -> dict[str, str]:
-    """Return the facts that must be the same on all ranks, by name; those of the code only on local rank 0."""
+    """Return name -> value of the facts that must be equal on all ranks. Only local rank 0 reads the code."""
     values = {f"arguments: {name}": value for name, value in _flat(config.to_dict()) if name not in _OWN}
     values |= {f"version: {name}": _version(name) for name in VERSIONS} | {"version: python": platform.python_version()}
     values |= {f"version: {name}": value for name, value in device.versions().items()}

@@ -216,7 +216,7 @@ def restore(
         restore_scaler(optimizer.scaler, metadata, config)
         set_optimizer_steps(optimizer, metadata["optimizer_steps"])
 
-    # Each rank has its own random state, so they are restored only in the same layout.
+    # Each rank has its own random state, so random states are restored only in the same layout.
     if options.generators and layout_text(metadata["layout"], world.grid.topology) is None:
         restore_rng(checkpoint, world)
 

@@ -34,7 +34,7 @@ class CallbackRow(NamedTuple):
 
 
 def make_callbacks(rows: Iterable[CallbackRow]) -> list[Callback]:
-    """Import and construct the callbacks of a table whose condition holds."""
+    """Import and construct the callbacks of those rows of a table whose condition is true."""
     callbacks = []
     for row in rows:
         if row.is_wanted:

@@ -122,6 +122,7 @@ def _is_own_store(flags: CheckpointConfig) -> bool:
 
 
 def _chosen(config: Config, name: str) -> RunPaths:
+    """Return the folder and the source of the run; called on rank 0."""
     flags = config.checkpoint
     earlier = None if flags.save else noted_choice()
     folder, source = earlier or _by_flags(config, name)
@@ -137,7 +138,10 @@ def _chosen(config: Config, name: str) -> RunPaths:
 
 
 def _of_store(flags: CheckpointConfig, folder: Path, *, goes_on: bool) -> RunPaths:
-    """Return the paths of a run that resumes from an object store, or from its own folder if that is as new."""
+    """Return the paths of a run that resumes from an object store.
+
+    If the run uploads to the same store and its folder has a checkpoint that is at least as new, it resumes from there.
+    """
     assert flags.load is not None
     is_own, saved = _is_own_store(flags), saved_in(folder)
     try:

@@ -1,8 +1,8 @@
 """Lock that admits one job at a time to a run folder: ``run.lock`` names the holder and carries the kernel's file lock.
 
 The lock (``lockf``) belongs to the process of rank 0 and is not inherited by its forks. On a file system without locks,
-the text decides: a process of this machine is looked up, and a process of another machine is assumed to be alive unless
-it belongs to the same job.
+the holder named in the file is checked: on this machine, its process must exist; on another machine, it is assumed to
+be alive unless it belongs to the same job.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class RunLock:
 
 
 def _own() -> dict[str, Any]:
+    """Return the description of this process that is written to ``run.lock``."""
     return {
         "host": platform.node(),
         "pid": os.getpid(),

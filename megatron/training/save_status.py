@@ -14,7 +14,7 @@ class SaveStatus:
 
     Attributes:
         last_time: ``time.monotonic()`` of the last save, successful or not, or of the start of the run.
-        stalled_s: seconds for which training has waited for saves since ``drain_stalled_s``.
+        stalled_s: seconds for which training has waited for saves since the last call of ``drain_stalled_s``.
         failure: the error of the last save, or None if it succeeded.
         failed_step: step of the failed save.
     """

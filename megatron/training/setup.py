@@ -63,7 +63,7 @@ def build_engine(
     model_provider: Callable[[], torch.nn.Module],
     forward_step: ForwardStep,
 ) -> StepEngine:
-    """Build the model, initialise its weights by name, and wrap it in the engine for its pipeline size. Collective."""
+    """Build the model, initialise its weights, and wrap it in the engine with or without a pipeline. Collective."""
     has_pipeline = config.parallel.has_pipeline
     if has_pipeline:
         check_agreement(world.kind)
@@ -136,7 +136,8 @@ def build_model(config: Config, world: World, model_provider: Callable[[], torch
         return build(model_provider, arrives=is_asked_for(config, world))
     except PartitionError as error:
         if world.grid.topology.world_size > 1:
-            dist.barrier(group=world.grid.host.handle)  # an earlier exit would end rank 0 before it reports the error
+            # If another rank exited first, rank 0 would be ended before it reports the error.
+            dist.barrier(group=world.grid.host.handle)
         method = config.parallel.partition_method
         raise ConfigError(f"--partition-method {method} cannot cut this model: {error}") from None
 
@@ -168,5 +169,5 @@ def put_in_place(config: Config, module: torch.nn.Module, world: World) -> None:
 
 
 def weight_rule(config: Config) -> Rule:
-    """Return the rule for the scale of initial weights, by name, of the configuration's model family."""
+    """Return the model family's rule, which maps the name of a parameter to the scale of its initial values."""
     return model_parts(config.family).weight_init(config)

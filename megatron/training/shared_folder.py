@@ -33,6 +33,7 @@ def check_shared(folder: Path, world: World) -> None:
 
 
 def _leave_probe(folder: Path) -> Path:
+    """Create an empty file in ``folder`` and return its path."""
     try:
         descriptor, name = tempfile.mkstemp(prefix=".probe-", dir=folder)
     except OSError as error:
@@ -42,7 +43,7 @@ def _leave_probe(folder: Path) -> Path:
 
 
 def _judge(probe: Path, blind: list[str]) -> None:
-    """Delete the probe and raise if nodes did not see it; the check is void if another start deleted the probe."""
+    """Delete the probe; raise if nodes did not see it, unless another start may have deleted it before."""
     try:
         probe.unlink()
     except OSError:

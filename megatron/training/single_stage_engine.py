@@ -133,7 +133,7 @@ class SingleStageEngine:
         self.on_activity(f"step {step + 1}, reduction and update")
         reduction = self._reduce_losses(meter)
 
-        # 3. All-reduce of the gradients; the optimizer applies the remaining factor.
+        # 3. All-reduce of the gradients. The optimizer multiplies them by ``gradient_factor`` in the update.
         optimizer.finish_gradient_sums()
         read_ahead(data)
         read_with_norm(optimizer, reduction)

@@ -88,7 +88,8 @@ def _saves_row(flags: CheckpointConfig) -> str:
 def _loss_row(module: torch.nn.Module, average: str) -> str:
     """Return text that states how the losses of micro-batches are averaged.
 
-    A model may declare it with ``loss_weighting``: "tokens", or "micro-batches" if its loss function returns means.
+    A model declares its averaging with the attribute ``loss_weighting``: "tokens", or "micro-batches" if its loss
+    function returns means.
     """
     if average == "micro-batch":
         return "mean over micro-batches of their means over valid tokens (--loss-average micro-batch)"
@@ -98,7 +99,7 @@ def _loss_row(module: torch.nn.Module, average: str) -> str:
 
 
 def fusion_text(module: torch.nn.Module, fused: Collection[torch.Tensor]) -> str:
-    """Return text on the share of weights whose gradients are accumulated by fused products, and on the others."""
+    """Return text on the share of weights with fused gradient accumulation, and on the weights without it."""
     share, others = share_of(fused, dict(module.named_parameters()))
     others_text = f"; autograd adds those of {others}" if others else ""
     return f"--gradient-accumulation-fusion: products add the gradients of {share} % of the weights here{others_text}"

@@ -49,12 +49,14 @@ def pretrain(
     accepts_model: bool = False,
     callbacks: Sequence[Any] = (),
 ) -> None:
-    """Run a training job from the command line to the test loss. Collective. A failure exits with the job's exit code.
+    """Run a complete training job: parse the command line, train, and evaluate the test split. Collective.
+
+    A failure exits the process with the job's exit code.
 
     Args:
         train_valid_test_datasets_provider: function that takes the sample counts of the three splits and returns three
-            data sets, or None for a split without data. A data set has an item for every index. Called only on ranks
-            that read data.
+            data sets, or None for a split without data. A data set with a length is repeated; one without must return a
+            sample for any index >= 0. Called only on ranks that read data.
         model_provider: function that returns the model: a module or, with 2 or more stages, a PipelineModule.
         forward_step: function that takes (data iterator or None, model) and returns (loss, named losses). Not used with
             a pipeline.
@@ -193,8 +195,8 @@ def run(
         engine = build_engine(config, world, streams, model_provider, forward_step)
         debuggers = run_callbacks.make_callbacks(run_callbacks.debugging_callbacks(config, world, engine, streams))
         phases.follow(engine)
-        # Until here the generators are the same on all ranks, for weights that a model initialises itself. From now on
-        # they differ between replicas and stages, for dropout that a user's model applies itself.
+        # So far, the random generators had the same state on all ranks, because a model may initialise weights with
+        # them. From now on they differ between replicas and stages, because a user's model may use them for dropout.
         rank = world.grid.topology.coordinate(world.rank)
         device.seed(hash((config.run.seed, rank.data, rank.pipe)) % 2**63)
 
@@ -225,7 +227,7 @@ def _checkpoint_args(found: Scan, defaults: Mapping[str, Any], run_name: Callabl
     Args:
         run_name: function that takes a model family and returns the name of its run.
     """
-    from megatron.checkpoint import checkpoint_args, run_data  # takes 10 ms, which --help saves
+    from megatron.checkpoint import checkpoint_args, run_data  # takes 10 ms, which --help does not wait for
 
     name = run_name(found.family)
     return {**checkpoint_args.bring(found, defaults, name), **run_data.bring_data(found, defaults, name)}

@@ -20,7 +20,7 @@ from megatron.training.world import World
 
 
 def weight_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Iterator[TensorRecord]:
-    """Yield the main params on this rank; with ZeRO its shard of each."""
+    """Yield the main params on this rank; with ZeRO, this rank's shards of them."""
     for name, parameter in named_parameters(module):
         main_param = optimizer.main_param_of(parameter) if parameter.requires_grad else parameter
         yield TensorRecord(f"weights/{name}", main_param.detach(), shard_of(main_param), optimizer.owns(parameter))
@@ -80,7 +80,7 @@ def set_optimizer_steps(optimizer: MixedPrecisionOptimizer, steps: int) -> None:
 
 
 def make_moments(optimizer: MixedPrecisionOptimizer) -> None:
-    """Create the inner optimizer's state as zeros without changing weights: a step without rate, decay and gradient."""
+    """Create the inner optimizer's state as zeros, by an update with zero gradients, learning rate and weight decay."""
     groups = optimizer.param_groups
     saved_settings = [(group["lr"], group["weight_decay"]) for group in groups]
     for group in groups:
@@ -97,7 +97,8 @@ def _shard_of_state(key: str, value: torch.Tensor, main_param: torch.Tensor) -> 
     """Return the shard of ``value`` in its global tensor.
 
     ``value`` has the shape of the main param, with size 1 in dimensions over which it is a mean (Adafactor's rows and
-    columns). A mean over the sharded dimension is unsharded: ``build_optimizer`` rejects means over a shard.
+    columns). A mean over the partition dimension is unsharded. It never covers only a shard of that dimension, because
+    ``build_optimizer`` rejects Adafactor on sharded weights.
     """
     shard, local = shard_of(main_param), tuple(main_param.shape)
     if len(value.shape) != len(local) or any(

@@ -30,8 +30,8 @@ class StepSettings:
 
     Args:
         share: this replica's micro-batches in an evaluation, and in a step that specifies no other share.
-        micro_batch_tokens: predicted tokens of one micro-batch, summed over all replicas. The backward pass divides a
-            sum over tokens by the nominal weight of a step's tokens.
+        micro_batch_tokens: predicted tokens of one micro-batch, summed over all replicas. The divisor of the
+            gradients (``loss_forms.nominal_weight``) is computed from it.
         averages_micro_batches: train on the mean of the micro-batch means (--loss-average micro-batch).
         routers: the routers of this rank's MoE layers; None for a dense model.
     """
@@ -63,15 +63,25 @@ class StepEngine(Protocol):
     has_weighted_loss: bool | None
     engine: Any
 
-    def train_step(self, data: DataIterator, step: int, share: Share | None = None) -> StepResult: ...
+    def train_step(self, data: DataIterator, step: int, share: Share | None = None) -> StepResult:
+        """Run this replica's micro-batches of one step and update the weights. Collective."""
+        ...
 
-    def evaluate_batch(self, data: DataIterator) -> float: ...
+    def evaluate_batch(self, data: DataIterator) -> float:
+        """Return the mean loss of one global batch, without dropout. Collective."""
+        ...
 
-    def bubble(self) -> float | None: ...
+    def bubble(self) -> float | None:
+        """Return the fraction of idle time of the stages since the last call; None without a pipeline. Collective."""
+        ...
 
-    def busy(self) -> tuple[float, int]: ...
+    def busy(self) -> tuple[float, int]:
+        """Return (seconds of compute since the last call, number of steps in this time)."""
+        ...
 
-    def use_deepspeed(self) -> None: ...
+    def use_deepspeed(self) -> None:
+        """Switch to an engine that reads and writes DeepSpeed checkpoints. Collective."""
+        ...
 
 
 def set_micro_batches(engine: Any, number: int) -> None:

@@ -38,12 +38,12 @@ class StepResult:
 
     @property
     def is_overflow(self) -> bool:
-        """True if fp16 gradients overflowed and a smaller loss scale may cure it."""
+        """True if fp16 gradients overflowed, which a smaller loss scale may avoid."""
         return self.is_skipped and not self.is_refused
 
 
 class LossError(NumericsError):
-    """The loss itself is not finite, not only a gradient."""
+    """The loss is not finite, as opposed to a non-finite gradient of a finite loss."""
 
 
 class ModuleError(NumericsError):
@@ -59,9 +59,10 @@ class ModuleError(NumericsError):
 
 
 class FiniteLossCheck:
-    """Raises an error if the loss or gradient norm of a step is not finite; the default ``policy.accepts_step``.
+    """Raises an error if the loss or gradient norm of a step is not finite.
 
-    The error is raised in the update, after the collectives of the step. An earlier error would make other ranks hang.
+    The check is installed as ``accepts_step`` of the optimizer's policy, where the stability guard may replace it. The
+    error is raised in the update, after the collectives of the step. An earlier error would make other ranks hang.
     """
 
     def __init__(self, optimizer: MixedPrecisionOptimizer) -> None:
@@ -74,6 +75,7 @@ class FiniteLossCheck:
         self._loss = loss
 
     def _allows(self, norm: float) -> bool:
+        """Return True if loss and gradient norm are finite, otherwise raise."""
         if not math.isfinite(self._loss):
             raise LossError(self._not_finite_text())
         if not math.isfinite(norm):
@@ -92,7 +94,7 @@ class FiniteLossCheck:
 
 def result_of(loss: float, losses: dict[str, float], scale: float, optimizer: MixedPrecisionOptimizer) -> StepResult:
     """Return the result of the step that ``optimizer`` has just taken or skipped with loss scale ``scale``."""
-    # Otherwise they were discarded before the norm was computed.
+    # If a step is rejected for its loss, the gradients have been discarded before their norm was computed.
     has_gradients = math.isfinite(loss) or not optimizer.was_refused
     return StepResult(
         loss=loss,

@@ -34,6 +34,7 @@ class StepSamples:
 
     @property
     def last(self) -> int:
+        """Last sample of the step."""
         return self.first + self.count - 1
 
     @property

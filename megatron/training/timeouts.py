@@ -5,10 +5,10 @@
 | starting, opening data, loading, the first step, evaluating, saving, ending | --phase-timeout-minutes |
 | later steps | --step-timeout |
 
-All ranks change phases together: each waits for the others under the limit of the phase that it leaves. So a rank in a
-step does not wait under its short limit for a rank that is still saving, and a rank that hangs in a step is not waited
-for as long as one that saves. The watchdog ends the job when a limit has passed. Process groups time out shortly after
-it, in case no watchdog is left.
+All ranks change phases together: each change begins with a barrier, to which the limit of the ending phase applies. So
+no rank is in a step, with its short limit, while another rank is still saving. If a rank hangs in a step, the others
+time out after the limit of the step, not after the longer limit of the next phase. The watchdog ends the job when a
+limit has passed. Process groups time out shortly after it, in case no watchdog is running any more.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class Sections:
 
     @contextmanager
     def over(self, name: str) -> Iterator[None]:
-        """Run the block in phase ``name``. Collective: all ranks enter and leave the phase together.
+        """Run the block in phase ``name``. Collective: all ranks enter and exit the phase together.
 
-        After an error, this rank leaves the phase without waiting: other ranks fail by themselves or raise the same
+        After an error, this rank exits the phase without a barrier: other ranks fail by themselves or raise the same
         error.
         """
         outer = self.name
@@ -110,7 +110,7 @@ class Sections:
         try:
             yield
         except BaseException:
-            self._enter(outer, is_noted=False)  # keep the note of the operation that failed
+            self._enter(outer, is_noted=False)  # the status keeps the operation that failed
             raise
         self._meet(f"waiting for all ranks at the end of {name}")
         self._enter(ENDING if self.name == STEP and outer == STARTING else outer)
@@ -129,6 +129,7 @@ class Sections:
             self._watch.close()
 
     def _enter(self, name: str, *, is_noted: bool = True) -> None:
+        """Set the current phase and its limit; with ``is_noted``, also report it as the current operation."""
         before, self.name = self._limit_of(self.name), name
         if is_noted:
             rank_status.heartbeat_note(name)
@@ -139,6 +140,7 @@ class Sections:
             self._limit(self._limit_of(name))
 
     def _meet(self, doing: str) -> None:
+        """Wait for all ranks; ``doing`` is reported as the current operation. No-op for a single rank. Collective."""
         if self._watch is not None and self._grid.world.size > 1:
             with collective_scope(self._grid.pipe.rank, doing):
                 dist.barrier(group=self._grid.host.handle)
@@ -151,13 +153,15 @@ class Sections:
         return self.name if operation in (None, self.name) else f"{self.name}, {operation}"
 
     def _limit_of(self, name: str) -> float:
+        """Return the limit of a phase in seconds."""
         return self._step_s if name == STEP else self._long_s
 
     def _leave(self, found: str, own: Report, linger: Callable[[], None] | None) -> None:
+        """Exit this process with the current limit in the message; called by the watchdog."""
         leave_stuck(found, own, linger, self._world.name, self._watch.limit_s if self._watch else self._long_s)
 
     def _limit(self, limit_s: float) -> None:
-        """Set the watchdog's limit, and bound operations that start from now on by a slightly longer one."""
+        """Set the limit of the watchdog, and a slightly longer timeout for operations that start from now on."""
         if self._watch is None:
             return
         self._watch.limit_s = limit_s
@@ -186,6 +190,7 @@ def leave_stuck(found: str, own: Report, linger: Callable[[], None] | None, name
 
 
 def _handles(grid: Grid) -> list[tuple[str, Any]]:
+    """Return (axis, process group) for the axes of the grid that have one."""
     groups = [(axis, getattr(grid, axis).handle) for axis in AXES]
     return [(axis, handle) for axis, handle in groups if handle is not None]
 
@@ -196,7 +201,7 @@ def _is_attended() -> bool:
 
 
 def _agreed_name(grid: Grid) -> str:
-    """Return a name that no other run over this store has, the same on every rank. Collective."""
+    """Return a name that is unique among the runs that share the store, and the same on every rank. Collective."""
     now = torch.tensor([time.time_ns()], dtype=torch.int64)
     dist.broadcast(now, src=0, group=grid.host.handle)
     return str(int(now))

@@ -39,13 +39,13 @@ class Callback:
     | ``on_train_start()`` | once, before the first step; a checkpoint has been loaded |
     | ``on_load_end(step)`` | after a rollback to the checkpoint of step ``step`` |
     | ``on_step_start()`` | before the forward pass of a step |
-    | ``on_before_update(loss)`` | before the optimizer step, when the gradients of all micro-batches are reduced |
+    | ``on_before_update(loss)`` | before the optimizer step; the gradients of all micro-batches have been reduced |
     | ``on_after_update(result)`` | after the update was applied or skipped; the step has been counted |
     | ``on_log(metrics)`` | in logged steps; adds values to ``metrics`` or writes them |
     | ``on_step_end(result)`` | at the end of a step, before all ranks agree on stopping and saving |
     | ``on_save()`` | when any rank has called ``request_save`` |
     | ``on_evaluate_end(split, values)`` | after the evaluation of a split; for --eval-tasks, ``split`` is "tasks" |
-    | ``on_save_staged(step, values)`` | with --async-save, when the tensors are copied and training continues |
+    | ``on_save_staged(step, values)`` | with --async-save, after the tensors have been copied to host memory |
     | ``on_save_end(step, path, values)`` | once per save: when it is committed, or with ``path`` None when it failed |
     | ``on_export_end(step, path)`` | on rank 0, when the Hugging Face folder ``path`` has been written |
     | ``on_train_end()`` | after the last step, or after the step at which the run stops early |
@@ -117,20 +117,20 @@ Kind = TypeVar("Kind", bound=Callback)
 
 
 class Trainer:
-    """The training loop: takes the steps and calls the callbacks. Runs on every rank; its methods are collective.
+    """The training loop: runs training steps and calls the callbacks. Runs on every rank; its methods are collective.
 
     Attributes:
-        sizes: schedule of the global batch size in samples, by samples consumed.
-        lengths: schedule of the sequence length, by tokens consumed.
+        sizes: schedule of the global batch size in samples, as a function of the samples consumed.
+        lengths: schedule of the sequence length in tokens, as a function of the tokens consumed.
         progress: counters of steps, updates and samples.
         length: the limits of the run.
         samples, seq_length: samples and sequence length of the current or last step.
         learning_rate, last_loss: learning rate and loss of that step; None before the first one.
         stop_text: reason why the run ends early, once all ranks have agreed to stop; otherwise "".
         print_line: prints a line to the console on rank 0.
-        resumed_step: the step at which this start continues in its own run folder; None for a new run.
-        steps_taken, samples_taken: steps, and samples by sequence length, since the start. Steps repeated after a
-            rollback count again.
+        resumed_step: step of the checkpoint from which this start continues the run of the folder; None for a new run.
+        steps_taken: number of steps since the start. Steps repeated after a rollback count again.
+        samples_taken: sequence length -> number of samples of these steps.
         pause_s: seconds since the start that were not spent on training (evaluation, saving).
     """
 
@@ -173,7 +173,7 @@ class Trainer:
             engine.on_loss = self._before_update
 
     def fit(self) -> None:
-        """Take the remaining steps and end the run.
+        """Run the remaining training steps, between ``on_train_start`` and ``on_train_end``.
 
         Raises:
             StopRequest: a signal or limit ended the run early; the run is saved and can be resumed.
@@ -202,6 +202,7 @@ class Trainer:
 
     @property
     def has_steps_left(self) -> bool:
+        """True if no limit is reached and the ranks have not agreed to stop."""
         return self.steps_left > 0 and not self.stop_text
 
     @property
@@ -249,7 +250,7 @@ class Trainer:
 
     @property
     def num_pieces(self) -> int:
-        """Number of pieces that each sample of the step is cut into."""
+        """Number of sequences of ``seq_length`` tokens into which each sample of the step is split."""
         return self.lengths.full // self.seq_length
 
     @property
@@ -320,7 +321,8 @@ class Trainer:
         self._save_is_wanted = False
         if not stops:
             return (REGROUP if saves and regroups else ""), saves
-        forwarded = asked_through_launcher() if reason is None else None  # this rank's signal may still be on its way
+        # Another rank may have received the launcher's signal before this rank.
+        forwarded = asked_through_launcher() if reason is None else None
         return reason or (f"received {forwarded}" if forwarded else ANOTHER), saves
 
     def request_save(self) -> None:
@@ -344,6 +346,7 @@ class Trainer:
         return located
 
     def _before_update(self, loss: float) -> None:
+        """Call ``on_before_update`` of the callbacks, then the engine's own check of the loss."""
         self.call("on_before_update", loss)
         self._check_loss(loss)
 
@@ -385,6 +388,7 @@ class Trainer:
 
 
 def _overrides(callback: Callback, hook: str) -> bool:
+    """Return True if the class of ``callback`` overrides ``hook``."""
     return getattr(type(callback), hook) is not getattr(Callback, hook)
 
 

@@ -44,14 +44,14 @@ class World:
     def decision_group(self) -> tuple[Group, torch.device]:
         """(group of all ranks, device) for all-reduces of values that are known on the host.
 
-        An all-reduce on the training device would make the host wait for the device's queue. If the training device is
-        a CPU, the group is the one with the step's timeout.
+        An all-reduce on the training device would make the host wait for the device's queue. On a CPU, the group is
+        ``grid.world``, to which the timeout of the current phase applies; otherwise it is ``grid.host``.
         """
         on_host = torch.device("cpu")
         return (self.grid.world if self.device == on_host else self.grid.host), on_host
 
     def any(self, wishes: Sequence[bool]) -> list[bool]:
-        """Return, for each of this rank's ``wishes``, True if any rank has it. Collective."""
+        """Return, for each of ``wishes``, True if it is True on any rank. Collective."""
         group, device = self.decision_group
         votes = torch.tensor(wishes, dtype=torch.float32, device=device)
         return [vote > 0 for vote in all_reduce(votes, group, dist.ReduceOp.MAX).tolist()]

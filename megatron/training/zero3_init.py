@@ -7,7 +7,7 @@ the device holds only shards.
 
 Weights that a module fills itself, such as biases and norms, are broadcast from the first replica, as in DeepSpeed.
 Weights that are initialised by name are the same on all replicas anyway. DeepSpeed does not broadcast either of them,
-because no full weight is left.
+because no full weight exists any more.
 """
 
 from __future__ import annotations
@@ -95,7 +95,11 @@ def send_first(values: torch.Tensor, device: torch.device, group: Group) -> None
 
 @contextmanager
 def not_sent(module: torch.nn.Module, *, arrives: bool) -> Iterator[None]:
-    """Prevent DeepSpeed from broadcasting sharded weights and expert weights to the replicas."""
+    """Prevent DeepSpeed from broadcasting sharded weights and expert weights to the replicas within the context.
+
+    Args:
+        arrives: as in ``build``.
+    """
     parameters = list(module.parameters())
     with excluded_from_broadcast(p for p in parameters if (arrives and p.requires_grad) or is_reduced_apart(p)):
         yield

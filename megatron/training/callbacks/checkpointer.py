@@ -42,7 +42,7 @@ class Checkpointer(Callback):
     | --on-save-error stop | CheckpointError (code 3) | CheckpointError (code 3) |
 
     With --async-save, a save is first staged (copied to host memory) and then written by a thread while training
-    continues. It is committed once a kill can no longer lose it.
+    continues. It is committed once all of its files are durable, so that a kill no longer loses it.
 
     Args:
         paths: the run folder and the source that the run resumes from.
@@ -89,6 +89,7 @@ class Checkpointer(Callback):
             self._keep_earlier_run()
 
     def _continue_from(self, resumed: Resumed) -> None:
+        """Set the attributes of the checkpointer after the run has resumed from a checkpoint."""
         trainer = self.trainer
         self.loaded = resumed.path
         self.origin = resumed.path if resumed.is_complete else None
@@ -102,7 +103,7 @@ class Checkpointer(Callback):
 
     @property
     def is_same_run(self) -> bool:
-        """True if the run continues in the folder, and at the step, of the checkpoint that it loaded."""
+        """True if the run continues in the folder of the checkpoint that it loaded, after the checkpoint's step."""
         flags = self.trainer.config.checkpoint
         is_here = self.loaded is not None and self.loaded.parent == saves_in(self.trainer.folder, flags)
         return is_here and (self.paths.is_restart or not (flags.finetune or flags.eval_only))
@@ -134,7 +135,7 @@ class Checkpointer(Callback):
     def on_save(self) -> None:
         """Save a checkpoint, unless anomalous steps may lead to a rollback. Collective.
 
-        If no checkpoint is saved, a node that waits to join waits for a later save.
+        A node that waits to join a job joins after a save. If no checkpoint is saved, the node waits for the next one.
 
         Raises:
             CheckpointError: a save failed and --on-save-error is stop; raised on all ranks.
@@ -152,6 +153,7 @@ class Checkpointer(Callback):
             self._cancel_regroup()
 
     def _cancel_regroup(self) -> None:
+        """Continue training if the run was about to stop only so that a node can join."""
         if self.trainer.stop_text == REGROUP:
             self.trainer.stop_text = ""
 
@@ -191,7 +193,8 @@ class Checkpointer(Callback):
         """Save a checkpoint of the current step, unless there is one. Collective.
 
         Args:
-            is_automatic: the save interval is the default, not set by a flag; the checkpoint is deleted sooner.
+            is_automatic: the save interval is the default, not set by a flag; only the last few of these checkpoints
+                are retained.
             raise_failure: also raise the error of an earlier background save.
 
         Raises:
@@ -222,7 +225,7 @@ class Checkpointer(Callback):
     def _write(self, is_automatic: bool) -> Path | Staged:
         """Capture the state of this step and write it, or stage it with --async-save. Collective."""
         trainer, engine, config = self.trainer, self.trainer.engine, self.trainer.config
-        # While held, a rollback may need any checkpoint.
+        # While ``is_held``, all checkpoints are retained, because a rollback may need any of them.
         earlier = sys.maxsize if self.is_held else self.lineage.earlier
         retention = retention_of(config.checkpoint, loaded=self.loaded, earlier=earlier)
         data = data_to_save(trainer.data, trainer.progress.samples_consumed, self._loaded_data)
@@ -336,7 +339,7 @@ class Checkpointer(Callback):
 
     @marked(is_of_this_rank=False)
     def _newest(self, up_to_step: int) -> Checkpoint:
-        """Open the newest verified checkpoint of this run at or before ``up_to_step``, or else its origin."""
+        """Open the newest verified checkpoint of this run at or before ``up_to_step``; if there is none, ``origin``."""
         root, host = self.trainer.folder / CHECKPOINTS, self.trainer.world.grid.host
 
         def is_candidate(path: Path) -> bool:

@@ -21,7 +21,7 @@ from megatron.training.trainer import Callback
 
 
 class Console(Callback):
-    """Prints tables and progress lines; comes after the callbacks whose metrics it prints.
+    """Prints tables and progress lines; must be called after the callbacks whose metrics it prints.
 
     Args:
         mode: auto, bar or plain (--progress).

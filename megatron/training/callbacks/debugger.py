@@ -160,7 +160,7 @@ class Debugger(Callback):
             self._look_no_longer()
 
     def find_nonfinite(self, error: NumericsError) -> str | None:
-        """Describe the module of this rank that produced the value; None if no module was watched or none is known."""
+        """Describe this rank's module that produced the non-finite value; None if it is unknown."""
         if isinstance(error, ModuleError):
             return error.found
         if not self._is_looking:
@@ -173,6 +173,7 @@ class Debugger(Callback):
         self._look_no_longer()
 
     def _look_no_longer(self) -> None:
+        """Stop watching the modules and close the dump; no-op if the modules are not watched."""
         if not self._is_looking:
             return
         self._is_looking = False
@@ -182,6 +183,7 @@ class Debugger(Callback):
             self._writer.close()
 
     def _see(self, seen: Seen, x: torch.Tensor) -> None:
+        """Check a tensor of a watched module for non-finite values, and dump it if this step is dumped."""
         self._check.see(seen, x)
         if not self._is_dumping or self._writer is None:
             return
@@ -207,9 +209,9 @@ class Debugger(Callback):
         )
 
     def _note_loss_structure(self, writer: Writer) -> None:
-        """Record whether the loss is weighted, before the first gradient; ``dump_files.read`` scales gradients by it.
+        """Record if the loss is weighted; ``dump_files.read`` needs it to scale the gradients that are written later.
 
-        Only the last stage knows it, and its line in the dump applies to the tensors of all stages.
+        Only the last stage has this information. Its record applies to the tensors of all stages.
         """
         if not self._has_noted_structure and self.engine.has_weighted_loss is not None:
             writer.note("loss", is_weighted=self.engine.has_weighted_loss)
@@ -258,15 +260,15 @@ class Debugger(Callback):
             raise ModuleError(message, finding.text if finding is not None else "")
 
     def _finding(self) -> Finding | None:
-        """Return this rank's first non-finite value, without asking other ranks: an error has ended the step early."""
+        """Return this rank's first non-finite value. Not collective, because an error has ended the step early."""
         finding = self._check.finding(in_backward=self._counts_gradients())
         return None if finding is None or finding.has_arrived else finding
 
     def _first_of_group(self, found: Finding | None) -> Finding | None:
-        """Return ``found`` if it originated on this rank before any other in the tensor group. Collective.
+        """Return ``found`` if this rank produced the first non-finite value of its tensor group, else None. Collective.
 
-        A non-finite value of one rank spreads to the group by the next all-reduce, and all ranks of a tensor group see
-        the same tensors.
+        A non-finite value of one rank spreads to the group with the next all-reduce. Tensors have the same numbers on
+        all ranks of the group, so the rank with the smallest number was the first.
         """
         local_number = math.inf if found is None else float(found.number)
         first_number = all_reduce(
@@ -275,14 +277,16 @@ class Debugger(Callback):
         return None if found is None or found.has_arrived or local_number > first_number.item() else found
 
     def _counts_gradients(self) -> bool:
-        """Return True if non-finite gradients count; not if a smaller fp16 loss scale may cure the overflow."""
+        """Return False if a smaller fp16 loss scale may avoid non-finite gradients, which are then not reported."""
         return not self.engine.optimizer.scaler.is_to_blame
 
     def _note(self, found: Finding | None) -> None:
+        """Record a non-finite value in the dump."""
         if found is not None and self._is_dumping and self._writer is not None:
             self._writer.note("not finite", text=found.text, name=found.seen.name, what=found.seen.what)
 
     def _end(self, result: StepResult) -> None:
+        """Write the result of a dumped step, and log a non-finite value that did not end the run."""
         if not self._is_dumping or self._writer is None:
             return
         finding = self._found
@@ -292,7 +296,7 @@ class Debugger(Callback):
         self._writer.note("end", loss=result.loss, grad_norm=result.grad_norm, is_skipped=result.is_skipped)
 
     def _warn_of_steps_behind(self, first: int) -> None:
-        """Warn at the first step of this start if all steps to be dumped are in the past."""
+        """Warn at the first step of this start if it is after all steps of --debug-dump-steps."""
         is_first, self._has_started = not self._has_started, True
         if is_first and self._dumped and first >= max(steps.stop for steps in self._dumped) and self.world.rank == 0:
             log.warning(

@@ -59,7 +59,7 @@ class Evaluator(Callback):
             return mean
 
     def _mean_loss(self, split: str, corpus: str | None) -> float | None:
-        """Return the mean loss over --eval-iters global batches, of one corpus if it is given. Collective."""
+        """Return the mean loss over --eval-iters global batches of a split or of one of its corpora. Collective."""
         trainer = self.trainer
         iterations = trainer.config.batch.eval_iters
         length = trainer.next_seq_length
@@ -78,6 +78,7 @@ class Evaluator(Callback):
         return loss
 
     def _report(self, split: str, loss: float, of_corpora: Mapping[str, float]) -> None:
+        """Log the loss of a split and of its corpora, and call ``on_evaluate_end``."""
         values: dict[str, Any] = {"loss": loss, "perplexity": perplexity(loss)}
         corpus_text = f" | {numbers_text(of_corpora, '.4f')}" if of_corpora else ""
         self.trainer.print_line(

@@ -18,7 +18,7 @@ NAMED_AT_MOST = 3
 
 
 class ExpertMonitor(Callback):
-    """Logs the choices of the routers in each step's global batch, by layer, and warns if a router collapses.
+    """Logs the load of the experts over the global batch, by layer, and warns if a router collapses.
 
     A router has collapsed if the entropy of its experts' shares is closer to ln k (all tokens go to the same k of E
     experts) than to ln E (equal shares), both in this step and in the mean over the last ``--stability-window`` steps.
@@ -52,7 +52,7 @@ class ExpertMonitor(Callback):
             self.trainer.print_line(f"step {self.trainer.samples.step} | {self._text(collapsed, result.expert_load)}")
 
     def collapsing(self, load: ExpertLoad) -> dict[str, float]:
-        """Record the load of a step; return the newly collapsed layers with their mean entropy over ln E."""
+        """Record the load of a step; return newly collapsed layer -> mean entropy divided by ln E."""
         newly_collapsed = {}
         for layer, entropy in zip(load.layers, load.entropy(), strict=True):
             statistics = self._seen.setdefault(layer, RunningStatistics(self.settings.stability_window, 0.0))
@@ -67,6 +67,7 @@ class ExpertMonitor(Callback):
         return newly_collapsed
 
     def _text(self, found: Mapping[str, float], load: ExpertLoad) -> str:
+        """Return the warning; ``found`` has the mean entropy of the collapsed layers, divided by ln E."""
         num_experts = self.model.num_experts
         worst = min(found, key=found.__getitem__)
         layers = sorted(found, key=found.__getitem__)[:NAMED_AT_MOST]

@@ -105,12 +105,14 @@ class HuggingFaceExporter(Callback):
             self._finish()
 
     def _finish(self) -> None:
+        """Wait for the running export and report its result."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         self._report()
 
     def _export(self, step: int, source: Path, target: Path) -> None:
+        """Export the checkpoint ``source`` to ``target``; runs in a thread."""
         began, exported, error = time.perf_counter(), None, ""
         try:
             checkpoint = open_written(source)
@@ -126,6 +128,7 @@ class HuggingFaceExporter(Callback):
         self._is_read.set()
 
     def _report(self) -> None:
+        """Log the result of a finished export, and call ``on_export_end`` if it succeeded."""
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             return

@@ -21,9 +21,9 @@ class LayerNorms(Callback):
     """Logs the gradient norms of groups of parameters, unscaled and before clipping.
 
     The group of a parameter is its logical name up to the layer index (``layers.3`` or ``encoder.layers.3``), or
-    otherwise its module (``embedding.word``). Squares are summed over the ranks like those of the total norm, each
-    parameter once. So the squares of all groups add up to the square of ``grad_norm``, and the norms are the same in
-    every layout.
+    otherwise its module (``embedding.word``). As in the total norm, squares are summed over the ranks, and each
+    parameter counts once. So the squares of all groups add up to the square of ``grad_norm``, and the norms are the
+    same in every layout.
     """
 
     def on_train_start(self) -> None:
@@ -46,6 +46,7 @@ class LayerNorms(Callback):
 
     @torch.no_grad()
     def _taken(self) -> dict[str, float]:
+        """Return the gradient norm of each group. Collective."""
         optimizer, group_idx = self.trainer.engine.optimizer, {name: index for index, name in enumerate(self._groups)}
         device = self.trainer.world.device
         optimizer.reducer.sum_over_groups()

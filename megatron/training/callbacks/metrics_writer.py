@@ -65,6 +65,7 @@ class Metrics(Callback):
 
     @property
     def _opened(self) -> MetricsWriter:
+        """Return the writer; raise RuntimeError before ``on_train_start``."""
         if self.writer is None:
             raise RuntimeError("metrics are written from on_train_start on")
         return self.writer
@@ -109,6 +110,7 @@ class MetricsWriter:
         self._open(step)
 
     def _open(self, last_step: int | None) -> None:
+        """Drop truncated records and those after ``last_step`` (None: keep all), and open the file."""
         _keep_whole(self.path, last_step)
         self._file = open(self.path, "ab")  # noqa: SIM115 - kept open for the run, closed in close()
         self._purge_step = None if last_step is None else last_step + 1
@@ -134,6 +136,7 @@ class MetricsWriter:
                 self._add_events(self._tensorboard_folder, step, scalars)
 
     def _require_folder(self) -> None:
+        """Raise a ConfigError if the open file is no longer at its path."""
         try:
             is_there = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
         except FileNotFoundError:
@@ -145,6 +148,7 @@ class MetricsWriter:
             )
 
     def _add_events(self, folder: Path, step: int, numbers: Mapping[str, float]) -> None:
+        """Write numbers to TensorBoard."""
         if self._events is None:
             from torch.utils.tensorboard import SummaryWriter
 

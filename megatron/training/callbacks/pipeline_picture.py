@@ -28,7 +28,7 @@ class PipelinePicture(Callback):
             return
         if trainer.world.rank == 0:
             self.text = draw(parallel.pipeline_trace, trainer.folder, 0.5 * parallel.phase_timeout_s)
-        trainer.world.barrier()  # a rank that exits earlier would end rank 0
+        trainer.world.barrier()  # keeps all ranks alive while rank 0 draws
 
 
 def draw(trace: str, folder: Path, patience_s: float) -> str | None:
@@ -36,7 +36,7 @@ def draw(trace: str, folder: Path, patience_s: float) -> str | None:
 
     Args:
         trace: folder with the traces of all ranks.
-        patience_s: timeout in seconds, since the other ranks wait meanwhile.
+        patience_s: timeout in seconds; the other ranks wait until the picture is drawn.
     """
     picture = folder / PICTURE
     command = [sys.executable, str(TOOL), "--trace", trace, "--out", str(picture)]

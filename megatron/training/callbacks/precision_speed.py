@@ -89,7 +89,7 @@ def _products(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> list
 
 
 def message(slowdown: Slowdown, config: Config) -> str:
-    """Return the warning: the slowdown, the setting that chose the type, and what to change."""
+    """Return the warning: the slowdown, the setting that selected the type, and the setting to change."""
     dtype = config.precision.dtype
     is_json = config.deepspeed.get(str(dtype), {}).get("enabled") is True
     if is_json and "dtype" not in config.given:

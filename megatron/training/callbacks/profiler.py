@@ -152,6 +152,7 @@ class Profiler(Callback):
         self.trainer.print_line(f"profile of {self._taken} steps: {folder}")
 
     def _start(self) -> profile:
+        """Start torch's profiler and return it."""
         device_type = self.trainer.world.kind
         activities = [ProfilerActivity.CPU, *([_KINDS[device_type]] if device_type in _KINDS else [])]
         profiler = profile(activities=activities)
@@ -160,12 +161,14 @@ class Profiler(Callback):
         return profiler
 
     def _drop(self) -> None:
+        """Stop the profiler and discard its results."""
         profiler, self._profile = self._profile, None
         if profiler is not None:
             _tried(profiler.stop)
 
 
 def _ended(taken: profile) -> list[Operator]:
+    """Stop the profiler and return its operators."""
     taken.stop()
     return operators_of(taken.key_averages())
 
@@ -176,6 +179,7 @@ def _write_trace(taken: profile, path: Path) -> None:
 
 
 def _write_operators(folder: Path, operators: list[Operator], steps: int, ranks: int) -> None:
+    """Write top.txt and top.json."""
     folder.mkdir(parents=True, exist_ok=True)
     files.replace_bytes(folder / "top.txt", table(operators, steps, ranks).encode() + b"\n")
     rows = {"steps": steps, "ranks": ranks, "operators": [operator._asdict() for operator in operators[:WRITTEN]]}
@@ -183,6 +187,7 @@ def _write_operators(folder: Path, operators: list[Operator], steps: int, ranks:
 
 
 def _tried(do: Callable[[], Given]) -> Given | None:
+    """Return the result of ``do``; after an error, log a warning and return None."""
     try:
         return do()
     except Exception as error:

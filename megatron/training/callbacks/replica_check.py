@@ -2,13 +2,13 @@
 
 | copies | ranks that hold them |
 |---|---|
-| every weight or shard of one | the data group; with context parallelism data x context |
+| every weight or tensor-parallel shard | the data group; with context parallelism data x context |
 | weights that tensor parallelism does not shard | the tensor group |
 | tied weights | the stages that hold a copy |
 
 One checksum of each parameter is compared over each of these groups. With ZeRO 1 and 2 the gathered parameters are
-compared. With ZeRO 3 replicas have no copies, and tensor ranks compare their shards of unsharded weights. A comparison
-reads each parameter once and sends 16 bytes for it.
+compared. With ZeRO 3 replicas have no copies; tensor ranks compare their ZeRO shards of the weights in the second row.
+A comparison reads each parameter once and sends 16 bytes for it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ReplicaCheck(Callback):
 
 
 class ReplicaGroup(NamedTuple):
-    """Names of the parameters of which each rank of a process group holds a copy, in the same order on all ranks."""
+    """Parameters that are replicated on the ranks of a process group: their names, in the same order on all ranks."""
 
     handle: Any
     names: Sequence[str]
@@ -74,7 +74,7 @@ class ReplicaMismatch(NamedTuple):
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an int64 checksum that any single bit flip changes, and almost any other difference.
+    """Return an int64 checksum of the bits. A single bit flip always changes it; other differences almost always do.
 
     The bits are read as integers and summed in rows of 32 KiB; the rows are summed with distinct odd weights modulo
     2^64.
@@ -142,6 +142,7 @@ def error_of(found: Sequence[ReplicaMismatch], step: int, since: int) -> Numeric
 
 
 def _tied(module: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> Iterator[ReplicaGroup]:
+    """Return the groups of stages that hold copies of tied weights."""
     names = {id(parameter): name for name, parameter in named.items()}
     groups: dict[Any, list[str]] = {}
     for weight, group in getattr(module, "get_tied_weights_and_groups", list)():

@@ -148,7 +148,7 @@ class Rates:
         self._later_s, self._later_samples = 0.0, 0
 
     def flops_of_sample(self, length: int) -> float:
-        """Return the FLOPs of a sample that is read in pieces of ``length`` tokens."""
+        """Return the FLOPs of a sample that is split into sequences of ``length`` tokens."""
         if not self._is_known:
             return self.flops_per_sample
         if length not in self._by_length:
@@ -204,6 +204,7 @@ def peak_of_all_ranks(world: World) -> float | None:
 
 
 def _measured_product_rate() -> float:
+    """Return the FLOP/s of fp32 matrix products on this CPU."""
     a = torch.randn(MATMUL_SIZE, MATMUL_SIZE, generator=torch.Generator().manual_seed(0))
     a @ a
     start, num_products = time.perf_counter(), 0
@@ -214,7 +215,7 @@ def _measured_product_rate() -> float:
 
 
 def by_stage(values: Sequence[float], topology: Topology, join: Callable[[Sequence[float]], float]) -> dict[str, float]:
-    """Return a dict from "stage 0" and so on to ``join`` of the values of the stage's ranks."""
+    """Return "stage 0", "stage 1", ... -> ``join`` of the values of the stage's ranks."""
     ranks = topology.groups("data", "tensor")
     return {f"stage {stage}": join([values[rank] for rank in stage_ranks]) for stage, stage_ranks in enumerate(ranks)}
 

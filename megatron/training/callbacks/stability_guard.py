@@ -33,7 +33,7 @@ from megatron.training.step_samples import range_text
 from megatron.training.trainer import Callback
 
 MOST_RETURNS = 3
-"""Maximum number of rollbacks to one checkpoint without a newer good one; further failures are not due to the data."""
+"""Maximum number of consecutive rollbacks to the same checkpoint; after that, the data is not the likely cause."""
 
 
 @dataclass
@@ -88,7 +88,7 @@ class StabilityGuard(Callback):
     # Checks of a step.
 
     def on_train_start(self) -> None:
-        """Register the check before each update, if anomalous steps are to be skipped."""
+        """With --stability-guard skip or rollback, register ``_allows``, which is called before each update."""
         trainer = self.trainer
         self._checkpointer = trainer.find(Checkpointer)
         if not self.history.streak:
@@ -157,6 +157,7 @@ class StabilityGuard(Callback):
             self._follow(result, result.problem)
 
     def _follow(self, result: StepResult, reason: str) -> None:
+        """Log an anomalous step. If it was skipped, record it; after too many in a row, roll back or end the run."""
         samples = self.trainer.samples
         event = "skipped" if result.is_refused else "spike"
         self.trainer.print_line(f"step {samples.step} | {event}: {reason} | {samples.text}")
@@ -206,11 +207,13 @@ class StabilityGuard(Callback):
         history.streak, history.good_step = 0, step
 
     def _record(self, record: dict[str, Any]) -> None:
+        """Append a numbered record to the journal; only rank 0 has one."""
         self.history.events += 1
         if self._journal is not None:
             self._journal.add({"number": self.history.events, **record})
 
     def _gives_up(self, reason: str, more: str = "") -> NumericsError:
+        """Return the error for too many consecutive anomalous steps."""
         samples, settings = self.trainer.samples, self.settings
         hint = "" if settings.goes_back else " --stability-guard rollback goes back to a checkpoint instead."
         error = NumericsError(

@@ -37,6 +37,7 @@ class EventLog:
         self._write()
 
     def _write(self) -> None:
+        """Write all records to the file atomically; log a warning if that fails."""
         try:
             files.replace_bytes(self.path, b"".join(orjson.dumps(record) + b"\n" for record in self.records))
         except OSError as error:

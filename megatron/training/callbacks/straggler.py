@@ -15,18 +15,19 @@ from megatron.training.trainer import Callback
 # Compute time is the time of forward and backward passes without waits for other stages. With tensor parallelism it
 # includes waits for the tensor group: all ranks of the group then have similar times, and are reported together.
 #
-# Any rank may be slow once. ``StragglerDetector`` reports the ranks that are slow in several reports in a row.
+# Any rank may be slow once. ``StragglerDetector`` warns only if the same rank is slow in several consecutive reports.
 
 AS_REPLICA, AS_STAGE = 1.5, 2.0
-"""Factors over the peers' compute time from which a rank is clearly slower; stages differ by design."""
+"""A rank is clearly slower from this factor times the median compute time of its peers: the first one if the peers are
+replicas, the second one if they are other stages, whose times differ by design."""
 AT_LEAST_S = 0.02
-"""Minimum difference to the peers in seconds per step; smaller ones are the noise of small models."""
+"""Minimum difference to the peers in seconds per step; smaller differences are noise in small models."""
 ALIKE = 0.9
 IN_A_ROW = 3
 
 
 class StragglerWarning(Callback):
-    """Reports the slowest rank on rank 0; must come after ``SpeedMonitor``, whose measurements it reads."""
+    """Reports the slowest rank on rank 0; must be called after ``SpeedMonitor``, whose measurements it reads."""
 
     on_all_ranks = False
 
@@ -56,14 +57,14 @@ class Straggler(NamedTuple):
 
 
 class StragglerDetector:
-    """The slowest rank so far, and in how many reports in a row."""
+    """Counts the consecutive reports in which the same rank is the slowest."""
 
     def __init__(self) -> None:
         self._place: tuple[int, int, int] | None = None
         self._times = 0
 
     def judge(self, found: Straggler | None) -> str | None:
-        """Record the slowest rank of a report; return its description in every ``IN_A_ROW``-th report in a row."""
+        """Record the slowest rank of a report; return its text after every ``IN_A_ROW`` consecutive reports of it."""
         position = None if found is None else found.place
         self._times = self._times + 1 if position == self._place else 1
         self._place = position
@@ -73,12 +74,12 @@ class StragglerDetector:
 def slowest(per_step: Sequence[float], waited_s: Sequence[float], topology: Topology) -> Straggler | None:
     """Return the rank that is clearly slower than its peers, or None.
 
-    The peers of a rank are the ranks of the same stage in other replicas or context-parallel ranks. Without any, they
-    are the ranks of the other stages.
+    The peers of a rank are the ranks of its stage with another data-parallel or context-parallel rank. If there are
+    none, the peers are the ranks of the other stages.
 
     Args:
         per_step: seconds of compute per step, by rank.
-        waited_s: seconds of it that were spent waiting for data, by rank.
+        waited_s: seconds per step of this time that were spent waiting for data, by rank.
     """
     rank = max(range(len(per_step)), key=per_step.__getitem__)
     peers = _peers(rank, topology)

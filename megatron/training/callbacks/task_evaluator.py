@@ -20,14 +20,14 @@ from megatron.training.timeouts import EVALUATING
 from megatron.training.trainer import Callback
 
 KIND = "tasks"
-"""Kind of the records in metrics.jsonl."""
+"""Value of ``kind`` in the records of metrics.jsonl."""
 
 
 class TaskEvaluator(Callback):
     """Evaluates the tasks of a file every ``every`` steps and at the end. Collective.
 
-    Rank 0 reads the tasks; the other ranks run their shards of the model. Training is unaffected: the evaluation draws
-    no random numbers from its generators and reads no batches.
+    Rank 0 reads the tasks; the other ranks run their shards of the model. Training is unaffected: the evaluation uses
+    neither the random generators nor the batches of the training.
 
     Args:
         file: path of the task file for ``read_suite``.
@@ -58,6 +58,11 @@ class TaskEvaluator(Callback):
         run_on_rank_0(self.trainer.world, lambda: self._open(config))
 
     def _open(self, config: Config) -> None:
+        """Load the tasks and the chat template.
+
+        Raises:
+            ConfigError: a task cannot be loaded, or is not supported with --sequence-parallel.
+        """
         try:
             suite = read_suite(self._file)
             self._tasks = LoadedTasks(suite, self.trainer.world.kind)

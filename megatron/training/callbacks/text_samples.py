@@ -43,6 +43,7 @@ class TextSamples(Callback):
             self.prompts = []
 
     def _checked_writer(self) -> TextGenerator:
+        """Return the generator of the continuations, after encoding the prompts as a check."""
         trainer = self.trainer
         vocabulary = vocabulary_of(trainer.config, None)
         if vocabulary is None:
@@ -76,6 +77,7 @@ class TextSamples(Callback):
 
 
 def _adds_bos(config: Config) -> bool | None:
+    """Return False to encode prompts without a token for the beginning of sequence; None: the tokenizer's default."""
     return None if config.seeing.prompt_bos else False
 
 

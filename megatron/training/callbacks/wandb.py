@@ -64,9 +64,11 @@ class Wandb(Callback):
             self._run.close(has_failed=True)
 
     def _open(self, config: Config, folder: Path) -> None:
+        """Open the run at Weights & Biases; called on rank 0."""
         self._run = open_wandb(config, folder)
 
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Send the values of a record, if the run is open."""
         if self._run is not None:
             self._run.write(kind, step, dict(flat(kind, values)))
 
@@ -94,6 +96,7 @@ class WandbRun:
             )
 
     def _try(self, do: Any) -> None:
+        """Call ``do``; after an error, log it and send nothing more."""
         if self._run is None:
             return
         try:
@@ -141,11 +144,13 @@ def open_wandb(config: Config, folder: Path) -> WandbRun | None:
 
 
 def _made(folder: Path) -> str:
+    """Create ``folder`` and return its path."""
     folder.mkdir(parents=True, exist_ok=True)  # wandb silently uses another folder if this one is missing
     return str(folder)
 
 
 def _note_id(folder: Path, name: str) -> None:
+    """Store the id ``name`` of the run at Weights & Biases in the run folder."""
     try:
         files.replace_bytes(folder / NAME, json.dumps({"id": name}).encode() + b"\n")
     except OSError as error:
@@ -153,6 +158,7 @@ def _note_id(folder: Path, name: str) -> None:
 
 
 def _id_in(folder: Path) -> str | None:
+    """Return the id stored in the run folder, or None."""
     try:
         return str(json.loads((folder / NAME).read_text())["id"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -57,7 +57,7 @@ def get_batch_pipe(batch: dict[str, torch.Tensor] | None) -> tuple[tuple[Any, ..
 
 
 def forward_step(data_iterator: Any, bert: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the losses of one micro-batch by name, each a pair (sum, count); with one head only the pair."""
+    """Return the losses of one micro-batch: pairs (sum, count) by name, or a single pair if the model has one head."""
     fields = get_batch(None if data_iterator is None else next(data_iterator))
     return bert(**fields), {}
 
