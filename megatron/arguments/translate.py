@@ -352,7 +352,7 @@ def _sizes(values: Mapping[str, Any], world_size: int) -> BatchSizes | None:
 def _train_iters(
     found: Scan, values: dict[str, Any], asked: Mapping[str, int], sizes: BatchSizes, tokens: Fraction
 ) -> int:
-    """Set ``train_iters``; return the steps that are given or follow from samples, without the limit in tokens."""
+    """Set ``train_iters``, and return the number of steps before the limit by --train-tokens is applied."""
     explicit, samples, limit = (
         found.values.get("train_iters"),
         asked.get("--train-samples"),
@@ -418,9 +418,15 @@ def _in_samples(
 
 
 def _samples(found: Scan, name: str, in_tokens: int | None, sizes: BatchSizes, tokens: Fraction) -> Fraction | None:
-    """Return a length in samples as the flags give it. Tokens override samples, as in Megatron-DeepSpeed.
+    """Return the length of the decay or warm-up in samples; None if no flag sets it.
 
-    If steps and samples are both given, they must be the same length.
+    A length in tokens overrides one in samples, as in Megatron-DeepSpeed. If steps and samples are both given, they
+    must be the same length.
+
+    Args:
+        name: "decay" or "warmup".
+        in_tokens: length in tokens, or None.
+        tokens: tokens per sample.
     """
     steps, samples = found.values.get(f"lr_{name}_iters"), found.values.get(f"lr_{name}_samples")
     if in_tokens is not None:

@@ -33,11 +33,11 @@ OF_CONVERSATIONS = ("valid_sft", "chat_template", "sft_overlong")
 NOT_OF_CONVERSATIONS = (
     "data_impl", "packing", "fim_rate", "fim_spm_rate", "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
 )  # fmt: skip
-"""Fields that apply to token files but not to conversations, which are packed best-fit and kept apart."""
+"""Fields that apply to token files only. Conversations are always packed best-fit, without attention between them."""
 
 
 def data_problems(config: Config) -> Iterator[str]:
-    """Yield given data settings that have no effect, and paths that are missing next to others."""
+    """Yield data settings of the user that have no effect, and problems of incomplete sets of data paths."""
     given, data = config.given, config.data
     yield from _path_problems(config)
     yield from _sft_problems(config)
