@@ -46,7 +46,7 @@ The section of the family follows "model", under the family's name; the two sect
 """
 
 FIRST_FAMILY = "gpt2"
-"""Family of the first checkpoints, which do not name one."""
+"""Family of checkpoints that do not name one, written before other families existed."""
 
 IDENTITY = (
     "num_layers",

@@ -20,7 +20,7 @@ SOFTMAX, SIGMOID = "softmax", "sigmoid"
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFeatures:
-    """The experts of a decoder; a base of ``ModelConfig``. All fields take effect with ``num_experts`` only."""
+    """The experts of a decoder; a base of ``ModelConfig``. The fields have an effect only with ``num_experts``."""
 
     num_experts: int = _option(
         0,
@@ -99,7 +99,7 @@ class ExpertFeatures:
 
     @property
     def has_aux_loss(self) -> bool:
-        """True if a loss balances the experts."""
+        """True if an auxiliary loss balances the load of the experts."""
         return self.moe_router_load_balancing_type == AUX_LOSS and self.moe_aux_loss_coeff > 0
 
 
