@@ -320,9 +320,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="megatron-benchmark-") as temporary:
         folder = Path(temporary)
         if "preprocessing" in args.parts:
-            texts = list(
-                documents(60_000 if args.smoke else 2 << 20, args.seed + 1)
-            )  # different texts from those that are encoded
+            # The vocabulary is trained on other texts than the contenders encode.
+            texts = list(documents(60_000 if args.smoke else 2 << 20, args.seed + 1))
             vocabulary = folder / "bpe.json"
             vocabulary.write_bytes(train.train_bpe(texts, args.vocab_size))
             corpora = {}

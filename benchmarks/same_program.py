@@ -161,9 +161,8 @@ class Checkout:
             "TOKENIZERS_PARALLELISM": "false",
             **(more or {}),
         }
-        variables.pop(
-            "PYTHONDONTWRITEBYTECODE", None
-        )  # the second start of a user finds byte code; each checkout has its own
+        # Byte code is cached, as for a user, in a separate folder for each checkout.
+        variables.pop("PYTHONDONTWRITEBYTECODE", None)
         variables["PYTHONPYCACHEPREFIX"] = str(Path(tempfile.gettempdir()) / f"byte-code{self.root}".replace("/", "-"))
         return variables
 

@@ -232,10 +232,8 @@ def fetch_into(folder: Path, target: Target) -> Fetch:
 
 def _run(command: list[str]) -> str:
     """Return the output of a command that failed, otherwise ""."""
-    env = {
-        **os.environ,
-        "DS_BUILD_OPS": "0",
-    }  # builds DeepSpeed without compiled operators, as the set-up of this project does
+    # DeepSpeed is built without compiled operators, as in the set-up of this project.
+    env = {**os.environ, "DS_BUILD_OPS": "0"}
     process = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     return f"{process.stdout}{process.stderr}\n" if process.returncode else ""
 

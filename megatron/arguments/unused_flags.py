@@ -122,9 +122,8 @@ def _path_problems(config: Config) -> Iterator[str]:
             f"{', '.join(flags)} acts on --data-path only, got a path for each split. Leave it out, or give --data-path"
         )
     missing = [PATHS[name] for name, is_read in splits_read(config).items() if is_read and name not in given_paths]
-    if (
-        "valid_data_path" in given_paths and not config.checkpoint.eval_only
-    ):  # as in Megatron, without a test at the end
+    # As in Megatron, a run without test data skips the test at its end.
+    if "valid_data_path" in given_paths and not config.checkpoint.eval_only:
         missing = [flag for flag in missing if flag != PATHS["test_data_path"]]
     if missing:
         off = "" if missing == [PATHS["train_data_path"]] else ", or turn off what reads it (--eval-iters 0)"

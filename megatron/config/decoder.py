@@ -239,10 +239,8 @@ class DecoderFeatures(ExpertFeatures):
     @property
     def entering(self) -> tuple[str, str]:
         """Names of the batch fields that enter the first pipeline stage after the tokens, if they are present."""
-        names = (
-            "position_ids",
-            "segment_ids",
-        )  # only stage 0 has a position table, while rotary positions go to every stage
+        # A position table exists only on stage 0, so learned positions come first; rotary positions go to every stage.
+        names = ("position_ids", "segment_ids")
         return names if self.has_learned_positions else (names[1], names[0])
 
     @property

@@ -79,9 +79,8 @@ def s3(monkeypatch: pytest.MonkeyPatch, bucket: str = "bucket") -> Iterator[Any]
     try:
         host, port = server.get_host_and_port()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        urllib.request.urlopen(
-            f"http://{host}:{port}/moto-api/reset", data=b""
-        ).close()  # removes the contents of earlier servers
+        # Servers in one process share their contents, so remove what earlier servers stored.
+        urllib.request.urlopen(f"http://{host}:{port}/moto-api/reset", data=b"").close()
         files = fsspec.filesystem("s3")
         type(files).clear_instance_cache()  # cached instances have the address of an earlier server
         files = fsspec.filesystem("s3", skip_instance_cache=True)

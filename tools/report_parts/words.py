@@ -201,12 +201,12 @@ ZH = {
     "Commands and versions": "命令和版本",
     "{} samples read": "已读 {} 个样本",
 }
-"""English -> Chinese text, with {} for a value. It contains all text of the report that does not come from a run."""
+"""English -> Chinese text, with {} for values; contains all fixed texts of the report."""
 
 OF_SCRIPTS = (
     "log", "predicted", "nothing to draw", "show all", "show what differs", "steps", "step", "tokens", "hours",
 )  # fmt: skip
-"""Texts that a script inserts, in addition to those of the charts."""
+"""Texts that JavaScript inserts, in addition to the titles of the charts."""
 
 
 def bilingual(text: str, *values: Any) -> Html:
