@@ -84,7 +84,7 @@ def flags(prefix: Path, folder: Path, extra: str = "", script: ModuleType = pret
 
 
 def leave_out_what_takes_long() -> None:
-    """Disable plots and use a constant for this CPU's speed; both together take longer than a small run."""
+    """Disable plots and the measurement of this CPU's speed, which together take longer than a small run."""
     metrics_writer.draw_losses = lambda *_: None  # type: ignore[assignment]
     speed_monitor._measured_product_rate = lambda: 1e9
 
