@@ -45,7 +45,7 @@ SHARED = ("embedding.word.weight", "embedding.position.weight", "encoder.bias.we
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its global batch; ``bounds``, ``chunks``, ``schedule`` and ``recompute_every`` define the pipeline."""
+    """A model, its global batch, and its pipeline (``bounds``, ``chunks``, ``schedule`` and ``recompute_every``)."""
 
     enc_layers: int = 3
     dec_layers: int = 3

@@ -122,7 +122,18 @@ class Gather(nn.Module):
 
 @dataclass
 class Toy:
-    """A model, its data and its training settings."""
+    """A model, its data and its training settings.
+
+    Args:
+        kind: "chain" (dense layers), "tied" (an embedding that is also the head), "sharing" (layers with shared
+            modules) or "many" (layers that exchange five tensors).
+        wide: hidden size.
+        rows: samples in a micro-batch.
+        loss: "scalar" (a mean per micro-batch) or "pair" (a ``Weighted`` sum and count).
+        options: arguments of ``PipelineModule``.
+        pipeline: section "pipeline" of the engine's configuration.
+        config: other keys of the engine's configuration.
+    """
 
     kind: str = "chain"
     layers: int = 5
