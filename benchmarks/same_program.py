@@ -8,7 +8,7 @@
 
 | part | what must be the same |
 |---|---|
-| losses | GPT-2, T5, BERT, LLaMA-MoE, tp 2 x pp 2, dropout: losses, checkpoints; bitwise, with clipping 1e-12 or 1e-6 |
+| losses | losses and checkpoints of GPT-2, T5, BERT and LLaMA with experts on tp 2 x pp 2, with dropout (``CLIPS``) |
 | resume | runs resumed from checkpoints of the other checkout, native and DeepSpeed's, bitwise; older fixtures |
 | files | .bin and .idx byte for byte; keys of metrics.jsonl, stages.json, dump.json, plan.json, machine.json |
 | words | docs/flags.md, --help, --dry-run of 20 layouts, messages and exit codes of ten bad inputs: byte for byte |
@@ -71,7 +71,10 @@ SIZES = (
 )
 GRID = "--model-parallel-size 2 --pipe-parallel-size 2"
 CLIPS = {"--fp32 --clip-grad 0": 0.0, "--fp64 --clip-grad 0.1": 1e-12, "--fp32 --clip-grad 0.1": 1e-6}
-"""Flags -> allowed difference of losses and tensors; the gradient norm of every step is above 0.1."""
+"""Flags -> allowed difference of losses and tensors: 0 (bitwise) without clipping, 1e-12 or 1e-6 with clipping.
+
+The gradient norm of every step is above 0.1, so that --clip-grad 0.1 clips in every step.
+"""
 NORM_WITHIN = 1e-5
 """Allowed difference of logged gradient norms, whose sums may round differently.
 

@@ -226,7 +226,7 @@ PICTURES = {
 #
 # | link in a page | on the site |
 # |---|---|
-# | files of the repository outside docs/, such as ../tds/README.md | copies under repository/, pages rendered |
+# | files outside docs/, such as ../tds/README.md | copies in repository/; Markdown files become pages |
 # | headings, including Chinese ones | the same anchors as on GitHub |
 # | the page in the other language | a line below the title |
 

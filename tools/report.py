@@ -436,7 +436,7 @@ def _signed(value: float | None) -> str:
 
 
 def evaluation_table(run: RunFolder) -> Html | None:
-    """Return the evaluations of the run, followed by those of --eval-only in this folder; None without any."""
+    """Return a table of the evaluations during the run and with --eval-only; None if there are none."""
     rows = []
     for record in [*run.of_kind("valid"), *run.of_kind("test"), *run.evaluations]:
         loss, perplexity = (number(record.get(name)) for name in ("loss", "perplexity"))

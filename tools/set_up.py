@@ -230,7 +230,7 @@ def torch_index() -> str:
 
 
 def installed_build(prefix: Path) -> str:
-    """Return the build of the torch in an environment, such as "cpu" or "cu130"; "" if it is unknown."""
+    """Return the build of torch in an environment, such as "cpu" or "cu130"; "" if it is unknown."""
     for path in prefix.glob("lib/python*/site-packages/torch/version.py"):
         text = path.read_text()
         cuda = re.search(r"^cuda\b[^=\n]*= *(?:'([^']*)'|None)", text, re.MULTILINE)

@@ -1,8 +1,8 @@
 """Test and benchmark the project on the GPU of this machine, and save the results.
 
-    bash benchmarks/gpu/run.sh                          # all parts that are missing, 26 minutes at most
-    bash benchmarks/gpu/run.sh --out seen train speed   # these, with results in the folder "seen"
-    bash benchmarks/gpu/run.sh --device cpu             # the dry form: toy sizes, to try the program itself
+    bash benchmarks/gpu/run.sh                          # all parts without results, at most 26 minutes
+    bash benchmarks/gpu/run.sh --out seen train speed   # only the parts train and speed; results in the folder "seen"
+    bash benchmarks/gpu/run.sh --device cpu             # a dry run with toy sizes, to test the benchmark itself
 
 Each case ends with a line (passed, failed, skipped with a reason, not run for lack of time), and a failure does not
 stop the other cases. Results are written to gpu-<device>-<date>.json in --out. A second start with the same device and

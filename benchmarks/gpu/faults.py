@@ -3,8 +3,8 @@
 | fault | expected outcome |
 |---|---|
 | the host waits for the device | one wait per step, for losses and norm; none within a micro-batch |
-| an allocation fails while memory is kept for reuse | it is freed and the step continues, with the same losses |
-| a layer of a pipeline waits for the whole device | the step ends, with the same losses |
+| an allocation fails while the allocator caches memory | the cache is freed and the step has the same losses |
+| a layer of a pipeline synchronizes the whole device | the step ends (no deadlock) with the same losses |
 | a batch that does not fit in memory | code 1, one line: bytes, step, micro-batch, and which sizes to reduce |
 | two ranks on one GPU under NCCL | code 2 on all, naming both ranks and the device |
 | LOCAL_RANK beyond the devices | code 2, naming both numbers |
@@ -283,7 +283,7 @@ def rank_of(launcher: int, rank: int) -> int:
     """Return the process id of a rank among the launcher's children.
 
     Raises:
-        AssertionError: there is none.
+        AssertionError: no child has this rank.
     """
     for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
         if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):

@@ -335,7 +335,7 @@ def environment(machine: Machine, more: Mapping[str, str] | None = None) -> dict
 def started(
     machine: Machine, words: Sequence[str], output: int | IO[str], env: Mapping[str, str] | None, cwd: Path = ROOT
 ) -> subprocess.Popen[str]:
-    """Start ``words`` in a separate process group, which a signal can end as a whole.
+    """Start ``words`` in a separate process group, so that one signal ends all its processes.
 
     The processes die with the thread that starts them, so that a killed benchmark leaves nothing on the device.
     """

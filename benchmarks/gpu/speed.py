@@ -269,7 +269,7 @@ def require_bf16() -> None:
     """Check that the GPU supports bf16 products.
 
     Raises:
-        Skip: it does not.
+        Skip: the GPU does not support them.
     """
     import torch
 

@@ -217,7 +217,7 @@ def judge_bits(run: Run, other: Run) -> str:
     """Check that losses and gradient norms of two runs are bitwise identical.
 
     Raises:
-        AssertionError: they are not; the message has the first step that differs.
+        AssertionError: the runs differ; the message has the first step that differs.
     """
     assert run.steps == other.steps, f"the steps {spans(run.steps)} were done, against {spans(other.steps)}"
     assert run.steps, "no step was recorded"
@@ -230,7 +230,7 @@ def judge_weights(machine: Machine, one: Path, other: Path) -> str:
     """Check that two checkpoints are bitwise identical, including the optimizer states.
 
     Raises:
-        AssertionError: they are not; the message has the differences.
+        AssertionError: the checkpoints differ; the message has the differences.
     """
     process = python(machine, str(ROOT / "tools" / "inspect_checkpoint.py"), str(one), "--compare", str(other))
     assert process.code == 0, (
@@ -288,7 +288,7 @@ class Live:
 
 
 def begin(machine: Machine, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Live:
-    """Start ``words`` and return at once; ``close`` must be called."""
+    """Start ``words`` in the background; the caller must call ``close``."""
     with open(log, "w") as file:
         process = started(machine, words, file, env)
     return Live(process, log, machine.end)

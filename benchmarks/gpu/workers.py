@@ -5,8 +5,8 @@
     python benchmarks/gpu/workers.py ease FILE gpt2 --device cuda --bf16 --deterministic
     python -m torch.distributed.run --nproc-per-node 2 benchmarks/gpu/workers.py pause FILE BACKEND SCHEDULE
     python -m torch.distributed.run --nproc-per-node 2 benchmarks/gpu/workers.py plain FILE BACKEND SCHEDULE
-    python benchmarks/gpu/workers.py nan@5 FLAGS...     # pretrain_gpt2.py: the losses of step 5 are no numbers
-    python benchmarks/gpu/workers.py one-gpu FLAGS...   # the same: every rank takes the first GPU that it sees
+    python benchmarks/gpu/workers.py nan@5 FLAGS...     # pretrain_gpt2.py with NaN losses in step 5
+    python benchmarks/gpu/workers.py one-gpu FLAGS...   # pretrain_gpt2.py with all ranks on the first GPU
 
 The first five write their results to FILE as JSON. "pressure" limits torch's allocator from the third step on, and
 "ease" is the same without a limit. In "pause" the layers of a tds pipeline synchronize with the device and free cached

@@ -556,7 +556,7 @@ def _tokenizer_type(found: Scan, values: Mapping[str, Any]) -> None:
 
 
 def _dense_only(found: Scan, values: Mapping[str, Any]) -> None:
-    """Reject flags that are ignored in models without experts only, if this model has experts."""
+    """Reject flags with the rule dense-only if the model has experts; in a dense model they are ignored."""
     if (values.get("num_experts") or 0) <= 1:
         return
     flags = [name for name in found.ignored if name.startswith("--")]
@@ -630,7 +630,7 @@ def _word(value: bool) -> str:
 
 
 def _gelu(found: Scan, values: dict[str, Any]) -> None:
-    """Set the GELU that Megatron's switches for a fused kernel imply: the fused kernel computes the tanh form."""
+    """Set the form of GELU from Megatron's switches for a fused kernel, which computes the tanh form."""
     for flag, before, after in (
         ("--no-bias-gelu-fusion", "gelu-tanh", "gelu"),
         ("--bias-gelu-fusion", "gelu", "gelu-tanh"),

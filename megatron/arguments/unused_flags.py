@@ -281,7 +281,7 @@ def format_problems(config: Config) -> Iterator[str]:
 
 
 def kept_notes(config: Config) -> Iterator[str]:
-    """Yield notes if the JSON or the defaults control saved layer inputs, but none are saved or none can be sharded."""
+    """Yield notes about settings for saved layer inputs that have no effect and come from the JSON or the defaults."""
     parallel = config.parallel
     flags = [flag for name, flag in KEPT.items() if getattr(parallel, name) and name not in config.given]
     if flags and not parallel.checkpoint_activations:

@@ -22,7 +22,7 @@ DECODER_COSTS = "megatron.costs.decoder_cost:costs"
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyConfig:
-    """Base of the family sections such as ``LlamaConfig``; by itself the section of a decoder without its own flags.
+    """Base class of the family sections such as ``LlamaConfig``, and the section of decoders without their own flags.
 
     The fields of a subclass are the family's own flags. The class variables below define how a family treats the flags
     of other sections.
@@ -49,7 +49,7 @@ class FamilyConfig:
     NO_IDENTITY: ClassVar[tuple[str, ...]] = ()
     """Fields of the model section that two runs of this family need not share."""
     SIDES: ClassVar[tuple[str, ...]] = ()
-    """Fields with the number of layers of each side, if the layers are not one stack; 0 stands for --num-layers."""
+    """Fields with the number of layers of encoder and decoder, for an encoder-decoder; 0 stands for --num-layers."""
     READS_SPAN_FILES: ClassVar[bool] = False
     """True if a corpus may be a set of CPM's three files."""
 

@@ -1,4 +1,4 @@
-"""Bytes of live tensors, counted at every operation."""
+"""Count the bytes of live tensors at every operation."""
 
 from __future__ import annotations
 

@@ -95,10 +95,13 @@ def train_ranks(
     before: Callable[[int], None] | None = None,
     script: ModuleType = pretrain_gpt2,
 ) -> tuple[list[int], Any]:
-    """Train in forked ranks; return their exit codes, and their output on stderr and stdout.
+    """Train in forked ranks; return the exit code and the result (None) of each rank.
 
     Args:
         before: fault injector, called first in each forked process with the rank.
+
+    Raises:
+        AssertionError: a rank exited with code 1; the message has the tracebacks.
     """
     codes, results, reports = fork_ranks(num_ranks, _train, argv, num_ranks, before, script.__name__, deadline_s=100.0)
     if any(code == 1 for code in codes):

@@ -114,7 +114,7 @@ def whole_weights(module: Model, optimizer: MixedPrecisionOptimizer, grid: Grid)
 
 
 def alone() -> tuple[Model, MixedPrecisionOptimizer]:
-    """Return the model and optimizer on one replica with offloaded weights, which are stored like shards."""
+    """Return the model and its optimizer on one replica, with ZeRO 3 and offloaded weights."""
     module = Model()
     optimizer = build_optimizer(
         module.parameters(), zero_stage=3, data=SINGLE, lr=1e-2, offload=OffloadConfig(parameters=True)

@@ -35,7 +35,7 @@ def joined(parts: Iterable[Any], between: str = "") -> Html:
 
 
 def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], **attributes: Any) -> Html:
-    """Return a table that scrolls if it is too wide; a cell that is already a <td> element is used as it is."""
+    """Return a table that scrolls if it is too wide. Cells are wrapped in <td> unless they are <td> elements."""
     body = [tag("tr", *[_cell(cell) for cell in row]) for row in rows]
     inner = joined([tag("thead", tag("tr", *[tag("th", cell) for cell in head])), tag("tbody", *body)])
     return tag("div", tag("table", inner, **attributes), class_="scroll")
