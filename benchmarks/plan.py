@@ -138,7 +138,7 @@ EXPERT_CASES = (
     Case("llama", 4, f"{SHARED_OUT} {PIPE}"),
     Case("llama", 4, f"{SHARED_OUT} {TENSOR} --sequence-parallel"),
 )
-"""Compared with --memory-only; steps of layers with experts have not been timed."""
+"""Cases that run only with --memory-only: the step times of layers with experts have not been measured."""
 
 
 TIME_BAR, MEMORY_BAR = 0.15, 0.10

@@ -51,7 +51,7 @@ sys.path.insert(0, str(ROOT))
 
 try:
     from benchmarks import same_program_compare as compare
-except ModuleNotFoundError as error:  # numpy
+except ModuleNotFoundError as error:  # numpy is not installed
     from megatron.environment import exit_if_outside
 
     exit_if_outside(error)

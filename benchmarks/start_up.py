@@ -30,10 +30,17 @@ FIRST_STEP = "--train-iters 1 --log-interval 1 --eval-iters 0 --warmup 0"
 
 
 def measured(command: list[str], until: str, ranks: int) -> tuple[float, float]:
-    """Run a command; return the wall seconds until a line starts with ``until``, and the CPU seconds until its end.
+    """Run a command and measure its time.
+
+    Args:
+        until: start of the line at which the wall time ends; "" for the end of the command.
+        ranks: number of ranks, for run scripts; 0 for other commands.
+
+    Returns:
+        Wall seconds until that line, and CPU seconds of the whole command.
 
     Raises:
-        RuntimeError: the command fails, or prints no line that starts with ``until``. With "" the end is measured.
+        RuntimeError: the command fails, or prints no such line.
     """
     env = {**os.environ, "GPUS_PER_NODE": str(ranks)} if ranks else dict(os.environ)
     before, start, wall_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter(), 0.0

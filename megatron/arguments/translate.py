@@ -386,8 +386,8 @@ def _in_samples(
 ) -> None:
     """Set the lengths of decay and warm-up in samples, and the step at which the decay ends.
 
-    A length in steps is converted to the number of samples in that many steps: the first steps of the run, or the last
-    steps of the decay for wsd. Steps of a ramp-up have fewer samples.
+    Lengths in steps are converted to samples: those of the first N steps of the run for decay and warm-up, and those of
+    the last N steps of the decay for ``lr_wsd_decay_iters``. Steps of a batch ramp-up have fewer samples.
 
     Args:
         whole: samples of the run without the limit by --train-tokens.

@@ -38,7 +38,7 @@ class BatchConfig:
     """``global batch = batch_size x gas x data-parallel size``; an iteration is an optimizer step in every mode.
 
     In an elastic job the last replicas may run one micro-batch less than ``gas`` (``megatron.config.elastic``). The
-    requested global batch is then less than the product, by less than one micro-batch per replica.
+    global batch is then ``requested_global_batch_size``, which is less than this product.
     """
 
     batch_size: int = option(

@@ -168,7 +168,7 @@ class Config:
 
     @property
     def refitted(self) -> tuple[str, ...]:
-        """Names in ``identity`` that may differ: the weights still load, but the model computes something else."""
+        """Names in ``identity`` that may differ: the weights still load, but the outputs change."""
         return (*(decoder.REFITTED if self.own.KIND == "decoder" else ()), *self.own.REFITTED)
 
     def to_dict(self) -> dict[str, Any]:

@@ -262,7 +262,7 @@ REFITTED = (
     "clip_qkv", "embedding_multiplier", "residual_scale", "dim_model_base", "mup_base_hidden_size", "mup_base_head_dim",
     *experts.REFITTED,
 )  # fmt: skip
-"""Fields of ``IDENTITY`` that --finetune may change: the weights fit, but the model computes something else."""
+"""Fields of ``IDENTITY`` that --finetune may change: the weights fit, but the outputs change."""
 ARCHITECTURE = (
     "hidden_bias", "untie_embeddings", "activation", "layernorm_epsilon", "apply_residual_connection_post_layernorm",
     "position_embedding_type", "rotary_base", "rotary_scaling", "rotary_scaling_factor",

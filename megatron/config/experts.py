@@ -117,7 +117,7 @@ REFITTED = (
     "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
     "moe_router_num_groups", "moe_router_group_topk", "moe_expert_capacity_factor", "moe_token_drop_policy",
 )  # fmt: skip
-"""Fields that may differ when weights are loaded: the weights fit, but the model computes something else."""
+"""Fields that may differ when weights are loaded: the weights fit, but the outputs change."""
 
 
 def has_experts(model: Any, layer: int) -> bool:

@@ -45,7 +45,7 @@ class FamilyConfig:
     IDENTITY: ClassVar[tuple[str, ...]] = ()
     """Fields of this section that two runs must share so that one can load the other's weights."""
     REFITTED: ClassVar[tuple[str, ...]] = ()
-    """Fields of ``IDENTITY`` that --finetune may change: the weights load, but the model computes something else."""
+    """Fields of ``IDENTITY`` that --finetune may change: the weights load, but the outputs change."""
     NO_IDENTITY: ClassVar[tuple[str, ...]] = ()
     """Fields of the model section that two runs of this family need not share."""
     SIDES: ClassVar[tuple[str, ...]] = ()
