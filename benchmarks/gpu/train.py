@@ -139,7 +139,7 @@ def train(machine: Machine, family: str, folder: Path, extra: str = "", **more: 
     """Run the script of ``family`` to its last step and return its records.
 
     Raises:
-        AssertionError: its exit code is not 0.
+        AssertionError: the exit code of the script is not 0.
     """
     return read_run(folder, start(machine, family, folder, extra, **more).check().seconds)
 
@@ -272,7 +272,7 @@ class Live:
         """Wait for the script and return its exit code.
 
         Raises:
-            AssertionError: it did not end within ``within_s`` seconds or the case's time.
+            AssertionError: the script did not end within ``within_s`` seconds or the time of the case.
         """
         limit = min(within_s, self.end - time.monotonic())
         try:

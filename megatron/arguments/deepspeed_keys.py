@@ -208,7 +208,7 @@ PIPELINE = {
 }
 """Keys of "pipeline" that set a field of ``Config`` if there is a pipeline."""
 ON_BY_DEFAULT = ("overlap_reduction",)
-"""Keys that are true by default. They are passed to the engine if false; all other keys are passed if set."""
+"""Keys of "pipeline" whose default is true. They are passed to the engine only if false, other keys only if set."""
 
 SECTIONS = {
     "fp16": FP16, "bf16": BF16, "zero_optimization": ZERO, "optimizer": OPTIMIZER,
