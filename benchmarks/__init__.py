@@ -1,1 +1,1 @@
-"""Benchmarks of speed and memory, and the programs and models that they compare with."""
+"""Benchmarks of speed and memory, and the reference programs and models for comparison."""

@@ -8,12 +8,12 @@ Contenders take turns in the same processes in rotating order, and each load is 
 reports medians over rounds and ratios within rounds. Files are read right after they were written, from the page cache.
 Bars:
 
-| ratio | at most |
-|---|---|
-| a save with checksums, flush and commit to torch.save and a flush of its file | 1.3 |
-| the stall of an asynchronous save to the same | 0.45 |
-| verification of every byte to the save | 0.25 |
-| the stall to 30 minutes, the default time between saves | 0.01 |
+| time | relative to | at most |
+|---|---|---|
+| a save with checksums, flush and commit | torch.save and a flush of its file | 1.3 |
+| the stall of an asynchronous save | torch.save and a flush of its file | 0.45 |
+| verification of every byte | the save | 0.25 |
+| the stall of an asynchronous save | 30 minutes, the default time between saves | 0.01 |
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Seconds = dict[str, float]
 
 @dataclass
 class Result:
-    """Seconds of each measure by round, bytes of the full state and of each contender's files."""
+    """Measured seconds by name and round, bytes of the full state, and bytes of each contender's files."""
 
     seconds: dict[str, list[float]]
     state_bytes: int
@@ -87,10 +87,10 @@ def make_state(num_bytes: int, grid: Grid) -> Callable[[], list[TensorRecord]]:
 
 
 def check_load(tensors: Sequence[torch.Tensor], load: Callable[[], Any]) -> None:
-    """Zero the tensors and load them.
+    """Set the tensors to zero, load them, and compare checksums with their former values.
 
     Raises:
-        RuntimeError: a bit differs after the load.
+        RuntimeError: the checksum of a tensor differs after the load.
     """
     before = [int(tensor.view(torch.int32).sum()) for tensor in tensors]
     for tensor in tensors:
@@ -119,7 +119,7 @@ def measure_rank(rank: Rank, num_bytes: int, rounds: int, folder: Path, other: P
     background, files_bytes = AsyncSaver(grid.host), dict[str, int]()
 
     def timed(work: Callable[[], Any]) -> tuple[float, Any]:
-        """Return the seconds of the slowest rank and the result."""
+        """Call ``work``; return the seconds of the slowest rank and the result."""
         dist.barrier()
         start = time.perf_counter()
         result = work()
@@ -199,7 +199,12 @@ def measure_rank(rank: Rank, num_bytes: int, rounds: int, folder: Path, other: P
 
 
 def bars_of(seconds: dict[str, list[float]], interval_s: float = DEFAULT_INTERVAL_S) -> list[Bar]:
-    """Return the bars for the seconds of all rounds and the interval between two saves."""
+    """Return the required ratios with their measured values.
+
+    Args:
+        seconds: name of a measure -> seconds of each round.
+        interval_s: seconds between two saves of a run.
+    """
     flushed, save, stall = seconds["torch.save + fsync"], seconds["save"], seconds["stall of an async save"]
     return [
         Bar("save / (torch.save + fsync)", ratio_quartiles(save, flushed), at_most=1.3),

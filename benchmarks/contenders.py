@@ -11,8 +11,9 @@
 | LLaMA | hf | ``LlamaForCausalLM`` with SDPA, no cache, in the plain loop |
 
 All contenders of a family start from the same weights, train on the same random batches and compute the same function.
-A contender imports DeepSpeed or transformers itself, so that its memory does not include libraries of another one.
-Sizes have the names of the flags: each field is one.
+Only the functions that need DeepSpeed or transformers import them, so that the memory of a contender does not include
+the libraries of another one.
+The fields of the sizes have the names of the flags.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class T5Sizes:
     """Sizes of a T5 with equal numbers of layers on both sides; the default is Hugging Face's "t5-small".
 
     Args:
-        dec_seq_length: 0 for the target length that follows from ``enc_seq_length``: 512 inputs have 114 targets.
+        dec_seq_length: number of targets; 0 to derive it from ``enc_seq_length`` (114 targets for 512 inputs).
     """
 
     family: ClassVar[str] = "t5"
@@ -212,7 +213,7 @@ class MeanLoss(nn.Module):
     """Wrapper that maps tokens and labels to the mean loss of a Hugging Face model.
 
     Args:
-        names: keyword arguments of the model that receive the labels.
+        names: names of the model's keyword arguments to which the labels are passed.
     """
 
     def __init__(self, inner: nn.Module, names: tuple[str, ...] = ("labels",)) -> None:
@@ -224,10 +225,10 @@ class MeanLoss(nn.Module):
 
 
 class PlainLoop:
-    """Training of a model that returns a mean loss, as in small scripts: no engine, fused AdamW, torch's clipping.
+    """Training loop of a small script: no engine, fused AdamW, torch's clipping of gradients.
 
     Args:
-        model: called with tokens and labels.
+        model: module that maps tokens and labels to the mean loss.
         pair_of: function from a batch to tokens and labels.
         dtype: bf16 runs the forward pass under autocast; the weights are fp32.
     """
@@ -274,7 +275,11 @@ def filled(model: torch.nn.Module, rule: Rule) -> dict[str, torch.Tensor]:
 
 
 def ours(sizes: Sizes, batch_size: int, kind: str, dtype: str, more: str = "") -> Step:
-    """Return the step of our engine, built from flags like a user's run; ``more`` are additional flags."""
+    """Return the training step of our engine, built from flags like a user's run.
+
+    Args:
+        more: additional flags.
+    """
     from megatron.mpu.random import DropoutStreams
     from megatron.training import global_vars
     from megatron.training.initialize import start
@@ -327,7 +332,7 @@ def hf(sizes: GPTSizes, batch_size: int, kind: str, dtype: str) -> Step:
 
 
 def plain(sizes: GPTSizes, batch_size: int, kind: str, dtype: str, *, is_compiled: bool = False) -> Step:
-    """Return the step of the small script."""
+    """Return the training step of ``PlainGPT`` in the plain loop."""
     model = PlainGPT(sizes)
     hf_weights = from_ours(our_weights(sizes), sizes.num_attention_heads)
     model.load_state_dict(dict(_plain_state(hf_weights)))
@@ -350,7 +355,7 @@ _PLAIN_NAMES = {
 
 
 def _plain_state(theirs: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the plain model's names and weights; Hugging Face stores matrices transposed."""
+    """Convert Hugging Face's weights to the names of ``PlainGPT``; Hugging Face stores the matrices transposed."""
     for name, weight in theirs.items():
         stem, _, suffix = name.removeprefix("transformer.").rpartition(".")
         if stem == "lm_head":
@@ -426,4 +431,4 @@ CONTENDERS: dict[str, dict[str, Contender]] = {
     "t5": {**_OURS, "hf": t5_hf},
     "llama": {**_OURS, "hf": llama_hf},
 }
-"""Family -> name -> function that builds the step."""
+"""Family -> name of a contender -> function that builds its training step."""

@@ -65,7 +65,8 @@ Source = Callable[[random.Random], str]
 def documents(num_bytes: int, seed: int) -> Iterator[str]:
     """Yield texts in Chinese, English or code until their UTF-8 bytes reach ``num_bytes``.
 
-    In sentences of the repository, 30 % of the words are replaced, so that tokenizers cannot cache the few sentences.
+    The texts are sentences of the repository. Random words replace 30 % of their words, so that tokenizers cannot cache
+    the sentences.
     """
     rng = random.Random(seed)
     sources, written = _sources(), 0
@@ -77,7 +78,7 @@ def documents(num_bytes: int, seed: int) -> Iterator[str]:
 
 @functools.cache
 def _sources() -> tuple[Source, Source, Source]:
-    """Return the generators of Chinese, English and code."""
+    """Return functions that generate a Chinese text, an English text, and code."""
     import jieba
     import rjieba
 
@@ -116,7 +117,7 @@ def _sources() -> tuple[Source, Source, Source]:
 
 
 def write_corpus(path: Path, num_bytes: int, seed: int) -> Path:
-    """Write such a corpus as JSON lines."""
+    """Write ``documents`` as JSON lines and return ``path``."""
     with open(path, "wb") as file:
         for text in documents(num_bytes, seed):
             file.write(orjson.dumps({"text": text}) + b"\n")
@@ -125,7 +126,7 @@ def write_corpus(path: Path, num_bytes: int, seed: int) -> Path:
 
 @dataclass(frozen=True)
 class Encoder:
-    """The work of a reference worker; ``make`` is called once per worker."""
+    """Encoder of the reference workers; each worker calls ``make`` once to create its tokenizer."""
 
     make: Callable[[], Encode]
     eod_id: int
@@ -161,7 +162,7 @@ def run_reference(corpus: Path, prefix: Path, encoder: Encoder, num_workers: int
 BPE, GIGATOKEN = "bpe", "gigatoken"
 BARS = {BPE: 1.3, GIGATOKEN: 8.0}
 SHARE_OF_CORPUS = {BPE: 1.0, GIGATOKEN: 12.0}
-"""Corpus size relative to --megabytes: the start-up of gigatoken must be short relative to the job."""
+"""Tokenizer -> corpus size relative to --megabytes; gigatoken needs a larger one, because its start-up is slow."""
 OURS, REFERENCE = "ours", "reference"
 
 
@@ -176,7 +177,10 @@ def bpe_encode(path: Path) -> Encode:
 def measure_preprocessing(
     vocabulary: Path, corpora: Mapping[str, Path], workers: Sequence[int], rounds: int, folder: Path
 ) -> tuple[dict[str, list[float]], list[Bar]]:
-    """Return MB/s of each contender by round, and the bars; ``corpora`` has a corpus for each tokenizer.
+    """Return MB/s of each contender by round, and the required ratios.
+
+    Args:
+        corpora: tokenizer -> corpus.
 
     Raises:
         RuntimeError: a contender failed, or the contenders of a tokenizer wrote different tokens.
@@ -202,7 +206,7 @@ def measure_preprocessing(
 
 
 def job(vocabulary: Path, name: str, who: str, num_workers: int, corpus: Path, folder: Path) -> tuple[float, str]:
-    """Run one job; return its seconds and a hash of the tokens."""
+    """Run one job of our tool or the reference (``who``); return its seconds and a hash of the tokens."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     prefix, make_tokenizer = folder / "tokens", partial(tokenizer.build, tokenizer_path=vocabulary)
@@ -258,7 +262,7 @@ class Start:
         self.prefix, self.cache, self.rank = prefix, cache, rank
 
     def run(self) -> tuple[float, int]:
-        """Return the seconds, and the bytes of memory added to the process."""
+        """Open the corpus and read samples; return the seconds and the bytes of private memory that this added."""
         before, start = _private_bytes(), time.perf_counter()
         cache = IndexCache(self.cache)
         file = IndexedDataset(self.prefix, cache=cache)
@@ -278,7 +282,11 @@ def _private_bytes() -> int:
 
 
 def measure_start(folder: Path, num_documents: int, ranks: int) -> dict[str, tuple[float, int]]:
-    """Return (seconds of the slowest rank, largest memory added by a rank) for a first and a second start."""
+    """Start with an empty cache, then again with that cache.
+
+    Returns:
+        Name of a start -> (seconds of the slowest rank, largest number of bytes added by a rank).
+    """
     write_tokens(folder / "corpus", num_documents)
     results = {}
     for name in ("empty cache", "cache of the first start"):
@@ -320,9 +328,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="megatron-benchmark-") as temporary:
         folder = Path(temporary)
         if "preprocessing" in args.parts:
-            texts = list(
-                documents(60_000 if args.smoke else 2 << 20, args.seed + 1)
-            )  # different texts from those that are encoded
+            # The vocabulary is trained on other texts than the contenders encode.
+            texts = list(documents(60_000 if args.smoke else 2 << 20, args.seed + 1))
             vocabulary = folder / "bpe.json"
             vocabulary.write_bytes(train.train_bpe(texts, args.vocab_size))
             corpora = {}

@@ -6,13 +6,17 @@
 Each run is ``pretrain_gpt2.py`` under the real launcher, forked from this process, which has imported torch. It trains
 a tiny GPT-2 with dropout and saves every one or two steps, synchronously or in the background. SIGKILL hits one rank,
 all ranks or the launcher while the run starts, loads, steps or saves; some kills are followed by a corrupted
-``latest``. The launcher, or the next launcher with the same command, must then continue automatically. A run that does
-not is bricked.
+``latest``. The launcher, or the next launcher with the same command, must then continue automatically. Otherwise the
+run is called bricked.
 
-Every start is checked: it resumes from the newest durable checkpoint and loses at most one save interval (two with
---async-save); each step has bitwise the loss of the undisturbed run and reads the same samples; if each start counts
-up to the step where the next one resumes, no sample is lost or repeated. Between starts every checkpoint verifies, and
-at the end no file of a killed save is left. The exit code is 1 if a check fails; the folder of such a run is kept.
+Checks:
+
+* Every start resumes from the newest durable checkpoint and loses at most one save interval (two with --async-save).
+* Each step reads the same samples as in the undisturbed run and has bitwise the same loss.
+* No sample is lost or repeated, not counting steps that a later start repeats.
+* All checkpoints are valid after each launcher, and at the end no file of a killed save is left.
+
+The exit code is 1 if a check fails; the folder of such a run is kept.
 """
 
 from __future__ import annotations
@@ -62,12 +66,18 @@ from megatron.training.callbacks.metrics_writer import read_metrics
 RESTARTED = 4
 """Exit code of a launcher whose rank was killed and that has no restarts left."""
 MOST_RESTARTS = 2
-"""Maximum number of restarts of a launcher; a third restart without progress would end the job, as intended."""
+"""Maximum number of restarts of a launcher; it ends the job by design after a third restart without progress."""
 
 
 @dataclass
 class Kill:
-    """A kill that ended the start ``number``, in phase ``phase`` of the run, at the time ``at`` (``time.time()``)."""
+    """A kill that ended a start.
+
+    Args:
+        number: indices of the launcher and of its start.
+        phase: phase of the run at the kill.
+        at: time of the kill, as ``time.time()``.
+    """
 
     number: Number
     phase: str
@@ -91,7 +101,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Whole:
-    """The undisturbed run with which the others are compared."""
+    """The undisturbed run, which is the reference for the killed runs."""
 
     start: Start
     losses: list[tuple[int, str, str]]
@@ -113,9 +123,9 @@ def run_whole(case: Case, corpus: Path, place: Path) -> Whole:
 
 
 def run_killed(case: Case, whole: Whole, place: Path, draw: random.Random, moments: Iterable[Moment]) -> Outcome:
-    """Kill runs of ``case`` at these moments, start after start, until the run finishes; check all starts.
+    """Run ``case``, kill each start at the next of ``moments`` until the run finishes, and check all starts.
 
-    Moments that the run does not reach are dropped. A run without problems leaves nothing in ``place``.
+    Moments that the run does not reach are dropped. The folder ``place`` is removed if there are no problems.
     """
     chain = Chain(case, whole.corpus, place, draw, iter(moments))
     while not chain.is_done:
@@ -127,7 +137,7 @@ def run_killed(case: Case, whole: Whole, place: Path, draw: random.Random, momen
 
 
 class Chain:
-    """A run over several launchers. Each starts the ranks once or more, and the next launcher resumes the run."""
+    """A run over several launchers, each of which resumes it. A launcher starts the ranks one or more times."""
 
     def __init__(self, case: Case, corpus: Path, place: Path, draw: random.Random, moments: Iterator[Moment]) -> None:
         self.case, self.place, self.run, self.record = case, place, place / "run", place / "record"
@@ -165,7 +175,11 @@ class Chain:
         return None
 
     def _kill_starts(self, job: Job) -> str | None:
-        """Kill each start of ``job`` while there are moments; return the last victims, None if nothing was killed."""
+        """Kill each start of ``job`` at the next moment, as long as moments are left.
+
+        Returns:
+            Victims of the last kill, None if the last start was not killed.
+        """
         start, victims = -1, None
         while (next_start := job.next_start(start)) is not None:
             self.outcome.starts += 1
@@ -185,7 +199,7 @@ class Chain:
         kill = Kill((self.outcome.lives, start), self._phase(job, start, moment), moment.victims, time.time())
         if not job.kill(moment, self._draw):
             return None
-        if job.next_start(start) is not None or job.code != 0:  # otherwise the kill came after the job had finished
+        if job.next_start(start) is not None or job.code != 0:  # a job with code 0 had finished before the kill
             self.outcome.kills.append(kill)
         return moment.victims
 
@@ -211,7 +225,7 @@ class Chain:
             out.problems += left_over(self.run, self.case.keep_last, has_saved=has_saved)
 
     def _seconds_to_next_step(self, starts: dict[Number, Start]) -> Iterator[float]:
-        """Yield the seconds from each kill to the next step, if the launcher's next start reached one."""
+        """Yield the seconds from each kill to the first step of the launcher's next start, if it reached a step."""
         for kill in self.outcome.kills:
             life, idx = kill.number
             following = starts.get((life, idx + 1))
@@ -226,13 +240,13 @@ Number = tuple[int, int]
 
 @dataclass
 class Start:
-    """One start of a run; a rank that was killed early has no entries.
+    """Records of one start; a rank that was killed early has no entries.
 
     Args:
         begins: rank -> step after which it resumes.
         loaded: rank -> name of the checkpoint that it loaded.
         steps: rank -> step -> (loss, checksums of the samples read).
-        durable: steps of the checkpoints that it reported to the launcher.
+        durable: steps of the durable checkpoints that rank 0 reported to the launcher.
         times: times of all steps of all ranks, as ``time.time()``.
     """
 
@@ -293,7 +307,7 @@ def _steps_that_differ(starts: dict[Number, Start], whole: Start) -> Iterator[st
 
 
 def _detours(case: Case, starts: dict[Number, Start]) -> Iterator[str]:
-    """Yield starts that resume from a wrong step: ranks that disagree, or more than a save interval lost."""
+    """Yield starts that resume from a wrong step: ranks disagree, or more steps are lost than ``case`` allows."""
     last_done = durable = 0
     for key, start in starts.items():
         for begin in set(start.begins.values()):
@@ -311,7 +325,7 @@ def _detours(case: Case, starts: dict[Number, Start]) -> Iterator[str]:
 
 
 def _samples_lost(case: Case, starts: dict[Number, Start], whole: Start) -> Iterator[str]:
-    """Yield ranks that lost or repeated samples, counting the steps of a start up to where the next one resumes."""
+    """Yield ranks that lost or repeated samples. Steps after the one from which the next start resumes do not count."""
     for rank in whole.steps:
         path: list[tuple[int, ...]] = []
         for key, start in starts.items():
@@ -334,7 +348,7 @@ JUNK = (b"", b"step-0000", b"\x00\xff\xfe", b"step-99999999\n")
 
 
 def broken(run: Path) -> Iterator[str]:
-    """Yield the problems of the checkpoints of ``run``: a folder with a checkpoint's name must be complete."""
+    """Yield each folder with the name of a checkpoint that is incomplete or contains another step."""
     root = run / CHECKPOINTS
     for path in root.glob("step-*") if root.is_dir() else ():
         try:
@@ -364,8 +378,8 @@ def left_over(run: Path, kept: int, *, has_saved: bool) -> Iterator[str]:
     """Yield files of a finished run other than its results.
 
     Args:
-        has_saved: the last start saved. A start that finds all steps done writes nothing; files left by a kill after
-            the last commit are only removed by the next save.
+        has_saved: the last start saved a checkpoint. Otherwise files of a killed save may remain, because only the next
+            save removes them.
     """
     root = run / CHECKPOINTS
     for path in [*run.iterdir(), *(root.iterdir() if has_saved else ())]:

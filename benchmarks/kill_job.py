@@ -1,4 +1,4 @@
-"""A run that is killed: its command line, one of its launchers, the moments of kills, and the script of its ranks.
+"""Parts of ``kill.py``: the command line of a run, its launchers, the moments of kills, and the script of its ranks.
 
 The launcher is forked from this process, which has imported torch, so a start takes about a second. This file is also
 the script of the ranks: ``pretrain_gpt2.py`` with a record of its starts and steps. Each rank appends lines of JSON to
@@ -88,7 +88,7 @@ class Case:
 
     @property
     def most_lost(self) -> int:
-        """Maximum number of steps lost by a kill: since the last save, plus one interval for a save in progress."""
+        """Maximum number of steps lost by a kill: one save interval, plus one if a save may be in progress."""
         return self.interval * (2 if self.is_async else 1)
 
     @property
@@ -123,10 +123,10 @@ def write_corpus(folder: Path, num_documents: int = 300, seed: int = 0) -> Path:
 
 START, LOAD, STEP, SAVE, END = "start", "load", "step", "save", "end"
 PHASES = (START, LOAD, STEP, SAVE)
-"""Phases that kills aim at; a run that ends while a kill is pending may also be hit at its end."""
+"""Phases for which kills are drawn. A kill may also hit the end of a run, if the run ends while the kill is pending."""
 WEIGHTS = (2, 2, 4, 4)
 SPAN_S = {START: 1.2, LOAD: 0.15, STEP: 0.06, SAVE: 0.15}
-"""Phase -> maximum delay of a kill after the phase has started, in seconds; the next phase may have started by then."""
+"""Phase -> maximum delay in seconds between the start of the phase and a kill, which may hit the next phase."""
 MOST_ENTRIES = 3
 ONE, ALL, LAUNCHER = "one rank", "all ranks", "the launcher"
 VICTIMS = (ONE, ALL, LAUNCHER)
@@ -135,7 +135,7 @@ VICTIM_WEIGHTS = (6, 4, 1)
 
 @dataclass(frozen=True)
 class Moment:
-    """``victims`` are killed ``delay_s`` seconds after ``rank`` has entered ``phase`` for the ``entry``-th time."""
+    """Time of a kill: ``delay_s`` seconds after ``rank`` has entered ``phase`` for the ``entry``-th time."""
 
     phase: str
     entry: int
@@ -190,12 +190,12 @@ def preload() -> None:
 
 
 DEADLINE_S = 240.0
-"""Seconds after which a start that has not ended counts as hanging."""
+"""Seconds after which a launcher that has not ended is killed and counts as hanging."""
 _POLL_S = 0.002
 
 
 class Stuck(RuntimeError):
-    """A start did not end in time."""
+    """A launcher or its ranks did not end in time."""
 
 
 class Job:
@@ -203,9 +203,9 @@ class Job:
 
     Args:
         place: folder for the output and for the launcher's own files.
-        life: index of this launcher in the history of the run.
+        life: index of this launcher among the launchers of the run.
         record: folder for the records of the ranks.
-        max_restarts: restarts that the launcher may do by itself.
+        max_restarts: maximum number of restarts by the launcher.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class Job:
         return (self.place / "output").read_text(errors="replace")
 
     def next_start(self, after: int) -> int | None:
-        """Wait until a start after ``after`` has all its ranks; return its index, or None if the launcher has ended."""
+        """Wait until a start later than ``after`` has all its ranks; return its index, None if the launcher ends."""
         while not self.has_ended():
             newest = self._newest()
             if newest > after and len(self.ranks()) == self.num_ranks:
@@ -322,7 +322,7 @@ class Job:
         return []
 
     def _page(self, start: int, rank: int) -> mmap.mmap | None:
-        """Return a rank's memory-mapped status file, or None until it exists; it outlives the rank."""
+        """Return the memory map of a rank's status file, which outlives the rank; None if it does not exist yet."""
         for path in self._found(f"megatron-launch-*/start-{start}/failure.at-{rank}"):
             with suppress(OSError, ValueError), open(path, "rb") as file:
                 return mmap.mmap(file.fileno(), rank_status.SIZE, access=mmap.ACCESS_READ)
@@ -330,7 +330,10 @@ class Job:
 
 
 def _is_entry(before: str, now: str, phase: str) -> bool:
-    """Return True if a rank has entered ``phase``; each step counts. A short load is detected by the phase after it."""
+    """Return True if a rank has entered ``phase`` between two readings of its operation.
+
+    Each step is an entry. A load may be too short for a reading, so leaving START counts as entering it.
+    """
     if phase == LOAD:
         return phase_of(before) == START and phase_of(now) != START
     if phase_of(now) != phase:
@@ -417,7 +420,7 @@ class Recorder(Callback):
 
 
 def record_run() -> None:
-    """Record the actions of the run and disable parts that only take time."""
+    """Record samples and durable checkpoints of the run, and disable plots and the speed measurement."""
     speed_monitor.MATMUL_SECONDS = 0.0
     metrics_writer.draw_losses = lambda *_: None
     take, note_durable = batch_iterators.TimedBatches.__next__, progress_file.note_committed_step

@@ -5,9 +5,9 @@
 
 Every contender is a set of processes with one thread each that train the same GPT from the same weights on the same
 tokens; their first losses must agree. Contenders take turns in rotating order. The benchmark reports medians over
-rounds and ratios within rounds. All contenders split the model between the same layers, where attention and
-feed-forward are separate layers. The split is the one whose slowest stage is fastest, according to layer times that are
-measured first; DeepSpeed's engine uses the best split that its partition methods can produce.
+rounds and ratios within rounds. Attention and feed-forward are separate layers, between which all contenders can split
+the model. The times of the layers are measured first, and the split is the one whose slowest stage is fastest;
+DeepSpeed's engine uses the best split that its partition methods can produce.
 
 Our engine makes the allocator keep freed memory on a CPU, and so do the processes without an engine. The other engines
 run with their defaults.
@@ -97,7 +97,7 @@ def best_chunks(case: Case, layers_s: Sequence[float], num_chunks: int, schedule
 
 
 def deepspeed_cuts(specs: Sequence[LayerSpec], num_stages: int) -> dict[Bounds, str]:
-    """Return the splits that DeepSpeed's partition methods can produce -> such a method."""
+    """Return split -> partition method, for all splits that DeepSpeed's partition methods can produce."""
     names = [spec.typename.__name__ for spec in specs]
     sizes = [sum(p.numel() for p in spec.build().parameters()) for spec in specs]
     cuts = {
@@ -115,7 +115,7 @@ def deepspeed_cuts(specs: Sequence[LayerSpec], num_stages: int) -> dict[Bounds, 
 
 
 def format_cut(bounds: Bounds, specs: Sequence[LayerSpec]) -> str:
-    """Return a split in transformer layers, such as "5.5+2.5"; embedding, norm and head do not count."""
+    """Return the transformer layers of each chunk as text, such as "5.5+2.5"; embedding, norm and head do not count."""
     halves = [0.5 if spec.typename.__name__ in ("Attention", "Mlp") else 0.0 for spec in specs]
     return "+".join(f"{sum(halves[start:stop]):g}" for start, stop in itertools.pairwise(bounds))
 
@@ -170,7 +170,7 @@ class ContenderRank:
         return sum(measure(lambda: self.built.step(batches)))
 
     def layer_seconds(self, repeats: int = 5) -> list[float]:
-        """Return the seconds of forward and backward of each layer for one micro-batch; the last includes the loss."""
+        """Return the seconds of each layer's forward plus backward for one micro-batch; the last includes the loss."""
         layers, rounds = list(self.built.module), []
         for _ in range(repeats + 1):
             x, labels = self.case.batches(0)[0]
@@ -199,7 +199,13 @@ def team_of(case: Case, contender: Contender, start_method: str) -> Team:
 
 @dataclass
 class Record:
-    """Measurements of one contender: seconds of each rank and processor time of each turn, per step."""
+    """Measurements of one contender.
+
+    Args:
+        seconds: for each turn, seconds per step of each rank.
+        cpu_s: for each turn, processor seconds per step over all ranks.
+        first_stage_bytes: peak bytes of live tensors on the first stage.
+    """
 
     contender: Contender
     seconds: list[list[float]] = field(default_factory=list)
@@ -208,7 +214,7 @@ class Record:
     first_stage_bytes: int = 0
 
     def speeds(self, case: Case) -> list[float]:
-        """Return tokens per second of each turn; the sum over processes side by side."""
+        """Return tokens per second of each turn. For one-process runs side by side, it is the sum of their speeds."""
         if self.contender.kind == SIDE_BY_SIDE:
             return [sum(case.tokens / seconds for seconds in turn) for turn in self.seconds]
         return [case.tokens / max(turn) for turn in self.seconds]
@@ -225,7 +231,7 @@ def fastest(case: Case, records: Mapping[str, Record], kind: str) -> Record | No
 
 
 def check_losses(records: Mapping[str, Record]) -> None:
-    """Compare the losses of the first steps.
+    """Check that all contenders have the same losses in the first steps.
 
     Raises:
         RuntimeError: contenders differ by more than the tolerance.
@@ -238,7 +244,7 @@ def check_losses(records: Mapping[str, Record]) -> None:
 
 
 def bars(case: Case, records: Mapping[str, Record]) -> Iterator[Bar]:
-    """Yield the bars of a case for which both contenders took part."""
+    """Yield the required ratios of a case for which both contenders took part."""
     ours = fastest(case, records, "ours")
     if case.bar is None or ours is None:
         return
@@ -330,7 +336,7 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Record]:
         for name, team in teams.items():
             if records[name].contender.num_ranks(case) > 1:
                 records[name].first_stage_bytes = team.ask("memory", args.warm_up + args.rounds)[0]
-            team.close()  # counting memory needs memory itself
+            team.close()  # closed before memory is counted, which needs memory itself
     return records
 
 

@@ -74,7 +74,7 @@ SMOKE = {
     + (" --max-position-embeddings 64 --hidden-bias" if family == "gpt2" else "")
     for family in SIZES
 }
-"""The same for smoke tests."""
+"""Family -> flags of the models in smoke tests."""
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,14 @@ EXPERT_CASES = (
     Case("llama", 4, f"{SHARED_OUT} {PIPE}"),
     Case("llama", 4, f"{SHARED_OUT} {TENSOR} --sequence-parallel"),
 )
-"""Compared with --memory-only; steps of layers with experts have not been timed."""
+"""Cases that run only with --memory-only: the step times of layers with experts have not been measured."""
 
 
 TIME_BAR, MEMORY_BAR = 0.15, 0.10
 LOOKS = 7
-"""Readings of the reference before and after a step; the median is used."""
+"""Number of readings of the reference before and after a step, whose median is used."""
 COUNTED_AFTER = 2
-"""Steps before memory is counted, so that the optimizer state exists."""
+"""Number of steps before memory is counted, so that the optimizer states exist."""
 
 UNTIMED = Machine(
     name="a CPU of which no rate is known",
@@ -169,9 +169,9 @@ class Measured:
 
     Args:
         steps_s: seconds of each timed step.
-        reference_s: seconds of the reference next to each step, the same on all ranks; empty: not measured.
-        held_bytes: tensors alive before a step.
-        added_bytes: peak that the step adds.
+        reference_s: seconds of the reference computation around each step, equal on all ranks; empty if not measured.
+        held_bytes: bytes of the tensors that are alive before a step.
+        added_bytes: peak of the bytes that the step adds.
     """
 
     stage: int
@@ -203,7 +203,7 @@ def program_of(family: str) -> Any:
 
 
 def estimate_of(case: Case, machine: Machine = UNTIMED, *, is_smoke: bool = False) -> Estimate:
-    """Return the planner's estimate."""
+    """Return the planner's estimate for a case on ``machine``."""
     config = config_of(case, is_smoke=is_smoke)
     return Planner(config, machine).estimate(layout_of(config, case.ranks))
 
@@ -273,10 +273,10 @@ def _wait_for_threads(turns: int = 40, turn_s: float = 0.01) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """Estimate and measurement of one case, with the memory of the rank whose estimate is worst.
+    """Estimate and measurement of one case; memory is that of the rank with the largest relative error.
 
     Args:
-        measured_s: median step time at the machine's speed during calibration; None: not timed.
+        measured_s: median step time, scaled to the machine's speed during calibration; None if not timed.
     """
 
     name: str
@@ -318,7 +318,7 @@ def row_of(case: Case, estimate: Estimate, ranks: Sequence[Measured], calibrated
     """Compare the estimate of one case with the measurements of all ranks.
 
     Args:
-        calibrated_s: seconds of the reference during calibration; 0: step times are not scaled.
+        calibrated_s: seconds of the reference computation during calibration; 0 to use step times without scaling.
     """
     steps = []
     for step in range(len(ranks[0].steps_s)):
@@ -339,7 +339,7 @@ def row_of(case: Case, estimate: Estimate, ranks: Sequence[Measured], calibrated
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as text, with the number of rows within each bar."""
+    """Return the rows as text, with the number of rows within the allowed errors of time and memory."""
 
     def cells(estimated: float, measured: float | None, ratio: float | None, is_met: bool | None) -> str:
         if measured is None or ratio is None:
@@ -370,7 +370,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def recorded(rows: Sequence[Row], machines: Mapping[int, Machine], *, is_smoke: bool) -> dict[str, Any]:
-    """Return the input of ``rows_now`` for JSON; without the machines' notes, which contain a host name."""
+    """Return the measurements and machines for plan.json, without the machines' notes, which contain a host name."""
     by_ranks = {str(ranks): json.loads(replace(machine, notes="").to_json()) for ranks, machine in machines.items()}
     return {"is_smoke": is_smoke, "machines": by_ranks, "rows": [row.as_data() for row in rows]}
 

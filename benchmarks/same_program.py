@@ -8,11 +8,11 @@
 
 | part | what must be the same |
 |---|---|
-| losses | GPT-2, T5, BERT, LLaMA with experts, tp 2 x pp 2, dropout: losses, checkpoints (bits; clipped 1e-12, 1e-6) |
-| resume | runs resumed from the other's checkpoints, native and DeepSpeed's, bitwise; older fixtures |
+| losses | losses and checkpoints of GPT-2, T5, BERT and LLaMA with experts on tp 2 x pp 2, with dropout (``CLIPS``) |
+| resume | runs resumed from checkpoints of the other checkout, native and DeepSpeed's, bitwise; older fixtures |
 | files | .bin and .idx byte for byte; keys of metrics.jsonl, stages.json, dump.json, plan.json, machine.json |
 | words | docs/flags.md, --help, --dry-run of 20 layouts, messages and exit codes of ten bad inputs: byte for byte |
-| tests | no test is lost: pytest's names without folders, with and without --all |
+| tests | no test is lost: names of pytest without folders, with and without --all |
 | speed | step_time, pipeline, start_up in pairs that take turns: median ratio below 1.02 at 95 %; --help in 0.35 s |
 
 Both checkouts run as subprocesses of this Python, each with its own PYTHONPATH. Each comparison prints a line with
@@ -51,7 +51,7 @@ sys.path.insert(0, str(ROOT))
 
 try:
     from benchmarks import same_program_compare as compare
-except ModuleNotFoundError as error:  # numpy
+except ModuleNotFoundError as error:  # numpy is not installed
     from megatron.environment import exit_if_outside
 
     exit_if_outside(error)
@@ -71,11 +71,17 @@ SIZES = (
 )
 GRID = "--model-parallel-size 2 --pipe-parallel-size 2"
 CLIPS = {"--fp32 --clip-grad 0": 0.0, "--fp64 --clip-grad 0.1": 1e-12, "--fp32 --clip-grad 0.1": 1e-6}
-"""Flags -> allowed difference of losses and tensors; the gradient norm of every step is above 0.1."""
+"""Flags -> allowed difference of losses and tensors: 0 (bitwise) without clipping, 1e-12 or 1e-6 with clipping.
+
+The gradient norm of every step is above 0.1, so that --clip-grad 0.1 clips in every step.
+"""
 NORM_WITHIN = 1e-5
-"""Allowed difference of logged gradient norms, whose sums round differently; with --clip-grad 0 they have no effect."""
+"""Allowed difference of logged gradient norms, whose sums may round differently.
+
+With --clip-grad 0 the norms have no effect on the run, so the losses are still compared bitwise.
+"""
 STOP, LAST = 3, 6
-"""Step whose checkpoint is resumed, and last step."""
+"""Step from whose checkpoint runs are resumed, and last step."""
 LAYOUTS = [
     ("gpt2", 1, ""), ("gpt2", 4, GRID), ("gpt2", 8, f"{GRID} --zero-stage 1"), ("gpt2", 4, "--zero-stage 3"),
     ("gpt2", 2, "--pipe-parallel-size 2 --pipeline-schedule zb-h1 --gas 8"),
@@ -104,11 +110,11 @@ BAD_INPUTS = [
 SPEED_BAR, HELP_BAR_S = 1.02, 0.35
 DEADLINE_S = 900
 TURNS = 7
-"""Steps per pair; the pair's ratio is the median of their ratios."""
+"""Number of steps per pair; the ratio of the pair is the median of the ratios of its steps."""
 
 T = TypeVar("T")
 Found = tuple[list[str], str]
-"""The differences, and other text to print about a comparison."""
+"""Result of a comparison: the differences, and a summary to print."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +127,8 @@ class Checkout:
         """Run Python with ``command`` in the checkout; return its stdout and stderr, with the checkout's path replaced.
 
         Raises:
-            RuntimeError: the exit code is not ``code``. None accepts any exit code, which is then added as the last
-                line.
+            RuntimeError: the exit code is not ``code``. None accepts any exit code and appends it as the last line of
+                the result.
         """
         words = command.split() if isinstance(command, str) else command
         program = words if words[0] == "bash" else [sys.executable, *words]
@@ -161,9 +167,8 @@ class Checkout:
             "TOKENIZERS_PARALLELISM": "false",
             **(more or {}),
         }
-        variables.pop(
-            "PYTHONDONTWRITEBYTECODE", None
-        )  # the second start of a user finds byte code; each checkout has its own
+        # Byte code is cached, as for a user, in a separate folder for each checkout.
+        variables.pop("PYTHONDONTWRITEBYTECODE", None)
         variables["PYTHONPYCACHEPREFIX"] = str(Path(tempfile.gettempdir()) / f"byte-code{self.root}".replace("/", "-"))
         return variables
 
@@ -193,7 +198,10 @@ class Job:
 
     @contextmanager
     def comparison(self, line: str) -> Iterator[list[Found]]:
-        """Yield a list for the results of a comparison, and print its verdict; an error counts as a difference."""
+        """Yield a list that receives the results of the comparison ``line``, then print the verdict.
+
+        An error in the block counts as a difference.
+        """
         results: list[Found] = []
         start = time.monotonic()
         try:
@@ -218,7 +226,7 @@ class Job:
         return list(cases)[: 1 if self.args.smoke else None]
 
     def data(self) -> str:
-        """Return the flags for token files of the repository's texts, which the other checkout writes once."""
+        """Return the flags that select token files of the repository's texts; the other checkout writes them once."""
         prefix, tokenizer = self.folder / "texts", self.folder / "tokenizer.json"
         if not prefix.with_suffix(".idx").exists():
             shutil.copy(self.other.root / TOKENIZER, tokenizer)
@@ -347,7 +355,8 @@ def files(job: Job) -> None:
         for name in ("files-{}/metrics.jsonl", "files-{}/stages.json", "dump-{}/dump.json", "dump-{}/rank-00000.jsonl"):
             results.append(same_keys(job, name))
     with job.comparison("files: keys of plan.json of an unfinished job") as results:
-        texts = [job.folder / "good.jsonl", job.folder / "bad.jsonl"]  # the first file is certainly finished and kept
+        # The valid file is finished before the invalid one fails, so plan.json remains.
+        texts = [job.folder / "good.jsonl", job.folder / "bad.jsonl"]
         for text, line in zip(texts, ('{"text": "a"}\n', "no JSON\n"), strict=True):
             text.write_text(line, encoding="utf-8")
         for side, checkout in job.both():
@@ -363,7 +372,7 @@ def files(job: Job) -> None:
 
 
 def same_keys(job: Job, name: str) -> Found:
-    """Compare the keys of a file; braces in its name stand for the checkout."""
+    """Compare the keys of a file that both checkouts wrote; {} in ``name`` stands for "here" or "other"."""
     here, other = (keys_in(job.folder / name.format(side)) for side, _ in job.both())
     shown = Path(name).name.replace("-{}", "")
     return compare.differing_names(shown, here, other), f"{shown} {len(other)} keys"
@@ -411,7 +420,7 @@ def programs_of(root: Path) -> Iterator[str]:
 
 
 def help_of(where: Checkout, program: str) -> str:
-    """Return the full help: --help-all if --help mentions it. The lines of these two flags are removed."""
+    """Return the full help of a program, by --help-all if it exists, without the lines about these two flags."""
     text = where.run(f"{program} --help", code=None)
     if "--help-all" in text:
         text = where.run(f"{program} --help-all", code=None)
@@ -419,7 +428,11 @@ def help_of(where: Checkout, program: str) -> str:
 
 
 def same_text(job: Job, text_of: Callable[[Checkout], str], ending: str = "") -> Found:
-    """Compare two texts; the other's last line must match ``ending``, so that a wrong error is not compared."""
+    """Compare the texts of both checkouts.
+
+    Args:
+        ending: pattern for the last line of the other checkout's text, which rules out an unexpected error.
+    """
     here, other = text_of(job.here), text_of(job.other)
     differences = compare.differing_texts("differences (- there, + here)", here, other)
     last_line = other.rstrip().rpartition("\n")[2]
@@ -438,7 +451,7 @@ def tests(job: Job) -> None:
 
 
 def speed(job: Job) -> None:
-    """Time both checkouts with the common benchmarks, in turns whose order changes from pair to pair."""
+    """Time both checkouts with the benchmarks that both have; the order of the turns changes from pair to pair."""
     for name in job.args.benchmarks:
         take_pair, cases = BENCHMARKS[name]
         for case in job.few(cases):
@@ -451,7 +464,11 @@ Seconds = dict[str, list[float]]
 
 
 def same_speed(job: Job, take_pair: Callable[[Sequence[Checkout]], Mapping[Checkout, Seconds]]) -> Found:
-    """Compare the seconds of both checkouts in pairs. ``take_pair`` receives the checkouts in the order of turns."""
+    """Compare the times of both checkouts in pairs of measurements.
+
+    Args:
+        take_pair: function that measures the checkouts in the given order; returns checkout -> seconds.
+    """
     ratios: Seconds = {}
     seconds: Seconds = {}
     for pair_idx in range(job.args.pairs):
@@ -488,7 +505,7 @@ def judge_speed(ratios: Mapping[str, list[float]], seconds: Mapping[str, list[fl
 
 
 def in_turns(job: Job, benchmark: str, turns: Sequence[Checkout]) -> dict[Checkout, Seconds]:
-    """Run processes of both checkouts that take turns of a step, so that a temporary slowdown affects both."""
+    """Start a worker in each checkout and let them train alternately, so that a temporary slowdown affects both."""
     seconds_of: dict[Checkout, Seconds] = {checkout: {} for checkout in turns}
     with ExitStack() as stack:
         workers = {checkout: stack.enter_context(checkout.worker(benchmark.split())) for checkout in turns}
@@ -504,7 +521,7 @@ def in_turns(job: Job, benchmark: str, turns: Sequence[Checkout]) -> dict[Checko
 
 
 def answer_of(worker: Any) -> str:
-    """Return the next line of a worker, whose errors are printed to stderr."""
+    """Return the next line of a worker's stdout; raise RuntimeError if the worker has ended."""
     line: str = worker.stdout.readline()
     if not line:
         raise RuntimeError(f"{shlex.join(worker.args)} ended with code {worker.wait()}")
@@ -512,7 +529,7 @@ def answer_of(worker: Any) -> str:
 
 
 def start_up(job: Job, _: str, turns: Sequence[Checkout]) -> dict[Checkout, Seconds]:
-    """Time starts of new processes. From the second start on, byte code and sample data exist."""
+    """Run benchmarks/start_up.py in each checkout. An untimed first run creates byte code and sample data."""
     seconds_of: dict[Checkout, Seconds] = {}
     for checkout in turns:
         if checkout not in job.warm:

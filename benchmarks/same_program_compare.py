@@ -34,7 +34,10 @@ def differing_numbers(what: str, here: Mapping[Any, Any], other: Mapping[Any, An
 
 
 def furthest(here: Mapping[Any, Any], other: Mapping[Any, Any]) -> tuple[float, Any]:
-    """Return the largest absolute difference and its name; (0, None) if all values of equal form are identical."""
+    """Return the largest absolute difference and its name; (0, None) without a difference.
+
+    Values that differ in shape or dtype are skipped.
+    """
     largest, at = 0.0, None
     for name in here.keys() & other.keys():
         array, other_array = np.asarray(here[name]), np.asarray(other[name])
@@ -49,7 +52,7 @@ def furthest(here: Mapping[Any, Any], other: Mapping[Any, Any]) -> tuple[float, 
 
 
 def differing_names(what: str, here: Iterable[Any], other: Iterable[Any]) -> list[str]:
-    """Compare two sets of names, of keys, or of (file, checksum)."""
+    """Compare two sets, such as names, keys or (file, checksum) pairs."""
     only_here, only_other = set(here) - set(other), set(other) - set(here)
     differences = [] if set(other) else [f"{what}: there are none to compare"]
     differences += [f"{what}: lost {shown(only_other)}"] if only_other else []
@@ -84,7 +87,7 @@ def collected_tests(output: str) -> Counter[str]:
 
 
 def lost_tests(here: Counter[str], other: Counter[str], reasons: Mapping[str, str]) -> tuple[list[str], str]:
-    """Return the tests of ``other`` that are neither here nor given a reason, and a summary."""
+    """Return the tests of ``other`` that are missing in ``here`` without a reason, and a summary."""
     lost, new = sorted((other - here).elements()), sorted((here - other).elements())
     explained = {name: reason for name in lost if (reason := reason_of(name, reasons)) is not None}
     new_file_of = {test: file for file, _, test in (name.partition("::") for name in new)}
@@ -116,7 +119,7 @@ def read_reasons(text: str) -> dict[str, str]:
 
 
 def reason_of(name: str, reasons: Mapping[str, str]) -> str | None:
-    """Return the reason why ``name`` may differ, or None."""
+    """Return the reason in ``reasons`` why ``name`` may differ, or None."""
     matching = (
         pattern for pattern in reasons if name == pattern or pattern.endswith("*") and name.startswith(pattern[:-1])
     )
@@ -132,6 +135,6 @@ def median_interval(ratios: Sequence[float], seed: int = 0) -> tuple[float, floa
 
 
 def shown(names: Iterable[Any]) -> str:
-    """Return the sorted names as text, limited to a readable number."""
+    """Return the sorted names as text, at most ``SHOWN`` of them."""
     ordered = sorted(map(str, names))
     return ", ".join(ordered[:SHOWN]) + (f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else "")

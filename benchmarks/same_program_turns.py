@@ -2,8 +2,9 @@
 
     cd CHECKOUT && PYTHONPATH=$PWD python -P THIS_FILE step_time gpt2
 
-The file is run by its path, so it can be in one checkout and measure the one that PYTHONPATH names. It prints "ready"
-after a warm-up step, then, for each line that it reads, a JSON object of name -> seconds. It exits when its input ends.
+The file is run by its path, so it can be in another checkout than the one that it measures, which PYTHONPATH names. It
+prints "ready" after a warm-up step, then a JSON object of name -> seconds for each line that it reads. It exits when
+its input ends.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from contextlib import ExitStack, closing
 
 SCHEDULES = ("1f1b", "zb-h1")
 BALANCED = (0, 11, 19)
-"""Bounds in half layers, 5 and 3 layers, that balance the model on two equal cores."""
+"""Bounds of the stages in layers of pipe/model.py (5 and 3 transformer layers), which balance two equal cores."""
 
 
 def step_time(family: str, serve: Callable[..., None]) -> None:
@@ -52,7 +53,7 @@ def pipeline(_: str, serve: Callable[..., None]) -> None:
             for name in SCHEDULES:
                 contender = model.Contender(name=name, kind="ours", partition=BALANCED, schedule=name)
                 teams[name] = stack.enter_context(closing(benchmark.team_of(case, contender, "forkserver")))
-        else:  # a checkout before the rewrite of the benchmark
+        else:  # the checkout is older than the current interface of the benchmark
             cuts = importlib.import_module("benchmarks.pipe.cuts")
             (case,) = benchmark.cases_of("gpt2", ["main"], [4], is_smoke=False)
             settings = {"kind": "ours", "layers": "half", "partition": BALANCED}
@@ -68,7 +69,7 @@ def pipeline(_: str, serve: Callable[..., None]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve turns on standard output, which does not contain the output of the engines."""
+    """Answer each line of input with a timed turn. The output of the engines is kept out of standard output."""
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

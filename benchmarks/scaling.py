@@ -32,7 +32,7 @@ from tds.schedule import Costs, schedule_named, simulate
 # A GPT of 7 billion parameters on p stages of ``tensor`` devices each, with d replicas. The planner gives the seconds
 # of each chunk's forward and backward, including all-reduces over tensor ranks. ``tds.schedule.simulate`` runs the
 # actions of all stages with the time of a message between stages, which gives the bubble and the waits for messages.
-# All-reduces over replicas that exceed the last backward, and the update, are added.
+# The update is added, and the part of the all-reduces over replicas that does not overlap with the last backward.
 #
 # | series | constant | decreasing |
 # |---|---|---|
@@ -48,16 +48,26 @@ STRONG_SAMPLES, WEAK_MICRO_BATCHES = 1024, 64
 STAGES = (1, 2, 4, 8, 16, 32)
 DEVICES = tuple(2**power for power in range(3, 13))
 TERMS = ("compute", "tensor", "bubble", "messages", "sums", "update")
-"""Components of a step: matrix products and passes, all-reduces over tensor ranks, waits for other stages without and
-with the time of messages, all-reduces over replicas that are not hidden, and the optimizer.
+"""Components of the step time, in this order:
+
+* compute: matrix products and memory-bound operations
+* tensor: all-reduces over tensor ranks
+* bubble: waits for other stages if messages took no time
+* messages: additional waits because messages take time
+* sums: all-reduces over replicas that do not overlap with the backward pass
+* update: the optimizer
 """
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One layout: ``seconds`` of a step by component, and ``closed_s``, the planner's step time by the closed form.
+    """Predicted step of one layout.
 
     Args:
+        series: "strong" or "weak".
+        seconds: component of ``TERMS`` -> seconds, from the simulation.
+        closed_s: the planner's step time in seconds, without a simulation.
+        tokens: tokens of a step.
         fits: the layout fits in the memory of a device.
     """
 
@@ -93,7 +103,7 @@ class Prediction:
 def predictions(
     machine: Any, *, tensor: int = 1, schedule: str = "1f1b", devices: Sequence[int] = DEVICES, flags: str = MODEL
 ) -> list[Prediction]:
-    """Return both series on every number of devices, for all possible numbers of stages."""
+    """Return the predictions of both series for every number of devices and every possible number of stages."""
 
     config = parse(flags.split(), world_size=1, env={})
     config = config.with_vocab(config.model.vocab_size or 0)
@@ -116,10 +126,11 @@ def predictions(
 
 
 def predict_step(planner: Any, layout: Any, series: str) -> Prediction:
-    """Return the prediction of the simulator and the planner for a layout with one chunk."""
+    """Return the prediction for a layout with one chunk per stage."""
     estimate = planner.estimate(layout)
     m, p = layout.num_micro_batches, layout.pipe
-    units, wait_s = planner.units(layout), float(estimate.parts["tensor"]) / m  # for tensor ranks, per micro-batch
+    # wait_s is the time of the all-reduces over tensor ranks, per micro-batch.
+    units, wait_s = planner.units(layout), float(estimate.parts["tensor"]) / m
     pieces = tuple(
         (forward, backward / 2, backward / 2)
         for start, stop in itertools.pairwise(estimate.bounds)

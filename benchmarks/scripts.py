@@ -1,4 +1,4 @@
-"""Pretraining scripts that benchmarks start, by family."""
+"""Family -> pretraining script that benchmarks start."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 
 Wall seconds are the minimum over the runs, on an otherwise idle machine; CPU seconds are the sum over all processes.
 The time to the first step of ``run_gpt2.sh`` ends when its line is printed, so it includes shell, launcher, imports,
-groups, model, data and the step. The sample data are created before.
+process groups, model, data and the step. The sample data are created before the measurement.
 """
 
 from __future__ import annotations
@@ -30,10 +30,17 @@ FIRST_STEP = "--train-iters 1 --log-interval 1 --eval-iters 0 --warmup 0"
 
 
 def measured(command: list[str], until: str, ranks: int) -> tuple[float, float]:
-    """Return the wall seconds until a line starts with ``until`` ("" for the end), and the CPU seconds of the command.
+    """Run a command and measure its time.
+
+    Args:
+        until: start of the line at which the wall time ends; "" for the end of the command.
+        ranks: number of ranks, for run scripts; 0 for other commands.
+
+    Returns:
+        Wall seconds until that line, and CPU seconds of the whole command.
 
     Raises:
-        RuntimeError: the command fails, or does not print such a line.
+        RuntimeError: the command fails, or prints no such line.
     """
     env = {**os.environ, "GPUS_PER_NODE": str(ranks)} if ranks else dict(os.environ)
     before, start, wall_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter(), 0.0
@@ -71,7 +78,7 @@ def measure(runs: int, ranks: int) -> dict[str, dict[str, float]]:
     """Return name -> shortest wall seconds, and CPU seconds of that run."""
     make_data = [sys.executable, "tools/make_sample_data.py"]
     if code := subprocess.run(make_data, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode:
-        raise SystemExit(code)  # the tool has printed the reason
+        raise SystemExit(code)  # make_sample_data.py has printed the error
     results: dict[str, dict[str, float]] = {}
     for run_idx in range(runs):
         with tempfile.TemporaryDirectory(prefix="start-up-") as folder:

@@ -1,10 +1,9 @@
 """Profile of one step: memory of its tensors, slowest kernels, and the attention kernels that torch selects.
 
-Memory is measured as the bytes before the step plus the peak that it adds. The added bytes are counted in torch's
-allocator, each allocation and release by address and size (``profile_memory``); memory that the system's allocator
-retains is not included. The profiler observes only this thread, and a message buffer may be released by a thread of
-gloo. A block that no longer exists after the step but whose release was not observed is therefore ignored. Do not
-profile a step that is timed.
+Memory is measured as the bytes before the step plus the peak that it adds. The added bytes are counted from the
+allocations and releases of torch's allocator (``profile_memory``); memory that the system's allocator retains is not
+included. The profiler observes only this thread, but threads of gloo may release message buffers. A block is therefore
+ignored if it does not exist after the step and its release was not observed. Do not profile a step that is timed.
 
 Kernels are those that ran on the device; on a CPU they are the operators. An operator's own device time equals the time
 of its kernels, so the two are never added.
@@ -20,7 +19,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor  # a trace of torch.compile may leave some of these
+from torch._subclasses.fake_tensor import FakeTensor  # torch.compile may leave fake tensors, which have no memory
 from torch.autograd import profiler
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
@@ -42,8 +41,8 @@ def most_at_once(events: Iterable[Event], left: Container[int]) -> int:
     """Return the peak of allocated bytes after a sequence of allocations and releases.
 
     Args:
-        left: addresses of the blocks that exist after the last event. A block that is not among them, and whose release
-            is not among the events, does not count.
+        left: addresses of the blocks that exist after the last event. A block that was allocated in the events, was
+            not released in them, and is not in ``left`` is ignored.
     """
     changes, open_at = [], {}
     for address, size in events:
@@ -72,12 +71,12 @@ def _events(tree: Iterable[Any]) -> list[Event]:
 
 
 def bytes_alive() -> int:
-    """Return the bytes of all tensors that Python can reach; shared memory counts once."""
+    """Return the bytes of all CPU tensors that Python can reach; memory shared by several tensors counts once."""
     return sum(_storages().values())
 
 
 def _storages() -> dict[int, int]:
-    """Return address -> bytes of the memory of all tensors that Python can reach."""
+    """Return address -> bytes of the storages of all CPU tensors that Python can reach."""
     gc.collect()
     storages: dict[int, int] = {}
     for obj in gc.get_objects():
@@ -92,7 +91,7 @@ def _storages() -> dict[int, int]:
 SHOWN = 10
 LONGEST_NAME = 160
 ATTENTION = re.compile(r"flash|fmha|sdpa|attention", re.IGNORECASE)
-"""Pattern of the kernel names of torch's fused attentions, forward and backward."""
+"""Pattern for the names of torch's fused attention kernels, forward and backward."""
 
 
 def look(step: Callable[[], Any], kind: str) -> dict[str, Any]:

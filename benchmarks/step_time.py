@@ -49,7 +49,7 @@ PRODUCT = "matrix product"
 PRODUCTS = {"cpu": (2048, 8)}
 """Type of device -> side of the square matrices, and number of products in a turn."""
 PRODUCTS_ELSEWHERE = (8192, 50)
-"""The same on a GPU, where smaller products take less time than their launch and MFU could exceed 1."""
+"""Side and number of products on a GPU. Smaller products would be limited by launches, and MFU could exceed 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +71,11 @@ class Work:
 
 @dataclass
 class Record:
-    """Measurements of one contender: seconds of each turn, loss of the first step and after each turn, memory in bytes.
+    """Measurements of one contender.
 
     Args:
-        cpu_s: processor time of each turn over all threads; with one thread it is meaningful on a busy machine, too.
+        turns_s: seconds of each turn.
+        cpu_s: processor seconds of each turn over all threads; with one thread a busy machine does not distort them.
         reserved_bytes: peak memory reserved by the device's allocator, including its unused memory; 0 on a CPU.
         looked: result of ``look`` for one more step, if requested.
         compile_s: seconds spent in torch.compile, including the warm-up turn.
@@ -144,7 +145,7 @@ class StepWorker:
         return device.peak_memory_bytes(self._work.kind)
 
     def turn(self, first: int) -> dict[str, Any]:
-        """Take a turn from step ``first``; return its seconds, processor time and losses, and the memory so far."""
+        """Take a turn from step ``first`` on; return its seconds, processor seconds, losses and peak memory."""
         device_type = self._work.kind
         device.synchronize(device_type)
         start, cpu_start = time.perf_counter(), time.process_time()
@@ -191,7 +192,7 @@ def _contender(name: str, work: Work) -> Any:
 
 
 def _product(work: Work) -> Any:
-    """Return a turn of matrix products, whose rate is the reference for MFU."""
+    """Return a function that runs one turn of matrix products, whose rate is the reference for MFU."""
     bound_device, (side, num_products) = device.bind(work.kind, 0), products_of(work.kind, work.product_side)
     a, b = (torch.randn(side, side, device=bound_device, dtype=device.DTYPES[work.dtype]) for _ in range(2))
     out = torch.empty_like(a)
@@ -204,16 +205,16 @@ def _product(work: Work) -> Any:
     return turn
 
 
-# Required performance of our step relative to other contenders in the same run. On a CPU the bars are meant for the
-# small sizes but applied to any sizes; on a GPU they apply to the large sizes only.
+# Required performance of our step relative to other contenders in the same run. On a CPU the requirements were chosen
+# for the small sizes, but all sizes are compared with them; on a GPU only the large sizes are.
 
 Contenders = dict[str, dict[str, Any]]
 
 
 OF_PRODUCTS = {"gpt2": {"ours": 0.72, "ours-compiled": 0.80}}
-"""Required share of the rate of this machine's matrix products, on a CPU."""
+"""Family -> contender -> required fraction of the rate of this machine's matrix products, on a CPU."""
 OF_THE_SHEET = {"gpt2": 0.50, "t5": 0.42}
-"""Required share of the GPU's peak in its data sheet, at the large sizes: the better of ours and ours compiled."""
+"""Family -> required fraction of the peak in the GPU's data sheet, for the faster of ours and ours-compiled."""
 SPEEDS = {
     "gpt2": {
         ("ours", "plain"): 1.05,
@@ -223,7 +224,7 @@ SPEEDS = {
     },
     "t5": {("ours", "hf"): 1.3},
 }
-"""Required speed relative to other contenders, on a CPU, by medians over rounds."""
+"""Family -> (contender, other contender) -> required median ratio of their speeds, on a CPU."""
 IN_LESS_MEMORY = {"gpt2": ("hf", "plain"), "t5": ("hf",)}
 
 
@@ -233,7 +234,7 @@ def single(name: str, value: float, **bounds: float) -> Bar:
 
 
 def bars(family: str, kind: str, contenders: Contenders, *, is_large: bool = False) -> Iterator[Bar]:
-    """Yield the bars for which the contenders took part.
+    """Yield the required values for which the contenders took part.
 
     Args:
         is_large: the sizes are the large ones.
@@ -267,7 +268,7 @@ NAMES = {
     "llama": (*OURS, "hf"),
 }
 BARRED = {"gpt2": (*OURS, "hf", "plain", "plain-compiled"), "t5": (*OURS, "hf"), "llama": (*OURS, "hf")}
-"""Contenders that the bars refer to; at the large sizes only ours fit in memory together."""
+"""Family -> contenders to which the requirements refer; at the large sizes only ours fit in memory together."""
 SMALL, LARGE_NAME = "small", "1.3b"
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2}
 
@@ -383,7 +384,7 @@ def check_first_losses(losses: dict[str, float], tolerance: float) -> None:
 
 
 def surroundings_of(work: Work) -> dict[str, Any]:
-    """Return what the figures depend on: command, code, versions, machine, sizes."""
+    """Return the conditions of the measurement: command, commit, versions, machine and sizes."""
     facts = surroundings()
     processor = facts.pop("processor")
     machine = {
@@ -452,7 +453,7 @@ def _bars(work: Work, contenders: dict[str, Any]) -> Iterator[Bar]:
 
 
 def _flops_of_whole_matrices(costs: cost.Costs, batch_size: int) -> float:
-    """Return the FLOPs of a step that counts every query with every key, including later keys."""
+    """Return the FLOPs of a step if attention counts every query with every key, including masked keys."""
     if isinstance(costs, decoder_cost.DecoderCosts):
         return batch_size * costs.seq_length * costs.flops_per_token(causal=False)
     return costs.flops_per_step(batch_size)

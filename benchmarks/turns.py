@@ -2,7 +2,7 @@
 
 A round consists of one turn of each contender. Speeds are compared within a round, so that a temporary slowdown of the
 machine affects all contenders. ``Team`` manages the processes of one contender; ``rates_in_turns`` takes turns within
-one process. ``surroundings`` describes what the results depend on.
+one process. ``surroundings`` returns the conditions of a measurement.
 
 torch is imported only by teams that need it, because the start and the memory of processes without it are measured,
 too.
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE_S, FAREWELL_S = 3600.0, 20.0
-"""Seconds within which a process must answer, and within which it must end."""
+"""Seconds to wait for an answer of a process, and for its end."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,12 @@ class Failure:
 
 
 class Team:
-    """The processes of one contender. They wait in a read of a pipe, which takes no processor time.
+    """The processes of one contender. While they wait, they block in a read from a pipe, without processor time.
 
     Args:
         name: name of the contender, for messages.
-        worker: called in each process with ``args`` and the process index; ``ask`` calls methods of its result.
+        worker: class or function that each process calls with ``args`` and its index; ``ask`` calls methods of the
+            returned object.
         start_method: method of ``multiprocessing``. A forked process starts with the memory of this process.
         has_group: the processes are ranks of one gloo process group, with a rendezvous by file.
         threads: threads of torch in each process; 0 for torch's default.
@@ -126,7 +127,7 @@ def _serve(
     pipe: Connection, worker: Callable[..., Any], args: tuple[Any, ...], rank: int, size: int, store: Path | None,
     threads: int,
 ) -> None:  # fmt: skip
-    """Create the worker and answer requests until None is received; an exception is answered with its traceback.
+    """Create the worker and answer requests until None is received. After an exception, send its traceback and exit.
 
     stdout is redirected to keep the output of engines out of the tables; stderr is not.
     """
@@ -158,7 +159,7 @@ def _serve(
         pipe.send(Failure(traceback.format_exc()))
     finally:
         sys.stderr.flush()
-        os._exit(0)  # other processes may have ended: no clean shutdown of communication
+        os._exit(0)  # without a shutdown of communication, which could hang because other processes have ended
 
 
 def rotated(names: Iterable[str], number: int) -> list[str]:
@@ -171,12 +172,12 @@ def rotated(names: Iterable[str], number: int) -> list[str]:
 # Turns within one process, and statistics of rates: medians over rounds, ratios within rounds.
 
 Turn = Callable[[], float]
-"""Takes one turn and returns the rate in units of work per second."""
+"""Function that takes one turn and returns the rate in units of work per second."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A required ratio with its measured quartiles over rounds; the median is compared."""
+    """A required value and the measured quartiles over rounds; the median must meet the requirement."""
 
     name: str
     quartiles: tuple[float, float, float]

@@ -3,12 +3,12 @@
     python tools/average.py runs/my-run --last 4 --output runs/mean
     python tools/average.py runs/my-run --steps 800 900 1000 --output runs/mean
     python tools/average.py runs/my-run --last 8 --ema 0.9 --output runs/ema
-    python tools/average.py runs/one runs/another --output runs/soup        the newest checkpoint of each
+    python tools/average.py runs/one runs/another --output runs/soup        the newest checkpoint of each run
 
 The checkpoints may have any layouts, and the result can be loaded in any layout: --load FOLDER --finetune,
 tools/generate.py, tools/convert_hf.py export. Sums are computed in fp64 and rounded once to the saved type of the
-weights. With --ema D the checkpoints are averaged in order: mean = D mean + (1 - D) next, starting with the first. Only
-weights are written; --load-weights-only continues at the step of the last checkpoint.
+weights. With --ema D the mean starts as the first checkpoint and is updated in order: mean = D mean + (1 - D) next.
+Only weights are written; a run with --load-weights-only continues at the step of the last checkpoint.
 Exit codes: 0, 2 (an invalid option), 3 (checkpoints that cannot be averaged).
 """
 
@@ -38,7 +38,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check the options together.
+    """Check that the options fit together.
 
     Raises:
         ConfigError: fewer than two checkpoints are selected, or the decay is invalid.

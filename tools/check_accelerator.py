@@ -1,4 +1,4 @@
-"""Check the functions of this project that depend on the device, on the device itself, and list its plug-in's adaptors.
+"""Run the device-dependent functions of this project on a device, check them, and list the adaptors of its plug-in.
 
     python tools/check_accelerator.py --device cpu
     PYTHONPATH=examples/accelerator_sim MEGATRON_ACCELERATOR=megatron_accelerator_sim \\
@@ -28,11 +28,11 @@ from megatron.config import Config, ParallelConfig
 from megatron.training.device_setup import backend_of, check_agreement, configure_device
 
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 3e-2, "fp16": 5e-3}
-"""Largest difference from the CPU, relative to the largest absolute value."""
+"""Number format -> largest allowed difference from the CPU's result, relative to its largest absolute value."""
 
 
 def _close(there: torch.Tensor, here: torch.Tensor, tolerance: float = TOLERANCE["fp32"]) -> None:
-    """Raise AssertionError if a tensor of the device differs from the CPU's result."""
+    """Raise AssertionError if the device's tensor ``there`` differs from the CPU's tensor ``here``."""
     error = (there.detach().cpu().double() - here.detach().double()).abs().max() / here.detach().double().abs().max()
     assert error <= tolerance, f"differs from the CPU by {error:.1e}, more than {tolerance:g}"
 
@@ -42,7 +42,7 @@ def _numbers(*shape: int) -> torch.Tensor:
 
 
 def copies(place: torch.device) -> None:
-    """Copies to the device and back preserve the values."""
+    """Check that copies to the device and back preserve the values."""
     for tensor in (_numbers(3, 5), torch.arange(7), torch.tensor([True, False])):
         assert torch.equal(tensor.to(place).cpu(), tensor)
         host_buffer = device.host_memory(tuple(tensor.shape), tensor.dtype, place)
@@ -55,7 +55,7 @@ def copies(place: torch.device) -> None:
 
 
 def views(place: torch.device) -> None:
-    """Writing to a view changes its base tensor; bytes can be viewed as another type."""
+    """Check that writing to a view changes its base tensor, and that bytes can be viewed as another type."""
     base = torch.zeros(4, 6, device=place)
     base[1:3].t()[2:4].fill_(1.0)
     assert base.sum().item() == 4.0
@@ -64,7 +64,7 @@ def views(place: torch.device) -> None:
 
 
 def in_place(place: torch.device) -> None:
-    """In-place operations, operations with an output tensor, and resizing work."""
+    """Check in-place operations, operations with an output tensor, and resizing."""
     x = torch.ones(3, device=place)
     x.add_(1).mul_(2)
     out = torch.empty(0, device=place)
@@ -75,7 +75,7 @@ def in_place(place: torch.device) -> None:
 
 
 def formats(place: torch.device) -> None:
-    """Matrix products are correct in every number format that the device supports."""
+    """Check matrix products in every number format that the device supports."""
     plugin = accelerators.find(place.type)
     for name in plugin.dtypes if plugin else ("fp32", "fp64", "bf16"):
         a, b = _numbers(8, 16).to(device.DTYPES[name]), _numbers(16, 4).to(device.DTYPES[name])
@@ -83,7 +83,7 @@ def formats(place: torch.device) -> None:
 
 
 def layers(place: torch.device) -> None:
-    """Layers of each type match the CPU in forward and backward."""
+    """Check that the forward and backward of each type of layer match the CPU."""
     causal = torch.ones(6, 6, dtype=torch.bool).tril()
     calls: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "gelu": F.gelu,
@@ -108,7 +108,7 @@ def layers(place: torch.device) -> None:
 
 
 def optimizer(place: torch.device) -> None:
-    """A step of fused AdamW matches the CPU."""
+    """Check that a step of fused AdamW matches the CPU."""
     weights = []
     for target in (torch.device("cpu"), place):
         weight = torch.nn.Parameter(_numbers(4, 4).to(target))
@@ -119,7 +119,7 @@ def optimizer(place: torch.device) -> None:
 
 
 def generators(place: torch.device) -> None:
-    """The same seed gives the same numbers, and so does a restored state."""
+    """Check that random numbers repeat after setting the same seed or restoring the generator's state."""
     device.seed(5)
     states = device.rng_states(place.type)
     first = torch.rand(6, device=place)
@@ -132,7 +132,7 @@ def generators(place: torch.device) -> None:
 
 
 def answers(place: torch.device) -> None:
-    """The queries of the device layer return valid values."""
+    """Check that queries about the device (name, memory, default precision) return valid values."""
     device_type = place.type
     device.synchronize(device_type)
     assert isinstance(device.name(device_type), str) and isinstance(device.is_busy(place), bool)
@@ -141,7 +141,7 @@ def answers(place: torch.device) -> None:
 
 
 def deepspeed(place: torch.device) -> None:
-    """DeepSpeed's accelerator object is for the same device."""
+    """Check that DeepSpeed's accelerator object is for the same device."""
     from deepspeed.accelerator import get_accelerator
 
     ds_accelerator = get_accelerator()
@@ -151,7 +151,7 @@ def deepspeed(place: torch.device) -> None:
 
 
 def modules(place: torch.device) -> None:
-    """Moving a module preserves its parameters, their attributes and parameter sharing."""
+    """Check that moving a module preserves its parameter objects, their attributes and parameter sharing."""
     from tds.device import move
 
     first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
@@ -163,7 +163,7 @@ def modules(place: torch.device) -> None:
 
 
 def collectives(place: torch.device) -> None:
-    """The backend accepts tensors of the device, in a world of one rank."""
+    """Check that the backend accepts tensors of the device, in a world of one rank."""
     dist.init_process_group(backend_of(place.type), store=dist.HashStore(), rank=0, world_size=1)
     try:
         x, parts = torch.full((2,), 3.0, device=place), [torch.zeros(2, device=place)]
@@ -177,7 +177,7 @@ def collectives(place: torch.device) -> None:
 
 
 def reversible(place: torch.device) -> None:
-    """All adaptors can be removed, which restores every target. This check is last, because it leaves them disabled."""
+    """Check that removing the adaptors restores the original functions. Must run last: it leaves them disabled."""
     plugin = accelerators.find(place.type)
     if plugin is None:
         return
@@ -196,7 +196,7 @@ CHECKS: tuple[Callable[[torch.device], None], ...] = (
 
 
 def run_checks(kind: str, local_rank: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield (check, "ok" or the error) for the device ``local_rank`` of this type, which must be configured already."""
+    """Yield (check, "ok" or the error) for device ``local_rank`` of type ``kind``; call ``configure_device`` first."""
     bound_device = device.bind(kind, local_rank)
     for check in CHECKS:
         try:

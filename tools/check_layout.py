@@ -11,16 +11,16 @@
 
     python tools/check_layout.py --model-parallel-size 2 --device cuda --distributed-backend gloo   # on one GPU
 
-The tool accepts all flags of pretrain_gpt2.py that define the model, the batch and the optimizer; with --model t5 those
-of pretrain_t5.py, with --model bert those of pretrain_bert.py.
+The tool accepts the flags of pretrain_gpt2.py that define the model, the batch and the optimizer, with --model t5 the
+flags of pretrain_t5.py, and with --model bert the flags of pretrain_bert.py.
 
 * Tokens are random unless --data-path, --train-data-path or --sft is given together with --tokenizer-path; --split
   works, too.
 * Dropout is off unless --layout-independent-dropout is given, because its masks depend on the tensor layout by design.
-* With --loss-average micro-batch, the one process uses the same micro-batches (--batch-size samples each), and so must
-  every layout in the comparison. Context ranks match it only if no token is masked.
-* Several ranks on one GPU need --distributed-backend gloo (docs/accelerators.md); the one process uses the same device.
-* --json writes the results to a file; --reference saves the results of the one process for the next start.
+* With --loss-average micro-batch, the losses depend on --batch-size, so all layouts that are compared must have the
+  same one; the single process uses it, too. Context-parallel layouts match only if no token is masked.
+* Several ranks on one GPU need --distributed-backend gloo (docs/accelerators.md); the single process uses it, too.
+* --json writes the results to a file; --reference saves the results of the single process for the next start.
 
 The exit code is 0 if all values are within their bounds, otherwise 1.
 """
@@ -158,7 +158,7 @@ def check_flags(flags: list[str], layout: Layout, model: str, given: list[str] |
     """Exit with code 2 and the reasons if the layout is rejected; print the limits of --loss-average micro-batch.
 
     Args:
-        given: flags of the user among ``flags``; None if all are the user's.
+        given: those of ``flags`` that the user typed; None for all of them.
     """
     from megatron.errors import ConfigError
 
@@ -187,7 +187,7 @@ def average_notes(config: Any) -> Iterator[str]:
 
 
 def explained(message: str, given: list[str]) -> str:
-    """Return the error message with a hint for each flag that this tool set and the user did not."""
+    """Return the error message with a hint for each flag in it that was added by this tool."""
     message = message.replace("got --data-path none", "got random tokens (no --data-path, --train-data-path or --sft)")
     tool_flags = {
         "--fp64": "this tool computes in fp64; --fp32 is the other choice",
@@ -205,14 +205,14 @@ def parse_as(model: str, flags: list[str], world_size: int) -> Any:
 
 
 def reference_key(own: argparse.Namespace, flags: list[str], replicas: int) -> str:
-    """Return a key with everything that the results of the one process depend on."""
+    """Return a key of all settings that affect the results of the single process, as JSON text."""
     config = parse_as(own.model, with_data(flags, own.model), 1)
     config = replace(config, batch=replace(config.batch, gas=config.batch.gas * replicas))
     return json.dumps([own.model, own.steps, config.to_dict()], sort_keys=True, default=str)
 
 
 def kept_reference(own: argparse.Namespace, flags: list[str], replicas: int) -> Any:
-    """Return the trace of the one process that an earlier start saved, or None.
+    """Return the trace of the single process from the file of --reference, or None without such a file.
 
     Raises:
         SystemExit: the file belongs to another model, batch or device.
@@ -225,7 +225,7 @@ def kept_reference(own: argparse.Namespace, flags: list[str], replicas: int) -> 
 
 
 def keep_reference(own: argparse.Namespace, flags: list[str], replicas: int, trace: Any) -> None:
-    """Save the trace of the one process for later starts if --reference is given."""
+    """Save the trace of the single process for later starts if --reference is given."""
     if own.reference is not None:
         import torch
 
@@ -244,7 +244,8 @@ def run(out: Path, layout: Layout, flags: list[str], model: str, steps: int, rep
     """Train in ``layout`` through the launcher; return each rank's trace.
 
     Args:
-        replicas: number of replicas whose micro-batches one process runs in turn.
+        replicas: number of replicas in the compared layout if this run is the single process, which runs the
+            micro-batches of all of them; otherwise 1.
     """
     out.mkdir()
     command = [sys.executable, "-m", "megatron.launch", "--nproc-per-node", str(layout.world_size)]
@@ -300,7 +301,7 @@ def worker(out: Path, model: str, steps: int, replicas: int, flags: list[str]) -
 
 
 def with_data(flags: list[str], model: str) -> list[str]:
-    """Return the flags without evaluations, and with ``--data-path none`` (random tokens) if no flag names data."""
+    """Add flags that disable evaluation and, if no flag names data, select random tokens (``--data-path none``)."""
     from megatron.arguments import config_file
     from megatron.arguments.flag_values import scan
     from megatron.config.data import PATHS
@@ -312,7 +313,10 @@ def with_data(flags: list[str], model: str) -> list[str]:
 
 
 def with_dataset(config: Any, program: Any) -> tuple[Any, Any, Any]:
-    """Return the configuration with its vocabulary, the tokenizer, and the user's token files or random tokens."""
+    """Return the configuration with its vocabulary size, the tokenizer, and the training data.
+
+    The data are the user's token files, or random tokens without a tokenizer.
+    """
     from megatron.training import global_vars
     from megatron.training.mock_data import random_data
     from megatron.training.vocabulary import with_tokenizer

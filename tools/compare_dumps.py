@@ -102,7 +102,7 @@ def report(found: Comparison, dumps: tuple[Dump, Dump], flags: argparse.Namespac
 
 
 def draw_beside(found: Comparison, dumps: tuple[Dump, Dump], flags: argparse.Namespace) -> None:
-    """Draw the picture and print its path; a picture that was not requested may fail without changing the exit code."""
+    """Draw the picture and print its path. Without --picture, an error is printed but does not fail the tool."""
     picture = flags.picture or flags.second / "compare.png"
     try:
         draw(found, dumps, picture)
@@ -115,7 +115,7 @@ def draw_beside(found: Comparison, dumps: tuple[Dump, Dump], flags: argparse.Nam
 
 
 def facts_of(dumps: tuple[Dump, Dump]) -> list[list[str]]:
-    """Return the rows with the facts of the runs and their losses."""
+    """Return table rows with the layouts, number formats, losses and gradient norms of both runs."""
     rows = [
         ["layout", *(", ".join(f"{axis} {size}" for axis, size in d.facts["layout"].items()) for d in dumps)],
         ["micro-batch", *(str(d.facts["micro_batch_size"]) for d in dumps)],
@@ -133,7 +133,7 @@ def facts_of(dumps: tuple[Dump, Dump]) -> list[list[str]]:
 
 
 def row_of(one: Difference) -> list[str]:
-    """Return the table cells of a tensor."""
+    """Return the table cells for the difference of one tensor."""
     call = f" (call {one.key.call})" if one.key.call else ""
     part = f"[{one.key.index}]" if one.key.index else ""
     first, stop = one.samples
@@ -153,7 +153,7 @@ def row_of(one: Difference) -> list[str]:
 
 
 def norm_text(norm: float, not_finite: int) -> str:
-    """Return a norm and the number of values excluded from it; "-" if only the shares of a sum are known."""
+    """Return a norm ("-" if it is NaN, which means unknown) and the number of values that are not finite, as text."""
     return ("-" if math.isnan(norm) else f"{norm:.6g}") + (f", {not_finite} not finite" if not_finite else "")
 
 
@@ -203,12 +203,12 @@ def verdict(found: Comparison) -> str:
 
 
 def judged(found: Comparison) -> list[Difference]:
-    """Return the tensors that have a tolerance."""
+    """Return the differences of the tensors that have a tolerance; all differences if no tensor has one."""
     return [difference for difference in found.differences if math.isfinite(difference.tolerance)] or found.differences
 
 
 def format_difference(one: Difference) -> str:
-    """Describe which tensor a difference belongs to."""
+    """Return the name of the tensor that differs, with its step, phase and micro-batch."""
     micro_batch = f", micro-batch {one.micro_batch}" if one.micro_batch is not None else ""
     return f"{one.key.what} of {one.key.name} in step {one.key.step}, {one.phase}{micro_batch}"
 

@@ -50,7 +50,7 @@ MODEL = (
 )
 PARTS = {"attention": r"layers\.\d+\.attention", "feed-forward": r"layers\.\d+\.mlp", "residual stream": r"layers\.\d+"}
 PARTS["logits"] = "logits"
-"""Curve -> pattern of the names of the modules whose output it shows."""
+"""Curve of the plot -> regular expression for the names of the modules whose outputs it shows."""
 Sizes = dict[str, list[float]]
 
 
@@ -84,7 +84,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check(flags: argparse.Namespace, rest: Sequence[str], *, has_mup: bool) -> dict[int, Sizes]:
-    """Return for each width the sizes of ``PARTS`` in each step; the first one is measured before any update."""
+    """Train a model of each width, and return width -> mean sizes of the outputs of ``PARTS``.
+
+    The first size of each list is measured before the first update, and one more after each update.
+    """
     base = flags.widths[0]
     results = {}
     for width in flags.widths:
@@ -107,7 +110,7 @@ def check(flags: argparse.Namespace, rest: Sequence[str], *, has_mup: bool) -> d
 
 
 def sizes_of(config: Config, steps: int) -> Sizes:
-    """Train a model of ``config`` for ``steps`` steps; return the mean size of ``PARTS`` in each forward pass."""
+    """Train a model of ``config`` for ``steps`` steps; return part -> mean size of its output in each forward pass."""
     world = World("cpu", torch.device("cpu"), single_grid(), 0)
     model = DecoderModel(model_args(config))
     setup.put_in_place(config, model, world)
@@ -131,7 +134,7 @@ def sizes_of(config: Config, steps: int) -> Sizes:
 
 @contextmanager
 def watched(model: torch.nn.Module, found: Sizes) -> Iterator[None]:
-    """Append the mean size of the modules' outputs, averaged over layers, to ``found``."""
+    """During the block, record the outputs of ``PARTS``; append each part's mean size over all layers to ``found``."""
     outputs: dict[str, list[float]] = {}
     handles = [
         module.register_forward_hook(lambda _, __, output, part=part: outputs.setdefault(part, []).append(size(output)))
@@ -149,12 +152,12 @@ def watched(model: torch.nn.Module, found: Sizes) -> Iterator[None]:
 
 
 def size(tensor: torch.Tensor) -> float:
-    """Return the mean absolute value."""
+    """Return the mean absolute value of a tensor."""
     return tensor.detach().abs().mean().item()
 
 
 def rise(by_width: dict[int, Sizes], part: str) -> float:
-    """Return the ratio of ``part`` between the widest and the narrowest model after the last update."""
+    """Return the ratio of the size of ``part`` in the widest model to that in the narrowest, after the last update."""
     first, *_, last = (sizes[part][-1] for sizes in by_width.values())
     return last / first
 

@@ -3,8 +3,9 @@
     python tools/count_tokens.py data/a data/b
     python tools/count_tokens.py --data-path 0.7 data/a 0.3 data/b --split 949,50,1 --seq-length 1024 --train-tokens 2e9
 
-With --train-tokens each corpus gets a share of the tokens by its weight (without weights: by its size in tokens), and
-the table shows how many epochs that is. Samples are counted as for GPT-2 without packing: neighbours share one token.
+With --train-tokens the tokens of the run are divided over the corpora by weight (without weights, by size in tokens),
+and the table shows the number of epochs of each corpus. Samples are counted as for GPT-2 without packing, where
+neighbouring samples share one token.
 """
 
 from __future__ import annotations
@@ -122,10 +123,10 @@ def counted(file: IndexedDataset, documents: Documents, seq_length: int | None) 
 
 
 def add_epochs(rows: dict[str, dict[str, Any]], train_tokens: int, seq_length: int | None) -> None:
-    """Add the tokens, epochs and samples that a run of ``train_tokens`` draws to each row.
+    """Add to each row the tokens, samples and epochs of its corpus in a run of ``train_tokens`` tokens.
 
     Raises:
-        DataError: a corpus with a share has no tokens for training, or no sample.
+        DataError: a corpus that the run uses has no training tokens, or less than one sample.
     """
     shares = {name: row["tokens"] if row["weight"] is None else row["weight"] for name, row in rows.items()}
     total_share = sum(shares.values())

@@ -41,7 +41,7 @@ COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
 SCHEDULES = ("1f1b", "zb-h1", "interleaved", "zb-v")
 REPLICAS = 8
 HELD = {"weights": (2, 3), "gradients": (4, 2), "masters and moments": (12, 1)}
-"""Bytes of a parameter with AdamW in 16 bits, and the first ZeRO stage that shards them."""
+"""Type of tensor -> its bytes per parameter with 16-bit weights and AdamW, and the first ZeRO stage that shards it."""
 CONTEXT = 4
 WORK = "each rank has two pieces;\ntheir areas add up to\nthe same for all ranks"
 SEQUENCE = (
@@ -69,9 +69,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def canvas(width: float, height: float) -> tuple[Any, Any]:
     """Return an empty figure, with sizes in inches, and its axes."""
-    from matplotlib.figure import (
-        Figure,
-    )  # imported in functions, because MkDocs also loads this file and does not need it
+    # matplotlib is imported in functions, because MkDocs loads this file, too, and does not need it.
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height))
     return figure, figure.subplots()
@@ -157,7 +156,7 @@ def draw_layer(path: Path) -> None:
 
 
 def draw_context(path: Path) -> None:
-    """Draw the keys that the queries of each chunk attend to, in the colour of the chunk's context rank."""
+    """Draw for each chunk of queries the keys to which it attends, in the colour of its context-parallel rank."""
     figure, axes = canvas(6.6, 4.0)
     pieces = 2 * CONTEXT
     for rank in range(CONTEXT):
@@ -210,12 +209,12 @@ def finish(figure: Any, axes: Any, across: tuple[float, float], up: tuple[float,
 
 
 def draw_schedule(path: Path) -> None:
-    """Draw the schedule that the file is named after, with tools/draw_schedule.py."""
+    """Draw the schedule whose name is the stem of ``path``, with tools/draw_schedule.py."""
     chunks = ["--chunks", "2"] if path.stem == "interleaved" else []
     sizes = ["--schedule", path.stem, "--stages", "4", "--micro-batches", "8", *chunks, "--out", str(path)]
     command = [sys.executable, str(ROOT / "tools" / "draw_schedule.py"), *sizes]
     if code := subprocess.run(command, check=False).returncode:
-        raise SystemExit(code)  # the tool has printed the reason
+        raise SystemExit(code)  # draw_schedule.py has printed the error
 
 
 PICTURES = {
@@ -225,10 +224,10 @@ PICTURES = {
 
 # Hooks of MkDocs.
 #
-# | pages link to | on the site |
+# | link in a page | on the site |
 # |---|---|
-# | files of the repository outside docs/, such as ../tds/README.md | copies under repository/, pages rendered |
-# | headings, Chinese ones too | anchors as GitHub makes them |
+# | files outside docs/, such as ../tds/README.md | copies in repository/; Markdown files become pages |
+# | headings, including Chinese ones | the same anchors as on GitHub |
 # | the page in the other language | a line below the title |
 
 COPIES = "repository/"
@@ -245,7 +244,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the files outside docs/ that pages link to, and the files that those link to."""
+    """Add the files outside docs/ to which pages link, directly or through other added pages."""
     from mkdocs.structure.files import File
 
     root = Path(config.docs_dir).parent
@@ -255,7 +254,7 @@ def on_files(files: Any, config: Any) -> Any:
         page = pending.pop()
         for target in sorted({target for target, _ in aims(page, (root / page).read_text(encoding="utf-8"))} - added):
             if target.startswith(("docs/", "..")) or not (root / target).is_file():
-                continue  # MkDocs itself warns of what is missing
+                continue  # MkDocs warns about missing files itself
             added.add(target)
             files.append(File.generated(config, COPIES + target, abs_src_path=str(root / target)))
             if target.endswith(".md"):
@@ -276,7 +275,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Declare the language of a page to browsers."""
+    """Set the ``lang`` attribute of Chinese pages."""
     return output.replace('lang="en"', 'lang="zh"', 1) if page.file.src_uri.startswith("zh/") else output
 
 
@@ -294,7 +293,7 @@ def aims(page: str, markdown: str) -> Iterator[tuple[str, str]]:
 
 
 def retarget(markdown: str, uri: str) -> str:
-    """Return the page with the links between docs/ and files outside docs/ changed to their paths on the site."""
+    """Replace links between docs/ and files outside docs/ by links to their paths on the site."""
     page = uri.removeprefix(COPIES) if uri.startswith(COPIES) else f"docs/{uri}"
     new_links = {}
     for aim, target in aims(page, markdown):

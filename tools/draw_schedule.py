@@ -78,7 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> None:
-    """Exit with code 2 unless the flags belong to a single mode of this tool."""
+    """Exit with code 2 unless the flags belong to one mode of this tool: a named schedule, a file or a trace."""
     planned = [f"--{name.replace('_', '-')}" for name in PLANNED if getattr(flags, name) is not None]
     measured = [f"--{name}" for name in MEASURED if getattr(flags, name) is not None]
     if planned and measured:
@@ -102,7 +102,7 @@ def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> N
 
 
 def chunks_of(flags: argparse.Namespace) -> int:
-    """Return the number of chunks on each stage, given or determined by the schedule."""
+    """Return the number of chunks per stage: --chunks, or the default of the schedule."""
     return flags.chunks or (2 if flags.schedule.lower() in IN_A_V else 1)
 
 
@@ -124,7 +124,7 @@ def check_schedule(parser: argparse.ArgumentParser, name: str, num_chunks: int, 
 
 
 def draw_schedule(flags: argparse.Namespace) -> None:
-    """Simulate a schedule, print its figures and draw it."""
+    """Simulate a schedule, print its bubble, step time and memory, and draw it."""
     from tds import plot
     from tds.schedule import Costs, Placement, read_schedule, schedule_named, simulate, validate, write_schedule
 
@@ -156,14 +156,14 @@ def draw_schedule(flags: argparse.Namespace) -> None:
 
 
 def format_peaks(peaks: list[int], of_what: str) -> str:
-    """Return "8 micro-batches on each stage", or the number for each stage."""
+    """Return the peaks of all stages as text, such as "8 micro-batches on each stage" if they are equal."""
     if len(set(peaks)) == 1:
         return f"{peaks[0]} {of_what} on each stage"
     return f"{' '.join(map(str, peaks))} {of_what} on the stages from 0"
 
 
 def draw_trace(flags: argparse.Namespace) -> None:
-    """Print the figures of a measured step and draw it."""
+    """Print the bubble and times of a measured step next to the prediction, and draw the step."""
     from tds import plot
     from tds.trace import read_traces
 

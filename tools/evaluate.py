@@ -88,7 +88,7 @@ def make_model(
 
 
 def evaluate_tasks(args: argparse.Namespace, model: ModelOfAllRanks, chat: ChatTemplate | None) -> Results:
-    """Return the results of --tasks. Call it on rank 0, within ``model.lead``."""
+    """Evaluate --tasks and return the results. Call it on rank 0 only, within ``model.lead``."""
     from megatron.evaluation.tasks import LoadedTasks, Suite, require_lm_eval
 
     require_lm_eval("--tasks")
@@ -109,7 +109,10 @@ def evaluate_tasks(args: argparse.Namespace, model: ModelOfAllRanks, chat: ChatT
 
 
 def evaluate_texts(args: argparse.Namespace, model: ModelOfAllRanks) -> list[TextScore]:
-    """Return the scores of --texts, and the total of several texts. Call it on rank 0, within ``model.lead``."""
+    """Return the scores of --texts, followed by their total if there are several.
+
+    Call it on rank 0 only, within ``model.lead``.
+    """
     from megatron.evaluation.texts import Domain, score_domains, together
 
     domains = [Domain.of(word) for word in args.texts]
@@ -146,7 +149,7 @@ def _error_of(metric: str) -> str:
 
 
 def show_texts(scores: list[TextScore]) -> None:
-    """Print a table of the domains."""
+    """Print a table of the scores of all texts."""
     from rich.table import Table
 
     from megatron.console import print_table
@@ -161,12 +164,12 @@ def show_texts(scores: list[TextScore]) -> None:
 
 
 def text_values(one: TextScore) -> dict[str, Any]:
-    """Return the values of a domain for the output file."""
+    """Return the scores of one text or domain for the output file."""
     return dataclasses.asdict(one) | {"perplexity": one.perplexity, "bits_per_byte": one.bits_per_byte}
 
 
 def progress_of(model: ModelOfAllRanks) -> Callable[[int], None]:
-    """Return a callback that shows on a terminal how many of its rows rank 0 has scored."""
+    """Return a callback that adds the number of newly scored rows to a counter and shows the total on the terminal."""
     num_rows = 0
 
     def on_rows(number: int) -> None:
@@ -182,7 +185,7 @@ def run(args: argparse.Namespace, names: dict[str, str]) -> None:
     """Evaluate and show the results. Collective.
 
     Args:
-        names: its "who" is set to this rank's name, for messages.
+        names: receives this rank's name, for error messages, under the key "who".
     """
     from megatron import files
 

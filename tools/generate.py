@@ -1,4 +1,4 @@
-"""Generate text with the model of a checkpoint: GPT-2 continues a prompt, T5 answers one, --chat holds a conversation.
+"""Generate text with a checkpoint: GPT-2 continues prompts, T5 answers them, and --chat is a conversation.
 
     python tools/generate.py --load runs/my-run --prompt "The tide" --prompt "At noon"
     python tools/generate.py --load runs/my-run --input prompts.txt --output answers.jsonl --json --top-p 0.9
@@ -10,10 +10,10 @@
         --load runs/my-run --input prompts.txt
     python -m megatron.launch --nproc-per-node 2 --stdin tools/generate.py --pipe-parallel-size 2 --load runs/my-run
 
---chat uses the chat template of the run (--chat-template), otherwise that of its tokenizer's folder, and stops at the
-token that ends a turn in the template. The checkpoint may have any layout, or be a Hugging Face folder. The text is the
-same in every layout and does not depend on the other prompts of a batch. Without --temperature, --top-k or --top-p
-decoding is greedy.
+--chat uses the chat template of the run (--chat-template), otherwise the template in the folder of its tokenizer, and
+stops at the token that ends a turn in the template. The checkpoint may have any layout, or be a Hugging Face folder.
+The text is the same in every layout and does not depend on the other prompts of a batch. Without --temperature, --top-k
+or --top-p decoding is greedy.
 Exit codes: 0, 2 (an option or prompt), 3 (a checkpoint), 4 (another rank), 5 (logits that are not finite).
 """
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from megatron.mpu.groups import Grid
 
 TIMEOUT_S = 600
-"""Seconds that ranks wait for each other's layers; the first pass over long prompts on a CPU is slow."""
+"""Seconds that a rank waits for tensors of other ranks; the first pass over long prompts on a CPU is slow."""
 
 
 def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> TextGenerator:
@@ -80,7 +80,7 @@ def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> Te
 
 
 def start(args: argparse.Namespace) -> tuple[Grid, torch.device, str]:
-    """Return the grid of ranks, this rank's device and its name. Collective."""
+    """Initialize the ranks, and return the grid, this rank's device and its name. Collective."""
     from megatron import device
     from megatron.arguments import config_from_values
     from megatron.mpu.groups import single_grid
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace, names: dict[str, str]) -> None:
     """Answer the prompts, or read prompts interactively. Collective.
 
     Args:
-        names: its "who" is set to this rank's name, for messages.
+        names: receives this rank's name, for error messages, under the key "who".
     """
     from megatron.generate.text import interactive
 

@@ -6,9 +6,9 @@
 
 Supported files are iter_N/mp_rank_XX/model_optim_rng.pt (with a pipeline, too), mp_rank_XX_model_states.pt and
 DeepSpeed's layer_XX-model_YY-model_states.pt, saved by any number of tensor ranks and stages. Supported models are
-decoders (GPT-2's, and those with rotary positions, grouped queries, SwiGLU, a squared ReLU, RMS norms, norms less 1;
-also with Megatron-Core's names) and T5 with learned positions. Only the weights are imported, bit for bit; no code in
-the files is executed. The result can be loaded in any layout.
+T5 with learned positions, and decoders with the names of Megatron-LM or Megatron-Core: GPT-2, also with rotary
+positions, grouped queries, SwiGLU, squared ReLU, RMS norms or --apply-layernorm-1p. Only the weights are imported, bit
+for bit; no code in the files is executed. The result can be loaded in any layout.
 Exit codes: 0, 2 (an invalid option), 3 (a checkpoint that cannot be imported).
 """
 

@@ -3,9 +3,9 @@
     python tools/inspect_checkpoint.py runs/my-run
     python tools/inspect_checkpoint.py runs/my-run/checkpoints/step-00000020 --compare runs/other --weights-only
 
-For a run folder or its checkpoints folder, the newest checkpoint that verifies is used. With --compare the exit code is
-0 if all tensors are bitwise identical and 1 otherwise; differences in step or settings are shown but ignored. Exit code
-3: there is no checkpoint, or none that verifies.
+For a run folder or its checkpoints folder, the newest checkpoint with correct checksums is used. With --compare the
+exit code is 0 if all tensors are bitwise identical and 1 otherwise; differences in step or settings are shown but
+ignored. Exit code 3: there is no checkpoint, or none with correct checksums.
 """
 
 from __future__ import annotations

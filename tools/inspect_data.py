@@ -4,8 +4,8 @@
     python tools/inspect_data.py data/corpus --tokenizer-path t.json --samples 3 --seq-length 1024 --eod-mask-loss
     python tools/inspect_data.py --model t5 --data-path 0.7 a 0.3 b --tokenizer-path t.json --samples 2
 
-All other flags are training flags, with the same defaults and checks: data, tokenizer, lengths, masks, spans. Samples
-are made by the functions of pretrain_gpt2.py or pretrain_t5.py. With several corpora, the first line of a sample names
+All other flags are training flags, with the same defaults and checks: data, tokenizer, lengths, masks, spans. The
+functions of pretrain_gpt2.py or pretrain_t5.py make the samples. With several corpora, the first line of a sample names
 its corpus.
 """
 
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(flags: argparse.Namespace, prefixes: list[str], others: list[str], console: Console) -> None:
-    """Print the facts, then draw the picture, then show samples."""
+    """Print a description of the token files, draw the picture and show samples, as far as requested."""
     from megatron import config
     from megatron.console import print_table
     from megatron.data.indexed_dataset import IndexedDataset
@@ -132,7 +132,7 @@ def prefixes_of(settings: Config) -> list[str]:
 
 
 def show_samples(flags: argparse.Namespace, settings: Config, tokenizer: Any, console: Console) -> None:
-    """Make samples as a run with one process would, with the functions of its script, and show them."""
+    """Make samples with the functions of the training script, as in a run with one process, and print them."""
     import importlib
 
     from megatron.data import DataLoader
@@ -162,7 +162,7 @@ def show_samples(flags: argparse.Namespace, settings: Config, tokenizer: Any, co
 
 
 def order_lines(samples: Any) -> Iterator[str]:
-    """Yield the letter of each corpus of a mixture, and the corpora of its first samples."""
+    """Yield lines that assign a letter to each corpus of a mixture, and the letters of the first samples."""
     names = list(getattr(samples, "parts", ()))
     if len(names) < 2:
         return

@@ -57,7 +57,7 @@ def escaped(text: str) -> bytes:
 
 
 def pieces(root: Path) -> list[list[bytes]]:
-    """Return the pieces of documents, escaped: English sentences, Chinese sentences, blocks of code.
+    """Return the texts from which documents are made, escaped for JSON: English and Chinese sentences, blocks of code.
 
     Raises:
         DataError: the texts are missing.
@@ -86,13 +86,19 @@ def names(draw: Callable[[], float]) -> list[bytes]:
 
 
 def lengths(draw: Callable[[], float]) -> list[int]:
-    """Return lengths of documents in bytes: most are short, some very long (log-normal)."""
+    """Return document lengths in bytes, drawn from a log-normal distribution: most are short, some very long."""
     normal = (math.sqrt(-2 * math.log(1 - draw())) * math.cos(2 * math.pi * draw()) for _ in range(NUM_LENGTHS))
     return [int(min(MEDIAN_BYTES * math.exp(SPREAD * value), LONGEST_BYTES)) + 1 for value in normal]
 
 
 def documents(kinds: Sequence[Sequence[bytes]], seed: int) -> Iterator[bytes]:
-    """Yield JSON lines endlessly. Only ``random()`` is called, whose sequence is the same in all Python versions."""
+    """Yield JSON lines endlessly.
+
+    Random choices use only ``random()``, because its sequence is the same in all Python versions.
+
+    Args:
+        kinds: pieces of text for each type of document, as returned by ``pieces``.
+    """
     draw = random.Random(seed).random
     invented, sizes = names(draw), lengths(draw)
     document_id = 0
@@ -112,7 +118,7 @@ def documents(kinds: Sequence[Sequence[bytes]], seed: int) -> Iterator[bytes]:
 
 
 def chunks(lines: Iterator[bytes], num_bytes: float) -> Iterator[bytes]:
-    """Yield blocks of whole lines with at least ``num_bytes`` in total."""
+    """Group lines into blocks for writing, and stop once their total size is at least ``num_bytes``."""
     lines_in_block: list[bytes] = []
     size = written = 0
     while written + size < num_bytes:

@@ -9,9 +9,9 @@ gpt2_text_document.bin, .idx, .meta.json}: 10,000 stories, 4.6 MB, in a few seco
 are up to date, and several processes may run it at once. The other commands only print stories;
 tools/preprocess_data.py reads the output of --print json.
 
-A story follows one of ten plots. Its people, things and places are drawn once and do not change; each beat of the plot
-is drawn from a few sentences with the same meaning. A model of a million parameters therefore learns the
-characters and plots within minutes on a CPU.
+A story follows one of ten plots. Its people, things and places are drawn once per story; each beat of the plot is one
+of a few sentences with the same meaning. A model of a million parameters therefore learns the characters and plots
+within minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PREFIX = "gpt2_text_document"
 Beats = Sequence[Sequence[str]]
 """The beats of a plot, in order; one sentence is drawn for each beat. {a} is the hero, {b} the friend."""
 
-# English. Each name belongs to one animal, and the animal of a name is always he or she.
+# English. A name always belongs to the same animal and has the same pronoun, he or she.
 
 PEOPLE = {
     "Mia": "cat she",
@@ -424,16 +424,15 @@ def key_of(documents: list[str], vocab_size: int) -> str:
 
 
 def with_words_apart(text: str) -> str:
-    """Return ``text`` for training a vocabulary, with the Chinese names and things separated like English words.
+    """Put the Chinese names and things in ``text`` on separate lines, for training the vocabulary.
 
-    Chinese has no spaces: merges would cross the boundaries of a name, which would then have different tokens each
-    time.
+    Chinese has no spaces, so merges could cross the boundary of a name, whose tokens would then depend on the context.
     """
     return CHINESE_WORDS.sub(r"\n\g<0>\n", text)
 
 
 def is_up_to_date(output: Path, key: str) -> bool:
-    """Return True if ``output`` contains the complete data of ``key``."""
+    """Return True if ``output`` contains complete data that were made for ``key``."""
     try:
         sidecar = IndexedDataset(output / PREFIX).sidecar
         identity = tokenizer.build(tokenizer_path=output / "tokenizer.json").identity
@@ -443,7 +442,7 @@ def is_up_to_date(output: Path, key: str) -> bool:
 
 
 def make(output: Path, documents: list[str], key: str, vocab_size: int, num_workers: int) -> None:
-    """Write all files; the key is written last."""
+    """Write all files. The key is written last, so that an interrupted call is detected."""
     (output / "key").unlink(missing_ok=True)
     corpus, vocabulary = output / "corpus.jsonl", output / "tokenizer.json"
     files.replace_bytes(corpus, b"".join(orjson.dumps({"text": text}) + b"\n" for text in documents))

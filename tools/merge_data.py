@@ -8,8 +8,8 @@ The second command joins the output of tools/preprocess_data.py jobs with --part
 that of a single job, and all parts must be present. The folder of parts is not removed.
 
 Inputs must have the same token type and vocabulary. Token files of Megatron-LM, which have no .meta.json, can be
-joined, too; the output then has none either. Memory use does not grow with the files. The output appears only once it
-is complete.
+joined, too; the output then has no .meta.json. Memory use does not depend on the size of the files. The output files
+appear only when they are complete.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def merge(inputs: Sequence[str], output_prefix: str) -> IndexedDatasetBuilder:
 
 
 def check_output(parts: Sequence[IndexedDataset], output_prefix: str) -> None:
-    """Raise DataError if an output file is the same file as an input file, even under another name."""
+    """Raise DataError if an output file is an input file, possibly under another path."""
     for part in parts:
         pairs = [(part.token_path, Path(output_prefix + ".bin")), (part.index_path, Path(output_prefix + ".idx"))]
         if any(output_path.exists() and output_path.samefile(path) for path, output_path in pairs):
@@ -115,7 +115,7 @@ def check_output(parts: Sequence[IndexedDataset], output_prefix: str) -> None:
 
 
 def check_alike(parts: Sequence[IndexedDataset]) -> None:
-    """Raise DataError unless all inputs have the same token type and the same vocabulary, as far as it is recorded."""
+    """Raise DataError unless all inputs have the same token type and, where sidecars record it, the same vocabulary."""
     first = parts[0]
     for part in parts:
         if part.dtype != first.dtype:
@@ -133,7 +133,7 @@ def check_alike(parts: Sequence[IndexedDataset]) -> None:
 
 
 def has_same_vocabulary(first: DatasetMetadata, second: DatasetMetadata) -> bool:
-    """Return True if both token files were encoded by the same tokenizer, as far as the sidecars record it."""
+    """Return True if both sidecars record the same tokenizer and vocabulary size."""
     if first.vocab_size != second.vocab_size:
         return False
     if not (first.tokenizer and second.tokenizer):
@@ -147,7 +147,7 @@ def vocabulary(sidecar: DatasetMetadata) -> str:
 
 
 def common_sidecar(parts: Sequence[IndexedDataset]) -> DatasetMetadata | None:
-    """Return the first sidecar if all inputs have one, otherwise None, because the joined contents are unknown."""
+    """Return the sidecar of the first input; None if an input has none, because its contents are then unknown."""
     missing = next((part.prefix for part in parts if part.sidecar is None), None)
     if missing is not None:
         log.warning(
@@ -178,13 +178,16 @@ def common_eod(parts: Sequence[IndexedDataset]) -> int | None:
 
 
 def in_blocks(sizes: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield ``sizes`` in blocks, because the sizes of a large file are memory-mapped."""
+    """Copy ``sizes`` block by block, because the array of a large file is memory-mapped."""
     for start in range(0, len(sizes), BLOCK):
         yield np.array(sizes[start : start + BLOCK])
 
 
 def merge_into(inputs: Sequence[str], output_prefix: str, work_dir: Path) -> str:
-    """Join token files or parts of jobs into ``output_prefix``, also in an object store; return the counts as text."""
+    """Join token files, or a folder of parts, and return the counts as text.
+
+    The output is uploaded if ``output_prefix`` is in an object store; ``work_dir`` then holds the local files.
+    """
     if remote_input := next(filter(object_store.is_remote, inputs), None):
         raise DataError(
             f"--input must name files of this machine, got {remote_input}. Copy its .bin, .idx and .meta.json."

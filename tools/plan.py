@@ -7,8 +7,9 @@
     python tools/plan.py --load Qwen3-8B --gpus 8                  # sizes of a Hugging Face folder or of a run
     python tools/plan.py --calibrate machine.json      # then: --machine machine.json
 
-The flags of the model and of the layout are the training flags (docs/flags.md). Given layout flags are kept, and the
-others are searched. --fits evaluates the given layout and suggests changes if it does not fit. docs/planner.md
+The flags of the model and of the layout are the training flags (docs/flags.md). Layout flags on the command line are
+fixed, and the planner searches over the others. --fits evaluates the given layout and suggests changes if it does not
+fit. docs/planner.md
 describes the estimates and their errors.
 """
 
@@ -65,7 +66,7 @@ def read_flags(argv: list[str] | None) -> tuple[argparse.ArgumentParser, argpars
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the planner's flags of a valid command line; the training flags are checked, too."""
+    """Parse and check a command line, including its training flags, and return the planner's flags."""
     parser, flags, training_flags = read_flags(argv)
     try:
         if flags.calibrate is None:
@@ -102,7 +103,7 @@ def rank(planner: Planner, asked: Question, is_json: bool) -> int:
 
 
 def fit(planner: Planner, asked: Question, is_json: bool) -> int:
-    """Print the requirements of the given layout and how to make it fit; return 1 if it does not fit."""
+    """Print the estimate of the given layout; if it does not fit, also print changes that make it fit, and return 1."""
     assert asked.layout is not None
     estimate = planner.estimate(asked.layout)
     excess = overflow(estimate, asked.machine.usable_bytes)

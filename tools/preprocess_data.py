@@ -6,8 +6,8 @@ This writes data/corpus.bin, data/corpus.idx and data/corpus.meta.json; train on
 interrupted job continues if --resume is added to its command. With --verify and without --input, the files of
 --output-prefix are verified and some of their documents shown.
 
-On several machines that share a folder for inputs and outputs, a job array can encode the parts; each part may be
-started as often as needed:
+On several machines with a shared folder for inputs and outputs, a job array can encode the corpus in parts. A part that
+was interrupted can be started again:
 
     python tools/preprocess_data.py --input ... --output-prefix data/corpus --part $SLURM_ARRAY_TASK_ID/16
     python tools/merge_data.py --input data/corpus.parts --output-prefix data/corpus
@@ -45,7 +45,7 @@ OF_INPUT = {
     "--part": "part",
     "--cluster": "cluster",
 }
-"""Flag -> attribute, for flags that affect a job but not --verify."""
+"""Flag -> attribute of ``args``, for flags that have an effect on a job but not with --verify."""
 
 
 def at_least(lowest: int) -> Callable[[str], int]:
@@ -60,7 +60,7 @@ def at_least(lowest: int) -> Callable[[str], int]:
 
 
 def share(text: str) -> preprocess.Share:
-    """Parse a share of the units, such as 3/16."""
+    """Parse K/N, such as 3/16: part K of the units of work, divided into N parts."""
     try:
         return preprocess.Share.parse(text)
     except ValueError as error:
@@ -151,7 +151,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def tokenizer_of(args: argparse.Namespace) -> Callable[[], tokenizer.Tokenizer]:
-    """Return a function that builds the tokenizer that the options name."""
+    """Return a function without arguments that builds the tokenizer selected by the options."""
     return functools.partial(
         tokenizer.build,
         args.tokenizer_type,
@@ -163,7 +163,7 @@ def tokenizer_of(args: argparse.Namespace) -> Callable[[], tokenizer.Tokenizer]:
 
 
 def made_at(args: argparse.Namespace) -> str:
-    """Return the local path of the output."""
+    """Return the local prefix of the output, which is in the work folder if the output is uploaded."""
     if object_store.is_remote(args.output_prefix):
         return token_upload.local_prefix(args.output_prefix, args.work_dir)
     return args.output_prefix
@@ -219,7 +219,7 @@ def verify_output(args: argparse.Namespace) -> None:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """End the job on a signal; its unfinished units are lost."""
+    """Signal handler that ends the job by raising StopRequest; unfinished units are lost."""
     raise StopRequest(f"stopped by {signal.Signals(number).name}")
 
 

@@ -73,12 +73,12 @@ def main() -> int:
 
 
 def place_of(paths: Sequence[Path]) -> Path:
-    """Return the path of the report for these folders: in the only folder, or in their common parent."""
+    """Return the default path of the report: in the folder if there is only one, otherwise in their common parent."""
     return (paths[0] if len(paths) == 1 else Path(os.path.commonpath([path.absolute() for path in paths]))) / NAME
 
 
 def read_or_name_error(path: Path, name: str) -> RunFolder:
-    """Read a run; return only its name and the error if nothing can be read."""
+    """Read a run; if that fails, return a run that has only a name and a note with the error."""
     try:
         return read_run(path, name)
     except Exception as error:
@@ -86,7 +86,7 @@ def read_or_name_error(path: Path, name: str) -> RunFolder:
 
 
 def page_of_whole(runs: Sequence[RunFolder], title: str, points: int) -> str:
-    """Return the report; a run that cannot be drawn is reduced to its name and the error."""
+    """Return the HTML of the report. A run that cannot be drawn is replaced by its name and the error."""
     try:
         return page(runs, title, points)
     except Exception:
@@ -158,7 +158,7 @@ def _chinese(charts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def as_script(value: object) -> str:
-    """Return JSON that is safe within a script element: no part of it closes the element."""
+    """Return ``value`` as JSON, escaped so that its text cannot close the enclosing script element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
@@ -177,7 +177,7 @@ def _sections(runs: Sequence[RunFolder]) -> list[Html]:
 
 
 def _of_each(runs: Sequence[RunFolder], title: str, name: str, make: Callable[[RunFolder], Html | None]) -> list[Html]:
-    """Return a section with the output of ``make`` for each run; [] if there is no output."""
+    """Return a section with the output of ``make`` for each run; [] if ``make`` returns None for all runs."""
     results = [(run, content) for run in runs if (content := make(run)) is not None]
     children = [joined([tag("h3", run.name), content]) for run, content in results]
     return [section(bilingual(title), *children, id_=name)] if results else []
@@ -263,9 +263,9 @@ def state(run: RunFolder) -> tuple[str, ...]:
 
 
 def _sample_limit(run: RunFolder, train: Sequence[Mapping[str, Any]]) -> tuple[float | None, bool]:
-    """Return the limit of the run in samples, None if steps limit it, and whether the limit is reached.
+    """Return the limit of the run in samples, and True if it is reached; (None, False) if steps limit the run.
 
-    With --train-samples the limit is reached if another step of the last size does not fit.
+    A limit by --train-samples is reached if one more step of the last size would exceed it.
     """
     samples, tokens = (number(run.setting("batch", name)) for name in ("train_samples", "train_tokens"))
     consumed = number(train[-1].get("samples"))
@@ -305,7 +305,7 @@ def _layout(run: RunFolder) -> str:
 
 
 def _seconds(run: RunFolder, train: Sequence[dict[str, Any]]) -> float:
-    """Return the seconds from the first start to the last record; without these times, the sum of the step times."""
+    """Return the seconds from the first start to the last record, or the sum of the step times if they are unknown."""
     ended = number(train[-1].get("time"))
     began = next((number(start.get("time")) for start in run.starts), None)
     if ended is not None and began is not None:
@@ -341,7 +341,7 @@ def settings(run: RunFolder) -> dict[str, str]:
 
 
 def compared(runs: Sequence[RunFolder]) -> list[tuple[str, list[str], bool]]:
-    """Return (name, value in each run, whether the values differ) for every setting."""
+    """Return (name, value in each run, True if the values differ) for every setting."""
     all_settings = [settings(run) for run in runs]
     names = dict.fromkeys(name for run_settings in all_settings for name in run_settings)
     rows = [(name, [run_settings.get(name, MISSING) for run_settings in all_settings]) for name in names]
@@ -349,7 +349,7 @@ def compared(runs: Sequence[RunFolder]) -> list[tuple[str, list[str], bool]]:
 
 
 def differences(runs: Sequence[RunFolder]) -> Html:
-    """Return the table of settings; rows without differences are hidden until the user shows all."""
+    """Return the table of settings; a button shows the rows without differences, which are hidden at first."""
     rows = compared(runs)
     num_different = sum(differs for _, _, differs in rows)
     if len(runs) == 1:
@@ -376,7 +376,7 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 STAGE_HEAD = ("stage", "layers", "parameters on a rank", "memory", "work in a step", "idle")
 PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "buffers")
-"""Parts of the planner's estimate that are stored on the device; they add up to the estimate."""
+"""Parts of the planner's memory estimate, which add up to the estimated bytes on the device."""
 COMPARED = ("estimated", "before the model", "measured", "measured - before - estimated")
 ABOUT = (
     "Estimated is what the planner counts for the model and its training on one rank: the columns to its left add up "
@@ -392,7 +392,7 @@ SPLITS = {"valid": "validation", "test": "test"}
 
 
 def stage_table(run: RunFolder) -> Html | None:
-    """Return the table of a run's stages with the values of its last record; None without any stage."""
+    """Return the table of a run's stages with memory and work from its last record; None if no stage is known."""
     train = run.of_kind("train")
     last_record = train[-1] if train else {}
     memory, work = _by_stage(last_record, "memory_bytes"), _by_stage(last_record, "work_s")
@@ -406,7 +406,7 @@ def stage_table(run: RunFolder) -> Html | None:
 
 
 def memory_table(run: RunFolder) -> Html | None:
-    """Return the planner's estimate by parts next to the measured memory; None if either is unknown."""
+    """Return a table of estimated memory, by part, and measured memory of each stage; None if either is unknown."""
     train = run.of_kind("train")
     measured, rows = _by_stage(train[-1] if train else {}, "memory_bytes"), []
     stages = [item for item in run.stages if isinstance(item, dict)]
@@ -436,7 +436,7 @@ def _signed(value: float | None) -> str:
 
 
 def evaluation_table(run: RunFolder) -> Html | None:
-    """Return the evaluations of the run, followed by those of --eval-only in this folder; None without any."""
+    """Return a table of the evaluations during the run and with --eval-only; None if there are none."""
     rows = []
     for record in [*run.of_kind("valid"), *run.of_kind("test"), *run.evaluations]:
         loss, perplexity = (number(record.get(name)) for name in ("loss", "perplexity"))

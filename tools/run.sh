@@ -1,15 +1,18 @@
 # shellcheck shell=bash
-# Sourced by the run scripts with the name of their model and the user's flags, once they have set their variables and
-#   own       their own variables, each behind its flag: those that not every run script has
-#   recipe    flags that hold where neither the user's flags nor the JSON say otherwise
-#   stories   such flags for the sample data alone; not every run script has any
-#   by_machine   a function that adds to recipe what GPUS_PER_NODE, pp_size and mp_size decide; not every script has one
-#   program   what trains the model; without it pretrain_<model>.py, which lies beside the run script
-# Makes the set-up and the sample data where they are needed, then starts the program on every device, with
-# ds_config_<model>.json from beside the run script. Of the user's flags --max-restarts, --stop-grace, --exit-grace, --init-timeout, --node-list and
-# --node-timeout are the launcher's.
+# Set up the environment and the sample data if necessary, then start the training program on every device with
+# ds_config_<model>.json from the folder of the run script.
+#
+# A run script sources this file with the name of its model and the user's flags, after setting its variables and:
+#   own          array of pairs (flag, variable) for variables that only some run scripts have
+#   recipe       default flags, which the user's flags and the JSON override
+#   stories      default flags for the sample data (optional)
+#   by_machine   function that appends flags to recipe depending on GPUS_PER_NODE, pp_size and mp_size (optional)
+#   program      training program; default: pretrain_<model>.py in the folder of the run script
+#
+# The flags --max-restarts, --stop-grace, --exit-grace, --init-timeout, --node-list and --node-timeout are passed to the
+# launcher, all other flags to the program.
 set -euo pipefail
-trap 'exit 75' USR1                               # SLURM's warning while there is nothing yet to save
+trap 'exit 75' USR1                               # SLURM's warning before there is anything to save
 model=$1
 shift
 
@@ -30,8 +33,8 @@ while [ $# -gt 0 ]; do
 done
 set -- ${rest[@]+"${rest[@]}"}
 
-flags=()                                          # what the user set
-variables=                                        # which flag a variable sets, for messages
+flags=()                                          # flags of the variables that the user set
+variables=                                        # FLAG=VARIABLE pairs, for messages
 add() {                                           # add FLAG VARIABLE: pass the variable as a flag if it is set
   variables+="$1=$2 "
   if [ -n "${!2:-}" ]; then flags+=("$1" "${!2}"); fi
@@ -61,7 +64,7 @@ is_dry=
 is_help=
 has_data=$DATA_PATH
 if [[ " ${MEGATRON_DEFAULTS:-} " =~ [[:space:]]--(((train|valid|test)-)?data-path|sft)[[:space:]=] ]]; then has_data=1; fi
-file=                                             # of --config
+file=                                             # value of --config
 for flag in "$@"; do
   if [ "$file" = next ]; then file=$flag; fi
   case $flag in
@@ -75,7 +78,7 @@ done
 
 if [ -f "$file" ] && grep -qE '(^|["[:space:]{,])(((train|valid|test)[-_])?data[-_]path|sft)"?[[:space:]]*[:=]' "$file"; then has_data=1; fi
 if [ -z "$has_data" ] && [[ " ${MEGATRON_DEFAULTS:-} $* " =~ [[:space:]]--(resume|load|config)[[:space:]=] ]]; then
-  # a run on other data than the sample goes on with its own, which the program takes from the run's settings
+  # A run on other data than the sample resumes with its own data, which the program reads from the run's settings.
   name=$(basename "$program" .py)
   has_data=$(MEGATRON_DEFAULTS="$recipe ${MEGATRON_DEFAULTS:-}" "$PYTHON" -m megatron.checkpoint.run_data "${name#pretrain_}" ${flags[@]+"${flags[@]}"} "$@" || true)
 fi
@@ -86,7 +89,7 @@ if [ -n "$machine" ]; then
   if declare -F by_machine > /dev/null; then by_machine; fi
 fi
 
-quoted() {                                        # quoted TEXT: one word for whoever reads the recipe
+quoted() {                                        # quoted TEXT: quote TEXT as one word of the recipe
   local quote="'"
   printf "'%s'" "${1//$quote/$quote\\$quote$quote}"
 }
@@ -96,27 +99,27 @@ fi
 recipe="$recipe
   --deepspeed_config $(quoted "$home/ds_config_$model.json")"
 if [ -z "$has_data" ]; then
-  sample=$root/data/sample                        # of every model: one token file and one vocabulary
+  sample=$root/data/sample                        # one token file and one vocabulary for all models
   recipe+=" --data-path $(quoted "$sample/gpt2_text_document") --split 900,50,50 ${stories:-}"
   if [ -n "$is_help" ]; then
     recipe+=" --tokenizer-path $(quoted "$sample/tokenizer.json")"
   elif [ -z "$is_dry" ]; then
-    "$PYTHON" "$root/tools/make_sample_data.py"   # quick where it is of this version
+    "$PYTHON" "$root/tools/make_sample_data.py"   # returns immediately if the data is up to date
     recipe+=" --tokenizer-path $(quoted "$sample/tokenizer.json")"
-  else                                            # whatever lies there: the run makes what is missing or older anew
-    export MEGATRON_TEXT_VOCABULARY=2400          # of make_sample_data.py; T5 adds to it as it will in the run
+  else                                            # a dry run creates no data and accepts missing or old data
+    export MEGATRON_TEXT_VOCABULARY=2400          # vocabulary size of make_sample_data.py; T5 adds its sentinel tokens
   fi
 fi
 export MEGATRON_DEFAULTS="$recipe ${MEGATRON_DEFAULTS:-}" MEGATRON_VARIABLES=$variables
 
-if [ -n "$is_help" ]; then                        # with the defaults of this script, and what its variables set
+if [ -n "$is_help" ]; then                        # --help shows the defaults of this script and of its variables
   for flag in ${flags[@]+"${flags[@]}"}; do MEGATRON_DEFAULTS+=" $(quoted "$flag")"; done
   MEGATRON_RUN_SCRIPT=$0 exec "$PYTHON" "$program" "$is_help"
 fi
 if [ -n "$is_dry" ]; then
   WORLD_SIZE=$((GPUS_PER_NODE * ${NNODES#*:})) exec "$PYTHON" "$program" ${flags[@]+"${flags[@]}"} "$@"
 fi
-trap '' USR1                                      # the launcher has a handler of its own, an instant after it begins
+trap '' USR1                                      # ignored until the launcher installs its own handler
 # shellcheck disable=SC2086 # LAUNCH_FLAGS is empty or several words
 exec "$PYTHON" -m megatron.launch --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
   --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" $LAUNCH_FLAGS ${launch[@]+"${launch[@]}"} "$program" \

@@ -3,7 +3,7 @@
 The Python that runs this file is used unchanged if it has every package of pyproject.toml. Otherwise ``.venv`` in the
 repository is used, and created or completed with pip. A stamp in it, keyed by pyproject.toml, makes the next start
 fast. If ``.venv`` (which may be a link) was filled by another checkout, it is used if its packages fit, but nothing is
-installed into it. An interrupted set-up is started from scratch. Of two scripts that start together, one waits.
+installed into it. After an interruption, the set-up starts from scratch. If two scripts start together, one waits.
 
 pip's own variables (PIP_INDEX_URL, PIP_FIND_LINKS ...) and configuration files apply. TORCH_INDEX selects another index
 for torch only: cu130, cu128, cpu and similar names select PyTorch's own index, and a URL selects a mirror of one.
@@ -34,7 +34,7 @@ TORCH_INDEXES = "https://download.pytorch.org/whl/"
 TORCH_BUILD = re.compile(r"cpu|cu\d{3}|rocm[\d.]+")
 OF_SLOW_TESTS = ("eval", "ray", "stores", "kubernetes")
 PRESENT = "Requirement already satisfied"
-"""Start of pip's lines without new information, of which a set-up prints up to a hundred."""
+"""Start of the lines of pip that are not shown: one for each package that is installed already."""
 
 
 class SetUpError(Exception):
@@ -42,7 +42,7 @@ class SetUpError(Exception):
 
 
 class Answer(NamedTuple):
-    """The requirements that a Python lacks, and the checkout that is installed in it as editable, if any."""
+    """The requirements that a Python lacks, and the checkout with an editable install in it ("" for none)."""
 
     lacking: list[str]
     checkout: str
@@ -82,9 +82,8 @@ def find_or_make(extra: str) -> str:
         warn_of_another_build(Path(sys.prefix), index, "install torch there by hand, or leave the variable out")
         return sys.executable
     python = VENV / "bin" / "python"
-    lock_dir = (
-        VENV.resolve().parent
-    )  # folder of the environment that a link points to, which other checkouts may lock, too
+    # VENV may be a link to an environment that several checkouts share, so the lock is next to its target.
+    lock_dir = VENV.resolve().parent
     lock_dir.mkdir(parents=True, exist_ok=True)
     with locked(lock_dir):
         if not is_stamped(python, extra):
@@ -128,7 +127,7 @@ def add(python: str, extra: str) -> None:
 
 
 def ask(python: Path, wanted: list[str]) -> Answer:
-    """Return the requirements that the Python at this path lacks: all of them if it does not run."""
+    """Return the answer of the Python at this path; if it does not run, it lacks all of ``wanted``."""
     if python.is_file():
         command = [str(python), str(Path(__file__).resolve()), "ask", *wanted]
         process = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -152,7 +151,7 @@ def _refusal(found: Answer) -> str:
 
 
 def installed_checkout() -> str:
-    """Return the folder from which this project is installed as editable into this Python; "" if there is none."""
+    """Return the folder of the editable install of this project in this Python; "" if there is none."""
     name = tomllib.loads(PROJECT.read_text())["project"].get("name", "")
     try:
         text = importlib.metadata.distribution(name).read_text("direct_url.json")
@@ -231,7 +230,7 @@ def torch_index() -> str:
 
 
 def installed_build(prefix: Path) -> str:
-    """Return the build of the torch in an environment, such as "cpu" or "cu130"; "" if it is unknown."""
+    """Return the build of torch in an environment, such as "cpu" or "cu130"; "" if it is unknown."""
     for path in prefix.glob("lib/python*/site-packages/torch/version.py"):
         text = path.read_text()
         cuda = re.search(r"^cuda\b[^=\n]*= *(?:'([^']*)'|None)", text, re.MULTILINE)
@@ -264,12 +263,12 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def stamp(extra: str) -> Path:
-    """Return the file that records the pyproject.toml for which the environment was filled."""
+    """Return the path of the file with the fingerprint for which the environment was filled."""
     return VENV / f".set-up-{extra or 'run'}"
 
 
 def begun() -> Path:
-    """Return the file that exists while the environment is being filled."""
+    """Return the path of the file that exists while the environment is being filled."""
     return VENV / ".set-up-begun"
 
 
@@ -280,7 +279,7 @@ def is_stamped(python: Path, extra: str) -> bool:
 
 
 def fingerprint() -> str:
-    """Return a hash of pyproject.toml and of the location of this checkout, to which pip's editable install points."""
+    """Return a hash of pyproject.toml and of the path of this checkout, which an editable install refers to."""
     return hashlib.sha256(PROJECT.read_bytes() + os.fsencode(ROOT)).hexdigest()
 
 
@@ -296,23 +295,16 @@ def make(python: Path, missing: list[str], extra: str) -> None:
             log("the last set-up was interrupted; beginning anew")
         run("making the virtual environment", [sys.executable, "-m", "venv", "--clear", str(VENV)])
     begun().touch()
-    pip = [
-        str(python),
-        "-m",
-        "pip",
-        "install",
-        "--no-compile",
-    ]  # pip compiles on one core, during which it installs nothing
+    # pip would compile on one core and install nothing meanwhile, so the packages are compiled separately.
+    pip = [str(python), "-m", "pip", "install", "--no-compile"]
     index = torch_index()
     source = ["--index-url", index] if index else []
     for torch in [requirement for requirement in missing if requirement.startswith("torch==")]:
-        run(
-            f"installing {torch}", [*pip, *source, torch]
-        )  # first and separately, to get the exact build that this machine offers
+        # torch is installed first and separately, because only torch may come from another index.
+        run(f"installing {torch}", [*pip, *source, torch])
     other_packages = [*pip, "-e", f"{ROOT}[{extra}]" if extra else str(ROOT)]
-    with subprocess.Popen(
-        compiling(python, num_processes=1)
-    ):  # compile torch's dependencies while the other packages are installed
+    # Compile the packages installed so far (torch and its dependencies) while the others are installed.
+    with subprocess.Popen(compiling(python, num_processes=1)):
         run("installing the other packages", other_packages, without=PRESENT)
     log("compiling the packages")
     subprocess.run(compiling(python), check=False)
@@ -321,21 +313,24 @@ def make(python: Path, missing: list[str], extra: str) -> None:
 
 
 def compiling(python: Path, num_processes: int = 0) -> list[str]:
-    """Return the command that compiles the installed packages that are not compiled yet; 0: on all cores.
+    """Return the command that compiles the installed packages to byte code.
 
-    It prints nothing, like pip, because some packages contain files for another Python.
+    Compiled files are skipped. The command prints no errors, like pip, because some packages contain files for another
+    version of Python.
+
+    Args:
+        num_processes: 0 for one process per core.
     """
     folders = [str(path) for path in VENV.glob("lib/python*/site-packages/*") if path.is_dir()]
     return [str(python), "-m", "compileall", "-qq", "-j", str(num_processes), *folders]
 
 
 def run(what: str, command: list[str], without: str | None = None) -> None:
-    """Run one step of the set-up, with its output on stderr except for lines that start with ``without``."""
+    """Run one step of the set-up. Its output is written to stderr, except for lines that start with ``without``."""
     log(what)
     if without is None:
-        code = subprocess.run(
-            command, stdout=sys.stderr, check=False
-        ).returncode  # keeps pip's progress bars on a terminal
+        # pip writes to stderr directly, so that it shows its progress bars on a terminal.
+        code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
     else:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process:
             for line in process.stdout or ():

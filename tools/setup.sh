@@ -1,6 +1,7 @@
 # shellcheck shell=bash
-# Sourced by the run scripts with "run", "test" or "all": sets PYTHON to one that has every package, making .venv if need be.
-# A Python is looked for as $PYTHON, else python, python3, python3.14 ... python3.11; the first new enough is taken.
+# Set PYTHON to a Python that has every package, and create .venv if necessary. The run scripts source this file with
+# "run", "test" or "all". The base Python is $PYTHON if it is set, otherwise the first of python, python3, python3.14,
+# ..., python3.11 that is 3.11 or newer.
 
 find_python() {
   local candidate

@@ -118,7 +118,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def training_text(args: argparse.Namespace) -> TrainingText:
-    """Return the stream of documents, grouped by input if there are several inputs but not too many."""
+    """Return the stream of documents, grouped by input if there are 2 to ``MOST_INPUTS_SHOWN`` inputs."""
     inputs = {str(file): str(path) for path in args.input for file in preprocess.find_inputs([path])}
     is_by_input = 1 < len(args.input) <= MOST_INPUTS_SHOWN
     documents = sample(args.input, args.format, args.json_key, args.sample_bytes)
@@ -132,7 +132,7 @@ def training_text(args: argparse.Namespace) -> TrainingText:
 
 
 def by_language(held_out: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return the given groups of documents; a single unnamed group is divided by language."""
+    """Return group -> held-out documents; if there is a single unnamed group, it is divided by language."""
     if set(held_out) != {""}:
         return {name: list(texts) for name, texts in held_out.items()}
     groups: dict[str, list[str]] = {}
@@ -161,7 +161,7 @@ def report(rows: Sequence[fertility.Fertility]) -> None:
 
 
 def check_output(output: Path, model: str) -> None:
-    """Raise DataError before the training if the file could not be written or opened again."""
+    """Raise DataError if ``output`` does not have the suffix for ``model``, or cannot be written."""
     suffix = ".model" if model == "unigram" else ".json"
     if output.suffix != suffix or output.is_dir():
         raise DataError(f"--output must be a file that ends in {suffix} with --model {model}, got {output}")

@@ -1,12 +1,13 @@
 """Test and benchmark the project on the GPU of this machine, and save the results.
 
-    bash benchmarks/gpu/run.sh                          # all parts that are missing, 26 minutes at most
-    bash benchmarks/gpu/run.sh --out seen train speed   # these, with results in the folder "seen"
-    bash benchmarks/gpu/run.sh --device cpu             # the dry form: toy sizes, to try the program itself
+    bash benchmarks/gpu/run.sh                          # all parts without results, at most 26 minutes
+    bash benchmarks/gpu/run.sh --out seen train speed   # only the parts train and speed; results in the folder "seen"
+    bash benchmarks/gpu/run.sh --device cpu             # a dry run with toy sizes, to test the benchmark itself
 
 Each case ends with a line (passed, failed, skipped with a reason, not run for lack of time), and a failure does not
 stop the other cases. Results are written to gpu-<device>-<date>.json in --out. A second start with the same device and
-commit runs the missing cases, with --failed also those that failed. Unused time of a part is available to later parts.
+commit runs only missing cases; with --failed it also repeats failed ones. Unused time of a part is available to later
+parts.
 The exit code is 1 if a case failed.
 """
 
@@ -38,9 +39,9 @@ PLACES = {
 """Name of a part -> module and object that define it, in the order of execution."""
 NAMES = tuple(PLACES)
 UNKNOWN = "unknown"
-"""Result of ``run_record.commit`` without git."""
+"""Commit that ``run_record.commit`` returns if git is not available."""
 TOTAL_S, LONGEST_S = 26 * 60.0, 8 * 60.0
-"""Maximum seconds of all parts in one start, which is the sum of their budgets, and of one part."""
+"""Maximum seconds of all parts together, which is the sum of their budgets, and maximum seconds of a single part."""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -126,10 +127,10 @@ def about(machine: Machine, commit: str = "") -> dict[str, Any]:
 
 
 def share_of(parts: Sequence[Part], left_s: float) -> float:
-    """Return the seconds for the first of ``parts`` if ``left_s`` seconds are left for all.
+    """Return the time limit in seconds of the first of ``parts``, if ``left_s`` seconds are left for all of them.
 
-    They are its own budget, or the time that the other parts do not need, at most ``LONGEST_S``. Parts that always run
-    keep their budgets.
+    The limit is the part's own budget, or the time that the other parts do not need if this is longer, but at most
+    ``LONGEST_S``. The budgets of parts that always run are reserved.
     """
     first, *others = parts
     reserved_s = sum(part.budget_s for part in others if part.is_always)

@@ -13,7 +13,7 @@ with the reasons, and the attention kernels that ran. A file without any execute
 Every case of ``layouts`` is one start of tools/check_layout.py: the same seed, tokens and global batch in one process
 and in the layout; losses, gradient norm and every gradient must agree within the tool's bounds. Ranks that share a GPU
 communicate through the host (tds/p2p/host_copies.py), which checks their values but not their speed. The results of the
-one process are reused by all cases of a model and number format. NCCL runs with one rank, and with one rank per GPU.
+single process are reused by all cases of a model and number format. NCCL runs with one rank, and with one rank per GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.gpu.part import ROOT, TIMED_OUT, Case, Done, Machine, Part, Skip
 MARK = "pytest.mark.gpu"
 OWN = "tests/gpu"
 FIRST = ("test_attention.py", "test_families.py", "test_optimizer.py")
-"""Files of ``OWN`` that are most important; the others follow by name, and then files in other folders."""
+"""Files in the folder ``OWN`` that run first, before its other files and files in other folders."""
 SUITE: dict[str, tuple[str, ...]] = {
     "mpu": ("tests/mpu",),
     "ops": ("tests/ops",),
@@ -49,13 +49,13 @@ SUITE: dict[str, tuple[str, ...]] = {
 }
 DRY = {"ops": ("tests/models/common/test_norm.py", "tests/ops/test_gelu.py")}
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-"""Variables for the ordinary suite, which was written on machines without a GPU."""
+"""Environment variables that hide the GPU from the ordinary suite, which expects machines without one."""
 NAMES_TOLD, LETTERS_OF_A_REASON = 6, 150
 RESULT = re.compile(
     r"^(?:\[gw\d+\] \[ *\d+%\] (?P<first>\w+) )?(?P<name>\S+\.py::.+?)(?: (?P<last>PASSED|FAILED|ERROR|SKIPPED)\b.*)?$",
     re.MULTILINE,
 )
-"""A line of ``pytest -v``: of one process, of several, or of a test that has not ended."""
+"""Pattern of a line of ``pytest -v``, with or without xdist, also for a test that has not ended."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Report:
     Attributes:
         failed: test -> first line of the error; includes failed set-ups and files that could not be imported.
         skipped: reason -> number of tests.
-        told: properties that tests have recorded, such as the kernel that ran.
+        told: values that tests passed to ``record_property``, such as the name of the kernel that ran.
     """
 
     passed: int = 0
@@ -90,7 +90,7 @@ class Report:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """The results for tables."""
+        """The numbers of results, for tables."""
         return {
             "passed": self.passed,
             "failed": len(self.failed),
@@ -117,7 +117,7 @@ def read_report(path: Path) -> Report:
 
 
 def _first_line(problem: ET.Element) -> str:
-    """Return why a test failed: pytest's message, or the end of the traceback if the message is not informative."""
+    """Return the reason of a failure: pytest's message, or the error in the traceback if there is no useful message."""
     message = " ".join((problem.get("message") or "").split())
     if message in ("", "collection failure", "failed on setup with") and problem.text:
         error_lines = [line[1:].strip() for line in problem.text.splitlines() if line.startswith("E ")]
@@ -137,7 +137,7 @@ def judge(done: Done, path: Path) -> tuple[str, dict[str, Any]]:
     report = read_report(path) if path.exists() else Report()
     if report.failed:
         raise AssertionError(report.text)
-    if done.code:  # interrupted, broken, wrongly called, or no such test
+    if done.code:  # pytest was interrupted, failed internally, had a usage error, or collected no test
         raise AssertionError(f"pytest ended with code {done.code}: {done.text[-1000:]}")
     if not report.passed:
         raise Skip(report.text)
@@ -145,7 +145,7 @@ def judge(done: Done, path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _in_time(done: Done) -> str:
-    """Describe how far a killed run came; pytest writes its report only at the end."""
+    """Describe the progress of a killed run from its output, because pytest writes its report only at the end."""
     lines = [(match["first"] or match["last"], match["name"].strip()) for match in RESULT.finditer(done.text)]
     ended = [(result, name) for result, name in lines if result is not None]
     failed = [name for result, name in ended if result in ("FAILED", "ERROR")]
@@ -160,7 +160,7 @@ def _in_time(done: Done) -> str:
 def pytest_of(
     paths: Sequence[str], words: Sequence[str], machine: Machine, folder: Path, *, env: Mapping[str, str] | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """Run these tests and return the summary of their results."""
+    """Run the tests in ``paths`` with the pytest options ``words``; return the result of ``judge``."""
     report = folder / "report.xml"
     report.unlink(missing_ok=True)
     options = ["-p", "no:cacheprovider", "-vv", "--tb=short", f"--junitxml={report}", f"--basetemp={folder / 'tmp'}"]
@@ -200,8 +200,7 @@ def suite_cases(machine: Machine) -> list[Case]:
 
 
 AT_ONCE = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
-"""Number of files at the same time. Each is a process with its own GPU context of half a gigabyte, and small tensors.
-"""
+"""Number of test files that run at the same time. Each process has its own GPU context of 0.5 GB and small tensors."""
 TESTS_PART = Part(
     "tests", "the suite's tests on the device, and the suite on this torch", suite_cases, 300.0, at_once=AT_ONCE
 )
@@ -210,8 +209,9 @@ TESTS_PART = Part(
 # Several ranks on one GPU over gloo, and NCCL itself, each compared with one process on the same GPU.
 
 LIMIT_S, DRY_LIMIT_S = 240.0, 900.0
-"""Time limits of a case in seconds. They include starting Python while three cases run concurrently; a dry run shares
-the machine with other tests.
+"""Time limits of a case in seconds, which include starting Python while three cases run concurrently.
+
+The limit of a dry run is longer, because it may share the machine with other tests.
 """
 MICRO_BATCHES = 4
 """Micro-batches of a step, over all replicas."""
@@ -243,7 +243,7 @@ LAYOUTS = {
     "t5 fp64 tp 2 x pp 2": f"{TENSOR} {PIPE}",
     "gpt2 fp64 tp 2 x pp 2 x dp 2": f"{TENSOR} {PIPE} {DATA}",
 }
-"""Name, which starts with the model and the number format -> flags."""
+"""Name of a case, which starts with its model and number format -> flags of the layout."""
 ALL_GPUS = {"tp": "--model-parallel-size", "pp": "--pipe-parallel-size", "dp": "--data-parallel-size"}
 
 
@@ -301,7 +301,11 @@ def _needs_nccl(machine: Machine) -> None:
 
 
 def _reference(machine: Machine, model: str, dtype: str) -> tuple[Path, dict[str, Any]]:
-    """Return the saved results of one process, and how a second start compares with it; the first caller runs it."""
+    """Run one process, unless an earlier case has run it.
+
+    Returns:
+        Path of its saved trace, and the comparison of a second run of the same process with it.
+    """
 
     def make() -> tuple[Path, dict[str, Any]]:
         machine.work.mkdir(parents=True, exist_ok=True)
@@ -314,7 +318,7 @@ def _reference(machine: Machine, model: str, dtype: str) -> tuple[Path, dict[str
 def _compare(
     machine: Machine, folder: Path, model: str, dtype: str, layout: str, reference: Path | None = None
 ) -> dict[str, Any]:
-    """Return the results of tools/check_layout.py.
+    """Compare ``layout`` with one process by tools/check_layout.py, and return its results.
 
     Raises:
         AssertionError: the tool failed, or the layout differs from one process.

@@ -2,10 +2,10 @@
 
 | fault | expected outcome |
 |---|---|
-| the host waits for the device | once a step, for losses and norm; never in a micro-batch |
-| an allocation fails while memory is kept for reuse | it is freed and the step continues, with the same losses |
-| a layer of a pipeline waits for the whole device | the step ends, with the same losses |
-| a batch that cannot fit | code 1, one line: bytes, step and micro-batch, what to lower |
+| the host waits for the device | one wait per step, for losses and norm; none within a micro-batch |
+| an allocation fails while the allocator caches memory | the cache is freed and the step has the same losses |
+| a layer of a pipeline synchronizes the whole device | the step ends (no deadlock) with the same losses |
+| a batch that does not fit in memory | code 1, one line: bytes, step, micro-batch, and which sizes to reduce |
 | two ranks on one GPU under NCCL | code 2 on all, naming both ranks and the device |
 | LOCAL_RANK beyond the devices | code 2, naming both numbers |
 | a rank is killed | code 4 within seconds |
@@ -44,7 +44,7 @@ Shown = tuple[str, dict[str, Any]]
 
 WORKERS = str(ROOT / "benchmarks" / "gpu" / "workers.py")
 ONCE = "tds/loss_reduction.py:read"
-"""Function in which the host may wait for the device, once a step."""
+"""The only function in which the host may wait for the device, once per step."""
 STEP_SIZES = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --batch-size 2 "
 STEP_LENGTHS = {"gpt2": "--seq-length 64", "t5": "--enc-seq-length 64 --vocab-extra-ids 8"}
 PRESSED_SIZES = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --batch-size 8 --gas 2"
@@ -59,7 +59,7 @@ SPOILED = 5
 
 
 def worker(machine: Machine, folder: Path, what: str, family: str, extra: str, sizes: str) -> Any:
-    """Return the results of ``workers.py``."""
+    """Run the program ``what`` of ``workers.py`` on the device and return its results."""
     file = folder / f"{what}-{len(os.listdir(folder))}.json"
     words = [WORKERS, what, str(file), family, *sizes.split(), *extra.split()]
     python(machine, *words, "--device", machine.kind).check()
@@ -67,19 +67,19 @@ def worker(machine: Machine, folder: Path, what: str, family: str, extra: str, s
 
 
 def host_reads(machine: Machine, folder: Path, *, family: str, extra: str) -> Shown:
-    """Report where the host waits in steps 2 and 3, of four micro-batches each."""
+    """Check in steps 2 and 3, with four micro-batches each, that the host waits only once per step."""
     result = worker(machine, folder, "reads", family, f"{extra} --gas 4", STEP_SIZES + STEP_LENGTHS[family])
     return judge_reads(result), {"places": result["found"]}
 
 
 def judge_reads(seen: Mapping[str, Any]) -> str:
-    """Check that the host waits once a step, and therefore never in a micro-batch.
+    """Check that the host waits once per step, and therefore not in each micro-batch.
 
     Args:
         seen: results of ``workers.py``.
 
     Raises:
-        AssertionError: it waits elsewhere, or more than once a step, or a wait would not be detected.
+        AssertionError: the host waits elsewhere or not exactly once per step, or waits are not detected at all.
     """
     assert seen["is_noticed"], "a wait that was planted is not noticed: the watch sees nothing"
     counts = {place: count / seen["steps"] for place, count in seen["found"].items()}
@@ -114,7 +114,7 @@ def judge_retry(eased: Mapping[str, Any], pressed: Mapping[str, Any]) -> str:
 
 
 def needs_gpu(machine: Machine, why: str) -> None:
-    """Skip the case on a CPU."""
+    """Skip the case on a CPU, with the reason ``why``."""
     if machine.kind == "cpu":
         raise Skip(why)
 
@@ -125,7 +125,7 @@ def of_two_ranks(machine: Machine) -> str:
 
 
 def pause_in_pipeline(machine: Machine, folder: Path, *, schedule: str) -> Shown:
-    """Check that layers that wait for the whole device do not block a pipeline, nor does CUDA_LAUNCH_BLOCKING."""
+    """Check that a pipeline does not hang if its layers synchronize the device, or with CUDA_LAUNCH_BLOCKING."""
     backend = of_two_ranks(machine)
     if backend == "gloo" and machine.kind == "cuda":
         backend = "host_copies"  # gloo through the host, as with --distributed-backend gloo
@@ -146,7 +146,7 @@ def judge_equal(seen: Mapping[str, Sequence[str]]) -> str:
     """Check that all runs have the same losses, as hexadecimal numbers.
 
     Raises:
-        AssertionError: a run differs from the first; or the losses do not change, so that nothing was trained.
+        AssertionError: a run differs from the first one, or the losses do not change from step to step.
     """
     (first, expected), *other_runs = seen.items()
     assert len(set(expected)) == len(expected) > 0, (
@@ -167,7 +167,7 @@ def launch_blocking(machine: Machine, folder: Path) -> Shown:
 
 
 def too_large(machine: Machine, folder: Path) -> Shown:
-    """Check the end of a run whose batch does not fit."""
+    """Check how a run ends whose batch does not fit in memory."""
     needs_gpu(machine, "a batch for all memory of the host would bring the host down")
     per_token = 34 * WIDE * DEEP  # bytes that the backward of each layer needs, in 16 bits
     batch = math.ceil(1.5 * machine.memory_bytes / per_token / LONG)
@@ -179,10 +179,10 @@ def too_large(machine: Machine, folder: Path) -> Shown:
 
 
 def judge_out_of_memory(done: Done) -> str:
-    """Check how the run ended.
+    """Check the exit code and message of a run that was out of memory.
 
     Raises:
-        AssertionError: its code is not 1, or the bytes, the step, the micro-batch or the advice is missing.
+        AssertionError: the exit code is not 1, or the bytes, the step, the micro-batch or the advice is missing.
     """
     done.check(1)
     line = the_line(done, "out of memory")
@@ -198,7 +198,7 @@ def the_line(done: Done, sign: str) -> str:
     """Return the first line of the output that contains ``sign``.
 
     Raises:
-        AssertionError: there is none.
+        AssertionError: no line contains it.
     """
     lines = [line for line in done.text.splitlines() if sign in line]
     assert lines, f'"{sign}" is not said: {done.text[-900:]}'
@@ -206,7 +206,11 @@ def the_line(done: Done, sign: str) -> str:
 
 
 def launched(machine: Machine, number: int, words: Sequence[str], *, log: Path | None = None) -> Any:
-    """Run ``words`` in ``number`` ranks under our launcher: to their end, or, with a ``log``, in the background."""
+    """Run ``words`` in ``number`` ranks under our launcher.
+
+    Returns:
+        ``Done`` after the end of the job; with ``log``, ``Live`` while the job runs in the background.
+    """
     all_words = ["-m", "megatron.launch", "--nproc-per-node", str(number), *words]
     if log is None:
         return python(machine, *all_words)
@@ -279,7 +283,7 @@ def rank_of(launcher: int, rank: int) -> int:
     """Return the process id of a rank among the launcher's children.
 
     Raises:
-        AssertionError: there is none.
+        AssertionError: no child has this rank.
     """
     for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
         if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
@@ -312,7 +316,7 @@ def judge_ended(done: Done, run: Run) -> str:
     """Check that a run ended at step ``SPOILED``.
 
     Raises:
-        AssertionError: the code is not 5, it ended elsewhere, or step and micro-batch are not named.
+        AssertionError: the exit code is not 5, the run ended at another step, or step or micro-batch are not named.
     """
     done.check(5)
     line = the_line(done, f"step {SPOILED} ")
@@ -325,7 +329,7 @@ def judge_skipped(done: Done, run: Run) -> str:
     """Check that a run continued after step ``SPOILED``.
 
     Raises:
-        AssertionError: it did not reach its end, or another step has no loss.
+        AssertionError: the run did not reach its last step, or a step other than ``SPOILED`` has no loss.
     """
     done.check()
     assert run.steps == (*range(1, STEPS + 1),), f"{len(run.steps)} steps were recorded, not {STEPS}"

@@ -48,7 +48,7 @@ class Verdict:
 
 
 class Results:
-    """The verdicts of all parts so far, in the file ``path``, which is rewritten after each verdict."""
+    """The verdicts of all parts so far. The JSON file ``path`` is rewritten after each verdict."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         self.path = path
@@ -56,7 +56,7 @@ class Results:
 
     @classmethod
     def begin_or_go_on(cls, folder: Path, about: Mapping[str, Any]) -> Results:
-        """Return the newest results in ``folder`` of the same device, type, commit and size, otherwise new results."""
+        """Continue the newest results in ``folder`` of the same device, type, commit and sizes, or start new ones."""
         folder.mkdir(parents=True, exist_ok=True)
         compared_keys = ("device", "kind", "commit", "is_dry")
         for path in sorted(folder.glob("gpu-*.json"), reverse=True):
@@ -104,7 +104,8 @@ class Case:
 
     Args:
         run: called with the machine and an empty folder; returns one line of text and figures. It raises AssertionError
-            if the result is wrong, ``Skip`` if the machine lacks something, and any other error if the case broke.
+            if the result is wrong, ``Skip`` if the machine cannot run the case, and other errors if the case is
+            broken.
         limit_s: seconds after which commands of the case are killed.
         alone: run exclusively, because time or memory is measured.
     """
@@ -121,8 +122,8 @@ class Part:
 
     Args:
         cases: function that creates the cases for a machine.
-        budget_s: seconds after which all commands are killed; in its last eighth no case starts. It may be larger if
-            earlier parts left time.
+        budget_s: seconds after which all commands are killed; no case starts in the last eighth of this time. Time that
+            earlier parts did not use is added.
         at_once: number of cases that may run at the same time.
         is_always: run its cases at each start, because they present the results of the other parts.
     """
@@ -183,8 +184,8 @@ def run_part(
     """Run the cases of a part that have no final verdict yet, and print a line for each.
 
     Args:
-        again: final verdicts whose cases are repeated.
-        only: run only cases whose names contain this text, and those that run at each start.
+        again: statuses, such as FAILED, whose cases are repeated although they are final.
+        only: run only cases whose names contain this text; parts with ``is_always`` run all their cases.
     """
     start, known = time.monotonic(), results.of(part.name)
     cases = [case for case in part.cases(machine) if part.is_always or only in case.name]
@@ -208,7 +209,12 @@ def run_part(
 
 
 def _judge(case: Case, machine: Machine, part: Part, latest: float, end: float) -> Verdict:
-    """Run a case that may start until ``latest`` and whose commands must end by ``end``."""
+    """Run a case and return its verdict.
+
+    Args:
+        latest: time after which the case does not start, on ``time.monotonic()``.
+        end: time at which its commands are killed.
+    """
     start = time.monotonic()
     if start >= latest:
         return Verdict(NOT_RUN, f"the part's {part.budget_s:.0f} s were over; a second start goes on here")
@@ -233,17 +239,17 @@ def _judge(case: Case, machine: Machine, part: Part, latest: float, end: float) 
 
 
 _NONE_BEGINS = 1 / 8
-"""Last fraction of a part's time in which no case starts, because it could not finish."""
+"""Fraction of a part's time, at its end, in which no case starts, because it could not finish."""
 
 
 def _line(text: str) -> str:
-    """Return ``text`` as one line of at most 1,500 characters; the end is kept if it is longer."""
+    """Join the lines of ``text``, and keep only the last 1,500 characters."""
     line = " | ".join(part.strip() for part in text.splitlines() if part.strip())
     return line if len(line) <= 1500 else "... " + line[-1500:]
 
 
 class _Gate:
-    """Lock for cases that run concurrently or exclusively."""
+    """Lock that cases hold together (``beside``) or exclusively (``alone``), like a readers-writer lock."""
 
     def __init__(self) -> None:
         self._condition, self._inside, self._is_closed = threading.Condition(), 0, False
@@ -284,9 +290,9 @@ _TIED = (
     f"import ctypes, os, sys; ctypes.CDLL(None).prctl(1, {signal.SIGKILL:d}, 0, 0, 0); "  # PR_SET_PDEATHSIG
     "os.execvp(sys.argv[1], sys.argv[1:])"
 )
-"""Program that becomes the following command, which then dies with the thread that started it.
+"""Python program that executes the following words as a command, which is killed if the starting thread ends.
 
-A program with threads and a GPU must not fork in order to set this itself.
+The request for this signal needs a new process: a program with threads and a GPU must not fork to make it itself.
 """
 
 
@@ -304,7 +310,7 @@ class Done:
     seconds: float
 
     def check(self, code: int = 0) -> Done:
-        """Return this object if the command ended with ``code``.
+        """Check that the command ended with ``code``, and return this object.
 
         Raises:
             AssertionError: it ended with another code; the message has its last lines.
@@ -316,7 +322,7 @@ class Done:
 
 
 def environment(machine: Machine, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a command, without another job's rank variables and with the project in the path."""
+    """Return this process's environment without variables of ranks, and with the project in PYTHONPATH."""
     left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -329,7 +335,7 @@ def environment(machine: Machine, more: Mapping[str, str] | None = None) -> dict
 def started(
     machine: Machine, words: Sequence[str], output: int | IO[str], env: Mapping[str, str] | None, cwd: Path = ROOT
 ) -> subprocess.Popen[str]:
-    """Start ``words`` in a separate process group, which a signal can end as a whole.
+    """Start ``words`` in a separate process group, so that one signal ends all its processes.
 
     The processes die with the thread that starts them, so that a killed benchmark leaves nothing on the device.
     """
@@ -346,7 +352,7 @@ def started(
 
 
 def command(machine: Machine, words: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> Done:
-    """Run ``words`` until they end or the case's time is over; no process is left afterwards."""
+    """Run ``words`` until the command ends or the time of the case is over; no process remains afterwards."""
     start = time.monotonic()
     process = started(machine, words, subprocess.PIPE, env, cwd)
     try:

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.publish runs/gpu/gpu-nvidia-h200-2026-11-24.json
     python -m benchmarks.gpu.publish                 # rewrite the pages from the results in the repository
 
-Copies the file to benchmarks/gpu/seen and writes the tables of all files there between the markers in
+The tool copies the file to benchmarks/gpu/seen and writes the tables of all files there between the markers in
 docs/accelerators.md, English and Chinese. Results of a dry run or of a CPU are rejected. Part ``tables`` of
 ``benchmarks/gpu`` writes the same tables into --out at each start.
 """
@@ -39,7 +39,7 @@ PAGES = {
         "`memory` 和 `planner` 是 `--dry-run` 和规划工具的估计与实测之比。",
     ),
 }
-"""Page -> the text without results, and the explanation of the table of speeds."""
+"""Page -> text that is shown if there are no results, and the explanation of the table of speeds."""
 BEGIN = "<!-- results of GPUs: written by python -m benchmarks.gpu.publish -->"
 END = "<!-- end of the results of GPUs -->"
 PARTS = ("tests", "train", "layouts", "faults", "speed")
@@ -47,7 +47,7 @@ GIB = 2**30
 
 
 def seen_table(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return a row for each run: device, date, commit, versions, and the number of cases of each part by status."""
+    """Return a table with a row per run: device, date, commit, versions, and number of cases of each part by status."""
     rows = []
     for content in results:
         counts = []
@@ -68,7 +68,7 @@ def seen_table(results: Sequence[Mapping[str, Any]]) -> str:
 
 
 def speeds_table(content: Mapping[str, Any]) -> str:
-    """Return a row for each contender of each speed case that passed."""
+    """Return a table with a row for each contender of each speed case that passed."""
 
     def number(value: float | None, digits: int = 3) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
@@ -138,7 +138,7 @@ def with_block(text: str, new: str) -> str:
 
 
 def problem_of(path: Path) -> str | None:
-    """Return the reason why a file has no GPU results; None if it has."""
+    """Return the reason why a file does not contain valid GPU results; None if it does."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["is_dry"] or content["kind"] != "cuda":
@@ -150,7 +150,7 @@ def problem_of(path: Path) -> str | None:
 
 
 def write_tables(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
-    """Write the tables of the results so far into --out."""
+    """Case of the part ``tables``: write the tables of the results so far to a Markdown file in --out."""
     results = machine.results
     if results is None:
         raise Skip("there are no results")

@@ -1,8 +1,8 @@
 """Speed and memory of a step: ours, Hugging Face's model and a plain loop in the same run.
 
 Each case is one run of ``benchmarks/step_time.py`` (dropout 0, bf16), whose contenders take turns and are in memory at
-the same time. If they do not fit, first the batch is reduced, then contenders are removed from the end, then the model
-is reduced to a smaller slice; otherwise the case is skipped. Figures of a case:
+the same time. If they do not fit, the batch is reduced first, then contenders are removed from the end of the list,
+then the model is reduced to fewer layers. If nothing fits, the case is skipped. Figures of a case:
 
 | key | meaning |
 |---|---|
@@ -11,16 +11,17 @@ is reduced to a smaller slice; otherwise the case is skipped. Figures of a case:
 | expected_bytes | expected memory of all contenders together |
 | contenders | name -> the row below |
 | kernels, kernels_ms | of one step of ours: name, ms, share, count of the ten slowest; ms of all |
-| attention | torch's choice for each shape: kernel, query, key, dtype, has_mask, calls |
+| attention | kernel that torch selects for each shape: kernel, query, key, dtype, has_mask, calls |
 | attention_kernels | names of the attention kernels in the profile |
-| look_error | why there is no profile, else None |
+| look_error | error of the profiler; None if there is none |
 
 | key of a contender | meaning |
 |---|---|
 | ms, ms_quartiles, tokens_per_s | of a step: median over rounds; quartiles |
-| mfu, mfu_whole, mfu_sheet | relative to the products, counting half of causal attention or all; to the data sheet |
+| mfu, mfu_whole | MFU relative to the products of this run, counting half of causal attention, or all of it |
+| mfu_sheet | MFU relative to the data sheet |
 | allocated_bytes, reserved_bytes | peak memory of tensors, and of the allocator |
-| compile_s, last_loss | |
+| compile_s, last_loss | seconds of torch.compile; loss of the last step |
 | speed_of_ours | for other contenders: speed of ours relative to theirs, the median over rounds |
 | estimated_bytes, memory_ratio | for ours: estimate of --dry-run, and its ratio to allocated_bytes |
 | planner_ms, planner_ratio | for ours: the planner's estimate from the GPU's data sheet, and its ratio to ms |
@@ -56,12 +57,14 @@ from megatron.training.estimates import stage_memory
 OURS, COMPILED, HF, PLAIN = "ours", "ours-compiled", "hf", "plain"
 GIB = 2**30
 OF_A_PROCESS = 0.7 * GIB
-"""Bytes of each contender's process for the driver's context and the libraries' workspaces."""
+"""Bytes that a process needs for the driver's context and the workspaces of libraries."""
 USABLE, MARGIN = 0.94, 1.1
-"""Share of the device that processes may fill, and the allocator's overhead for ours."""
+"""Fraction of the device's memory that processes may use, and factor for the allocator's overhead in our runs."""
 WRITTEN_OUT, LOGIT_BYTES, WEIGHT_BYTES = 2.5, 16, 18
-"""Memory of other contenders' steps under autocast: activations relative to ours (norms and GELU materialized in fp32);
-bytes of a logit (16-bit and fp32, their softmax, both gradients); bytes of a parameter (fp32 with AdamW, 16-bit copy).
+"""Memory of the other contenders, which train under autocast.
+
+WRITTEN_OUT: activations relative to ours, because norms and GELU are materialized in fp32. LOGIT_BYTES: bytes per logit
+(16-bit and fp32 copies, softmax, both gradients). WEIGHT_BYTES: bytes per parameter (fp32, AdamW, 16-bit copy).
 """
 
 
@@ -72,7 +75,7 @@ class Model:
     Args:
         name: name of the case: model and sequence length.
         title: name of the model, in tables.
-        slices: its sizes, the largest first; more than one if only a part of the model is meant to fit.
+        slices: sizes of the model, the largest first; the later ones have fewer layers and are used if it does not fit.
         contenders: names of contenders; the first is always ours.
         batches: sequences in a step, the largest first.
         steps: steps in a turn.
@@ -101,7 +104,7 @@ class Fitted:
 
 
 def gpt2(layers: int, hidden: int, heads: int, length: int) -> tuple[Sizes, ...]:
-    """Return the sizes of a GPT-2 with its vocabulary, padded to a multiple of 64 as is common."""
+    """Return the sizes of a GPT-2 with GPT-2's vocabulary, padded to a multiple of 64."""
     return (
         GPTSizes(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=50304, seq_length=length),
     )
@@ -217,7 +220,7 @@ def fitted(model: Model, memory_bytes: int, below: int | None = None) -> Fitted 
     Args:
         below: only consider batches of fewer sequences, because a batch of ``below`` did not fit in practice.
     """
-    room = USABLE * memory_bytes - OF_A_PROCESS  # minus the process that multiplies matrices
+    room = USABLE * memory_bytes - OF_A_PROCESS  # the process that multiplies matrices needs memory, too
     batches = [batch for batch in model.batches if below is None or batch < below]
     for sizes in model.slices:
         for num_contenders in range(len(model.contenders), 0, -1):
@@ -231,7 +234,7 @@ def fitted(model: Model, memory_bytes: int, below: int | None = None) -> Fitted 
 
 PLANNER = "planner"
 PLANNED_AFTER = 5
-"""Number of cases before the planner's case, which is compared with them."""
+"""Number of cases that run before the case "planner", which compares its estimates with them."""
 FAMILIES: Mapping[str, type[Sizes]] = {sizes.family: sizes for sizes in (GPTSizes, T5Sizes, LlamaSizes)}
 OUT_OF_MEMORY = "out of memory"
 
@@ -266,7 +269,7 @@ def require_bf16() -> None:
     """Check that the GPU supports bf16 products.
 
     Raises:
-        Skip: it does not.
+        Skip: the GPU does not support them.
     """
     import torch
 
@@ -357,7 +360,10 @@ def planner_ms(sizes: Sizes, batch_size: int, planned: Planned, kind: str, conte
 
 
 def sheet_of(name: str, memory_bytes: int) -> str | None:
-    """Return the planner's name of a GPU; of those with the same data sheet, the one with the nearest memory size."""
+    """Return the planner's key for the GPU ``name``; None if its data sheet is unknown.
+
+    If several GPUs have the same data sheet, the one with the nearest memory size is returned.
+    """
     peak = peak_flops(name)
     words = set(name.upper().replace("-", " ").split())
     known = [

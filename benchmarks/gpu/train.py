@@ -1,4 +1,4 @@
-"""The training scripts on the device: compared with the CPU in fp32, bitwise if promised, stopped, killed and resumed.
+"""The training scripts on the device: compared with the CPU, repeated bitwise, stopped, killed and resumed.
 
 The first half of this module runs scripts on texts of the repository, as users start them, and compares two runs. The
 second half defines the part ``train``.
@@ -57,7 +57,7 @@ DRY_SIZES = {
 
 
 def limit_s(machine: Machine) -> float:
-    """Return the time limit of a usual case in seconds; a dry run may share a few cores with other work."""
+    """Return the time limit of a case in seconds, longer for a dry run, which may share a few cores with other work."""
     return 480.0 if machine.is_dry else 120.0
 
 
@@ -116,7 +116,7 @@ def flags(machine: Machine, family: str, folder: Path, extra: str = "", device: 
 
 
 def on_cpu(machine: Machine) -> dict[str, str]:
-    """Return the environment variables of a run on the CPU that runs at the same time as those on the device."""
+    """Return the environment variables of a CPU run that is concurrent with runs on the device."""
     threads = max(1, min(4, machine.num_cores // 4))
     return {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
 
@@ -139,7 +139,7 @@ def train(machine: Machine, family: str, folder: Path, extra: str = "", **more: 
     """Run the script of ``family`` to its last step and return its records.
 
     Raises:
-        AssertionError: its exit code is not 0.
+        AssertionError: the exit code of the script is not 0.
     """
     return read_run(folder, start(machine, family, folder, extra, **more).check().seconds)
 
@@ -164,7 +164,7 @@ def reference(machine: Machine, family: str, extra: str = "") -> Run:
 
 
 def kept(machine: Machine, name: str, family: str, extra: str, **more: Any) -> Run:
-    """Return the run ``name``, which others are compared with; the result is cached."""
+    """Return the run ``name``, which serves as a reference for several cases; the result is cached."""
     folder = machine.work / "kept" / "".join(c if c.isalnum() else "-" for c in name)
 
     def make() -> Run:
@@ -217,7 +217,7 @@ def judge_bits(run: Run, other: Run) -> str:
     """Check that losses and gradient norms of two runs are bitwise identical.
 
     Raises:
-        AssertionError: they are not; the message has the first step that differs.
+        AssertionError: the runs differ; the message has the first step that differs.
     """
     assert run.steps == other.steps, f"the steps {spans(run.steps)} were done, against {spans(other.steps)}"
     assert run.steps, "no step was recorded"
@@ -230,7 +230,7 @@ def judge_weights(machine: Machine, one: Path, other: Path) -> str:
     """Check that two checkpoints are bitwise identical, including the optimizer states.
 
     Raises:
-        AssertionError: they are not; the message has the differences.
+        AssertionError: the checkpoints differ; the message has the differences.
     """
     process = python(machine, str(ROOT / "tools" / "inspect_checkpoint.py"), str(one), "--compare", str(other))
     assert process.code == 0, (
@@ -252,10 +252,10 @@ class Live:
         return self.log.read_text(errors="replace")
 
     def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Wait for ``what`` while the script runs.
+        """Wait until ``is_so()`` is true while the script runs; ``what`` describes the condition in errors.
 
         Raises:
-            AssertionError: the script or the case's time ends before.
+            AssertionError: the script ends, or the time of the case is over, before the condition is true.
         """
         while not is_so():
             assert self.process.poll() is None, (
@@ -272,7 +272,7 @@ class Live:
         """Wait for the script and return its exit code.
 
         Raises:
-            AssertionError: it did not end within ``within_s`` seconds or the case's time.
+            AssertionError: the script did not end within ``within_s`` seconds or the time of the case.
         """
         limit = min(within_s, self.end - time.monotonic())
         try:
@@ -288,7 +288,7 @@ class Live:
 
 
 def begin(machine: Machine, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> Live:
-    """Start ``words`` and return at once; ``close`` must be called."""
+    """Start ``words`` in the background; the caller must call ``close``."""
     with open(log, "w") as file:
         process = started(machine, words, file, env)
     return Live(process, log, machine.end)
@@ -308,14 +308,14 @@ Shown = tuple[str, dict[str, Any]]
 TOLERANCES = {"fp32": 2e-4, "bf16": 1e-2, "fp16": 2e-3}
 """Format -> largest allowed difference of a loss from the CPU's in fp32."""
 COMPILED = 5e-3
-"""Largest allowed difference of a loss of a compiled run from the eager run in bf16."""
+"""Largest allowed difference between the losses of a compiled run and the eager run, in bf16."""
 USUAL_FALL, DRY_FALL = 0.3, 0.05
 """Minimum decrease from the first to the last loss; GPT-2's decreases by 1.0 and T5's by 3.3 at device sizes."""
 LEAST_FALL = {"bert": 0.1}
-"""Families with a smaller minimum decrease: BERT's loss decreases by 0.22, at its low learning rate."""
+"""Family -> smaller minimum decrease; BERT's loss decreases by 0.22 only, because of its low learning rate."""
 FORMATS = {"fp32": "--fp32", "bf16": "--bf16", "fp16": "--fp16 --initial-scale-power 12"}
 REPEATED = "--deterministic --hidden-dropout 0.1 --attention-dropout 0.1"
-"""Flags of runs that are compared bitwise. They use torch's dropout, so that its random state must be restored, too."""
+"""Flags of runs that are compared bitwise. With torch's dropout, a resume must also restore the random state."""
 
 
 def on_device(machine: Machine, family: str, number_format: str) -> Run:
@@ -333,7 +333,7 @@ def as_reference(machine: Machine, folder: Path, *, family: str, number_format: 
 
 
 def compared(run: Run, other: Run, allowed: float, machine: Machine, fall: float = USUAL_FALL) -> Shown:
-    """Return the text of ``judge_losses`` and the figures."""
+    """Compare the losses of ``run`` with those of ``other``; return the text of ``judge_losses`` and the figures."""
     text = judge_losses(run, other, allowed, fall=DRY_FALL if machine.is_dry else fall)
     return text, {"worst": worst(run, other), "allowed": allowed, "last_loss": run.losses[-1], "seconds": run.seconds}
 
@@ -351,13 +351,13 @@ def same_masks(machine: Machine, folder: Path) -> Shown:
 
 
 def compiled(machine: Machine, folder: Path, *, family: str) -> Shown:
-    """Check that --compile gives the losses of the eager run."""
+    """Check that a run with --compile has the losses of the eager run, within ``COMPILED``."""
     run = train(machine, family, folder / "run", f"{FORMATS['bf16']} --compile")
     return compared(run, on_device(machine, family, "bf16"), COMPILED, machine)
 
 
 def offloaded(machine: Machine, folder: Path) -> Shown:
-    """Check that an offloaded optimizer gives the losses of one on the device; bitwise on a CPU."""
+    """Check that a run with an offloaded optimizer has the losses of a run without; bitwise on a CPU."""
     run = train(machine, "gpt2", folder / "run", f"{FORMATS['fp32']} --offload-optimizer")
     plain = on_device(machine, "gpt2", "fp32")
     if machine.kind == "cpu":
@@ -371,18 +371,18 @@ def num_steps(machine: Machine) -> int:
 
 
 def repeated_flags(machine: Machine, extra: str = "") -> str:
-    """Return the flags of runs that are compared bitwise; they save four times."""
+    """Return the flags of runs that are compared bitwise and save four checkpoints."""
     steps = num_steps(machine)
     return f"--bf16 {REPEATED} --train-iters {steps} --save-interval {steps // 4} {extra}"
 
 
 def whole(machine: Machine, family: str = "gpt2") -> Run:
-    """Return the uninterrupted run with which others are compared; the result is cached."""
+    """Return the uninterrupted run, which is the reference for interrupted ones; the result is cached."""
     return kept(machine, f"whole {family}", family, repeated_flags(machine))
 
 
 def repeats(machine: Machine, folder: Path, *, family: str) -> Shown:
-    """Check that --deterministic gives the same bits twice."""
+    """Check that two runs with --deterministic are bitwise identical."""
     run = train(machine, family, folder / "run", repeated_flags(machine))
     return same_bits(machine, run, whole(machine, family))
 
@@ -406,7 +406,7 @@ def saved_beside(machine: Machine, folder: Path) -> Shown:
 def cut_off(
     machine: Machine, folder: Path, *, number: signal.Signals, code: int, is_due: Callable[[Machine, Path], bool]
 ) -> Shown:
-    """Check that a run that was ended by a signal resumes with the same command and bitwise the same results.
+    """Check that a run that a signal has ended resumes with the same command, and that the result is bitwise the same.
 
     Args:
         code: expected exit code.
@@ -431,12 +431,12 @@ def cut_off(
 
 
 def is_under_way(machine: Machine, run: Path) -> bool:
-    """Return True if some steps are done and the next save is not due."""
+    """Return True after an eighth of the steps, which is before the first save."""
     return last_step(run) >= num_steps(machine) // 8
 
 
 def has_saved(machine: Machine, run: Path) -> bool:
-    """Return True if steps are done after the first checkpoint, which a kill then loses."""
+    """Return True if two steps after the first checkpoint are done; a kill then loses them."""
     first = num_steps(machine) // 4
     return (run / "checkpoints" / f"step-{first:08d}").is_dir() and last_step(run) >= first + 2
 

@@ -44,7 +44,7 @@ THERE = dict.fromkeys(
 )
 """Packages that the Python of a GPU machine is assumed to have, in suitable versions."""
 GLIBC = 28
-"""Wheels for glibc 2.28 and older are accepted, which every Linux distribution of recent years has."""
+"""Newest accepted glibc, 2.28; every Linux distribution of recent years has it."""
 NEVER = re.compile(r"torch|torchvision|triton|(nvidia|cuda|cupy)-.*")
 """Packages that depend on the machine's driver and GPU; they are gigabytes large and must be installed already."""
 LEFT_OUT = {
@@ -116,7 +116,7 @@ class Wheel:
             self.requires = [Requirement(entry) for entry in self._about.requires or ()]
 
     def unfit(self, target: Target) -> str:
-        """Return the reason why this wheel cannot be installed on the target, or ""."""
+        """Return the reason why this wheel does not fit the target; "" if it fits."""
         if not self.tags & target.tags:
             return f"{self.path.name} does not install on Python {target.python} on x86-64 Linux"
         if not self.python.contains(f"{target.python}.0"):
@@ -131,7 +131,7 @@ def required(root: Path = ROOT) -> list[Requirement]:
 
 
 def read_there(path: Path) -> dict[str, str]:
-    """Parse a list of packages with lines NAME or NAME==VERSION; an unknown version is ""."""
+    """Parse lines NAME or NAME==VERSION; return package -> version, "" if it is unknown."""
     versions = {}
     for line in path.read_text().splitlines():
         name, _, version = line.partition("#")[0].strip().partition("==")
@@ -156,11 +156,11 @@ def amiss(
     target: Target,
     fetch: Fetch | None = None,
 ) -> list[str]:
-    """Return the problems of the wheels in a folder: missing, unfit or superfluous wheels.
+    """Return the problems of the wheels in a folder: missing wheels, wheels that do not fit, and unnecessary wheels.
 
     Args:
-        there: packages that the machine has; the version "" is unknown and assumed to fit.
-        fetch: function that puts a missing wheel into the folder.
+        there: package -> version on the machine; the version "" is unknown and assumed to fit.
+        fetch: function that is called for each missing wheel and downloads it into the folder.
     """
     problems, met = [], set()
     queue = [(requirement, "pyproject.toml") for requirement in wanted]
@@ -201,7 +201,7 @@ def _but(version: str | None) -> str:
 
 
 def exact(requirement: Requirement) -> str:
-    """Return the requirement pinned to the version installed here, which was tested, if that version is allowed."""
+    """Pin the requirement to the version installed on this machine, which was tested, if that version is allowed."""
     try:
         version = importlib.metadata.version(requirement.name)
     except importlib.metadata.PackageNotFoundError:
@@ -212,7 +212,7 @@ def exact(requirement: Requirement) -> str:
 
 
 def fetch_into(folder: Path, target: Target) -> Fetch:
-    """Return a function that puts a wheel for ``target`` into a folder, from pip's index or else built from source."""
+    """Return a function that downloads a wheel for ``target`` into a folder, or builds it if the index has none."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
 
     def fetch(requirement: Requirement) -> None:
@@ -231,11 +231,9 @@ def fetch_into(folder: Path, target: Target) -> Fetch:
 
 
 def _run(command: list[str]) -> str:
-    """Return the output of a command that failed, otherwise ""."""
-    env = {
-        **os.environ,
-        "DS_BUILD_OPS": "0",
-    }  # builds DeepSpeed without compiled operators, as the set-up of this project does
+    """Run a command; return its output if it failed, otherwise ""."""
+    # DeepSpeed is built without compiled operators, as in the set-up of this project.
+    env = {**os.environ, "DS_BUILD_OPS": "0"}
     process = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     return f"{process.stdout}{process.stderr}\n" if process.returncode else ""
 

@@ -5,13 +5,14 @@
     python benchmarks/gpu/workers.py ease FILE gpt2 --device cuda --bf16 --deterministic
     python -m torch.distributed.run --nproc-per-node 2 benchmarks/gpu/workers.py pause FILE BACKEND SCHEDULE
     python -m torch.distributed.run --nproc-per-node 2 benchmarks/gpu/workers.py plain FILE BACKEND SCHEDULE
-    python benchmarks/gpu/workers.py nan@5 FLAGS...     # pretrain_gpt2.py: the losses of step 5 are no numbers
-    python benchmarks/gpu/workers.py one-gpu FLAGS...   # the same: every rank takes the first GPU that it sees
+    python benchmarks/gpu/workers.py nan@5 FLAGS...     # pretrain_gpt2.py with NaN losses in step 5
+    python benchmarks/gpu/workers.py one-gpu FLAGS...   # pretrain_gpt2.py with all ranks on the first GPU
 
-The first five write their results to FILE as JSON. "pressure" limits torch's allocator from the third step on, "ease"
-does not. In "pause" the layers of a tds pipeline synchronize with the device and free cached memory while messages are
-in flight; in "plain" they do not. On a CPU neither does. BACKEND is nccl, gloo on a CPU, or host_copies, with which two
-ranks can share a GPU. "one-gpu" is for ranks that the launcher starts.
+The first five write their results to FILE as JSON. "pressure" limits torch's allocator from the third step on, and
+"ease" is the same without a limit. In "pause" the layers of a tds pipeline synchronize with the device and free cached
+memory while messages are in flight, and "plain" is the same without pauses; on a CPU the two are equal. BACKEND is
+nccl, gloo on a CPU, or host_copies, with which two ranks can share a GPU. "one-gpu" is for ranks that the launcher
+starts.
 
 The project and DeepSpeed are imported by the functions that need them, because DeepSpeed reads LOCAL_RANK on import.
 """
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[0] = str(ROOT)  # replaces this folder, whose files may have the names of other modules
+sys.path[0] = str(ROOT)  # instead of the folder of this file, whose modules could shadow others
 
 import torch  # noqa: E402
 
@@ -42,7 +43,7 @@ WATCHED = range(1, 3)
 PRESSED = range(2, 6)
 MIB = 2**20
 SMALL = 2**19
-"""Bytes of the blocks that fill torch's pool of small blocks, from which no larger tensor is allocated."""
+"""Bytes of a block in torch's pool of small blocks, which the allocator does not use for larger tensors."""
 SLACK = 64 * MIB
 
 
@@ -80,9 +81,9 @@ def place() -> str:
 
 @contextmanager
 def warned() -> Iterator[list[str]]:
-    """Yield a list that receives a line for each time that the host waits for CUDA, by CUDA's own detection.
+    """Yield a list that receives a line for each wait of the host in the block, detected by CUDA's sync debug mode.
 
-    CUDA does not detect waits for the whole device, so these calls are counted separately.
+    This mode does not detect synchronizations of the whole device, so these calls are recorded separately.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -113,7 +114,7 @@ def warned() -> Iterator[list[str]]:
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """Yield the same list on a CPU, where the calls that would wait on a GPU are counted."""
+    """Like ``warned``, but for a CPU: record the calls that would wait on a GPU."""
     from tests.helpers import host_reads
 
     with host_reads.counted() as waits:
@@ -121,7 +122,12 @@ def counted() -> Iterator[list[str]]:
 
 
 def reads(family: str, argv: list[str]) -> dict[str, Any]:
-    """Return the number of host waits in steps 2 and 3 by location, and whether a wait is detected at all."""
+    """Count the host waits in steps 2 and 3.
+
+    Returns:
+        ``steps``: number of steps. ``found``: location -> number of waits. ``is_noticed``: True if a deliberate wait is
+        detected, which shows that detection works.
+    """
     engine, batches = engine_of(family, argv)
     is_cuda = engine.device.type == "cuda" if isinstance(engine.device, torch.device) else "cuda" in str(engine.device)
     num_batches = engine.share.num_micro_batches * WATCHED.stop
@@ -138,10 +144,10 @@ def reads(family: str, argv: list[str]) -> dict[str, Any]:
 
 
 def squeeze(peak: int) -> int:
-    """Leave torch's allocator too little memory for a step unless it frees cached blocks; return the limit in bytes.
+    """Limit the memory of torch's allocator so that a step fits only if cached blocks are freed; return the bytes.
 
-    The cached blocks are small ones that no larger tensor can use. The limit applies to this process, so allocations
-    fail as on a full device, whatever the size of the device.
+    The cached blocks are small ones, which the allocator does not use for larger tensors. Because of the limit for this
+    process, allocations fail as on a full device, independent of the size of the device.
     """
     torch.cuda.empty_cache()
     reserved = torch.cuda.memory_reserved()
@@ -239,7 +245,7 @@ def spoiled_in(step: int) -> Any:
 
 
 def train(what: str) -> None:
-    """Train ``pretrain_gpt2.py`` with the rest of the command line and the fault ``what``."""
+    """Run ``pretrain_gpt2.py`` with the remaining words of the command line and the fault ``what``."""
     import pretrain_gpt2
     from megatron.training import pretrain
 

@@ -1,7 +1,7 @@
 """The model, cases and contenders of ``pipeline.py``; each contender is built into ``step(batches) -> loss``.
 
 The model is a GPT of plain ``torch.nn`` layers on [b, s, h]. Attention and feed-forward are separate layers, so that
-a chunk may end after either. The head is not tied. Each layer initializes its weights from its index, so all
+a chunk can end after either of them. The head is not tied. Each layer initializes its weights from its index, so all
 contenders start from the same weights. They use torch's fused AdamW and do not clip gradients.
 
 | kind | engine |
@@ -37,7 +37,8 @@ class Case:
     """A comparison in which all contenders take turns.
 
     Args:
-        bar: required speed of our best contender, relative to two processes side by side; None to report without bars.
+        bar: required speed of our best contender, relative to two one-process runs side by side; None for no
+            requirements.
     """
 
     name: str
@@ -73,9 +74,9 @@ class Contender:
 
     Args:
         kind: "alone", "side by side", "stock", "torch" or "ours".
-        partition: bounds, or a ``partition_method`` of DeepSpeed.
-        cut: transformer layers of each chunk, for tables.
-        keeps_freed: make the allocator keep freed memory, which our engine does by default.
+        partition: bounds of the chunks in layers, or a ``partition_method`` of DeepSpeed.
+        cut: number of transformer layers of each chunk as text, for tables.
+        keeps_freed: make the C allocator keep freed memory, as our engine does by default.
     """
 
     name: str
@@ -168,7 +169,12 @@ def chain(specs: Iterable[LayerSpec]) -> nn.Sequential:
 
 @dataclass
 class Built:
-    """A contender on this rank: its step, which returns None if the loss is unknown, and its layers."""
+    """A contender on this rank.
+
+    Args:
+        step: trains on the micro-batches of a step; returns the loss, or None if this rank does not know it.
+        module: the layers of this rank.
+    """
 
     step: Callable[[list[Batch]], float | None]
     module: Any

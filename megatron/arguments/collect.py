@@ -1,7 +1,7 @@
-"""Read the values of each source into a layer, the strongest first. ``sources.merge`` merges the layers.
+"""Read each source of values into a layer. ``sources.merge`` merges the layers, the strongest first.
 
-A weaker source is read after the stronger ones, because the stronger ones select it: ``--model`` selects the flags,
-``--config`` and ``--deepspeed_config`` name files, and ``--load`` names a checkpoint.
+The strongest source is read first, because stronger sources determine how weaker ones are read: ``--model`` selects
+the flags, ``--config`` and ``--deepspeed_config`` name files, and ``--load`` names a checkpoint.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def collect(
                 "the file of --config has keys of DeepSpeed's JSON, got --deepspeed_config too. Leave one out"
             )
         json = file.json
-    stated_json = {} if file.deepspeed else json  # the config.json of a run already has the values of its JSON
+    stated_json = {} if file.deepspeed else json  # a config.json already contains the values of the run's JSON
     scanned.implied = deepspeed_json.implied_values(stated_json, {**values_of(weaker), **scanned.values})
 
     # checkpoint

@@ -28,11 +28,11 @@ from megatron.config.option import Option, is_derived
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
 
-# Parse text into keys and values, strictly: a duplicated key is an error that names file, line and key.
+# Parse text into keys and values. Parsing is strict: a duplicated key is an error, reported with file, line and key.
 #
 # | suffix | parser |
 # |---|---|
-# | .yaml, .yml | PyYAML, whose nodes know their lines; scalars by YAML 1.2, so that 1e-4 is a number |
+# | .yaml, .yml | PyYAML, whose nodes have line numbers; scalars follow YAML 1.2, so that 1e-4 is a number |
 # | .toml | tomllib |
 # | .json | ``deepspeed_json.read_json`` |
 
@@ -50,7 +50,7 @@ class FileText:
     lines: Mapping[tuple[str, ...], int]
 
     def where(self, *keys: str) -> str:
-        """Return "file:line" of a key, given together with the heading above it."""
+        """Return "file:line" of a key; ``keys`` is the path from the root, such as ("model", "num_layers")."""
         line = self.lines.get(keys)
         return f"{self.path}:{line}" if line else self.path
 
@@ -59,8 +59,8 @@ def read_file(path: str) -> FileText:
     """Parse ``path``, a .yaml, .yml, .toml or .json file.
 
     Raises:
-        ConfigError: the suffix is another one, or the file is missing, not UTF-8, empty, malformed, or has a duplicate
-            key.
+        ConfigError: the suffix is not supported, or the file is missing, not UTF-8, empty, malformed, or has a
+            duplicate key.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in READERS:
@@ -169,18 +169,18 @@ READERS = {".yaml": _read_yaml, ".yml": _read_yaml, ".toml": _read_toml, ".json"
 # of a command line: it knows the flags of other programs and suggests the nearest name.
 
 OF_RUN = "family"
-"""Key of every config.json that a run has written, in addition to its sections, "deepspeed" and "extra"."""
+"""Top-level key that identifies a file as the config.json of a run."""
 
 
 @dataclass
 class Taken:
-    """The contents of a file except its values, which are stored in the ``Scan``.
+    """Result of ``take``, in addition to the values of flags, which ``take`` stores in the ``Scan``.
 
     Args:
         is_of_run: the file is the config.json of a run: defaults of the program and of MEGATRON_DEFAULTS do not apply,
-            and its fields do not count as given.
+            and its fields do not count as set by the user.
         deepspeed: DeepSpeed's JSON of that run.
-        json: keys of DeepSpeed's JSON in the file, which GPT-NeoX mixes with its own keys.
+        json: top-level keys of the file that are keys of DeepSpeed's JSON, as in the files of GPT-NeoX.
     """
 
     is_of_run: bool = False
@@ -262,7 +262,7 @@ class _Reader:
         self.foreign = {option.name for _, option in all_options()} - set(self.known)
         self.values: dict[str, Any] = {}
         self.places: dict[str, str] = {}
-        self.yielded: set[str] = set()  # fields that only a yielding flag has set
+        self.yielded: set[str] = set()  # fields set by foreign flags that yield to the field's own flag
         self.problems: list[str] = []
         self.unknown: dict[str, str] = {}
         self.json: dict[str, Any] = {}
@@ -299,7 +299,10 @@ class _Reader:
                 yield (key,), value
 
     def _is_of_deepspeed(self, key: str, value: Any, headings: Container[str]) -> bool:
-        """Return True if ``key`` is DeepSpeed's and not a flag; a section named like one of ours needs a "type"."""
+        """Return True if ``key`` is a key of DeepSpeed's JSON and not a flag.
+
+        A section with the name of one of our sections, such as "optimizer", is DeepSpeed's if it contains "type".
+        """
         if key not in deepspeed_keys.KNOWN and key not in deepspeed_keys.RENAMED:
             return False
         if isinstance(value, dict):
@@ -401,7 +404,7 @@ class _Reader:
         if row is not None and row.value == "bool" and isinstance(value, bool):
             scanned = scan([flag, str(value).lower()], (), self.family)
         elif value is None or value is False:
-            problems = scan([flag], (), self.family).problems  # nothing to set, but the name must exist
+            problems = scan([flag], (), self.family).problems  # sets nothing, but an unknown flag is still a problem
             scanned = Scan(self.family, problems=[text for text in problems if text.startswith("unknown ")])
         else:
             scanned = scan(_words(flag, value), (), self.family)
@@ -417,7 +420,7 @@ class _Reader:
         yielding = {name for target in targets if target.yields for name in target.fields}
         plain = {name for target in targets if not target.function for name in target.fields}
         for name, converted in scanned.values.items():
-            if name in yielding and name in self.places:  # the field's own key decides, in any order
+            if name in yielding and name in self.places:  # the field's own key takes precedence
                 continue
             if name in plain and name in self.places and self.values.get(name, converted) != converted:
                 self.problems.append(
@@ -458,9 +461,9 @@ NEEDS_CHECKPOINT = (
 def _with_length(
     values: Mapping[str, Any], converted: dict[str, Any], saved: Mapping[str, Any], found: Scan
 ) -> dict[str, Any]:
-    """Drop the lengths of a run's file that follow from other settings; they are computed again for this run.
+    """Drop derived lengths from the values of a run's config.json; they are computed again for the new run.
 
-    If the command line sets the length of the run, the length in the file is removed from ``converted``, too.
+    If the command line sets the length of the run, --train-samples and --train-tokens are removed from ``converted``.
     """
     values, batch = dict(values), saved.get("batch")
     if not isinstance(batch, dict):
@@ -469,7 +472,7 @@ def _with_length(
         flag: converted[flag] for flag in ("--train-samples", "--train-tokens") if flag in converted
     }
     if values.get("lr_decay_samples") is not None:
-        values.pop("lr_decay_iters", None)  # it follows from the samples
+        values.pop("lr_decay_iters", None)  # derived from lr_decay_samples
         if _decays_to_the_end(values, limits, batch, saved):
             del values["lr_decay_samples"]
     if not limits:
@@ -486,11 +489,11 @@ def _with_length(
 def _decays_to_the_end(
     values: Mapping[str, Any], limits: Mapping[str, int], batch: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> bool:
-    """Return True if the decay of a run in samples is as long as the run, as it is by default.
+    """Return True if ``lr_decay_samples`` equals the length of the run, which is its default.
 
     Args:
-        values: field -> value of the run's file.
-        limits: its --train-samples and --train-tokens.
+        values: field -> value of the run's config.json.
+        limits: --train-samples and --train-tokens of the run.
     """
     decay = values["lr_decay_samples"]
     if "--train-samples" in limits:
@@ -507,7 +510,7 @@ def _decays_to_the_end(
 
 
 def _without_derived(values: dict[str, Any], family: str) -> dict[str, Any]:
-    """Drop the values of a run's file that follow from its other values; they are computed again for the new run."""
+    """Drop the derived values of a run's config.json; they are computed again for the new run."""
     derived = {option.name for option in options_in(family) if is_derived(option, option.default)}
     independent = {name: value for name, value in values.items() if name not in derived}
     derived_values = vars(config_from_values(independent, family=family).namespace())
@@ -525,7 +528,7 @@ def _former_defaults(saved: Mapping[str, Any], found: Scan) -> dict[str, Any]:
 
 
 def _without_max_grad_norm(json: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove a key from the JSON of a run that earlier versions accepted although it had no effect."""
+    """Remove ``max_grad_norm`` from a run's JSON; earlier versions accepted this key although it had no effect."""
     section = json.get("optimizer")
     if not isinstance(section, dict) or not isinstance(section.get("params"), dict):
         return dict(json)
@@ -534,7 +537,10 @@ def _without_max_grad_norm(json: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _begin_anew(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Drop the run's own folder from the values, so that a repeated run starts like that run and saves elsewhere."""
+    """Drop ``load`` and ``save`` if they name the run's own folder.
+
+    A repeated run then starts from scratch, as the first run did, and saves to a new folder.
+    """
     run_dir, values = path.resolve().parent, dict(values)
 
     def is_own(name: str) -> bool:

@@ -32,7 +32,7 @@ class JsonText:
     places: dict[tuple[str, ...], tuple[int, int]]  # keys from the root -> line, column
 
     def where(self, *keys: str) -> str:
-        """Return "file:line:column" of a key, given together with the keys that enclose it."""
+        """Return "file:line:column" of a key; ``keys`` is the path from the root, such as ("fp16", "enabled")."""
         line, column = self.places.get(keys, (1, 1))
         return f"{self.path}:{line}:{column}"
 
@@ -143,12 +143,15 @@ def _line_and_column(text: str, position: int) -> tuple[int, int]:
 
 # Keys and their values.
 #
-# "auto" means the value of the flags; ``sources`` decides if a flag and the JSON differ. Precision, loss scale,
-# gradient norm and clipping are implemented here, so DeepSpeed's engine receives none of them.
+# "auto" stands for the value of the flag. ``sources`` resolves differences between a flag and the JSON. This project
+# implements precision, loss scaling, gradient norm and clipping itself, so their keys are not passed to the engine.
 
 
 def read(path: str) -> tuple[dict[str, Any], list[str], dict[str, str]]:
-    """Return ``good_keys`` of the JSON object in ``path``; a file that cannot be parsed is a problem."""
+    """Parse the JSON file ``path`` and return the result of ``good_keys``.
+
+    If the file cannot be parsed, the object is empty and the error is the only problem.
+    """
     try:
         return good_keys(read_json(path))
     except ConfigError as error:
@@ -156,7 +159,11 @@ def read(path: str) -> tuple[dict[str, Any], list[str], dict[str, str]]:
 
 
 def good_keys(text: JsonText) -> tuple[dict[str, Any], list[str], dict[str, str]]:
-    """Return the JSON object without invalid keys, the problems, and ignored key (with dots) -> reason."""
+    """Validate the keys of a JSON object.
+
+    Returns:
+        Tuple of the object without invalid keys, the problems, and ignored key (with dots) -> reason.
+    """
     valid: dict[str, Any] = {}
     problems: list[str] = []
     ignored: dict[str, str] = {}
@@ -380,11 +387,13 @@ def _zero_values(json: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, Any]
 def layer_of(
     json: Mapping[str, Any], flags: Mapping[str, Any], defaults: Mapping[str, Any], problems: list[str]
 ) -> Layer:
-    """Return the layer of values that the JSON states.
+    """Return the layer of the values in the JSON.
+
+    ``flags`` and ``defaults`` determine the number of stages, because "pipeline" has no effect without a pipeline, and
+    the learning rate to which the scheduler's minimum ratio refers.
 
     Args:
-        flags: field -> value of the command line and --config. ``flags`` and ``defaults`` determine if there is a
-            pipeline, whose section has no effect without one, and the learning rate that a scheduler refers to.
+        flags: field -> value of the command line and --config.
         defaults: field -> value of the sources of defaults.
         problems: receives contradictions within the JSON.
     """
@@ -459,7 +468,8 @@ def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tupl
 def implied_values(json: Mapping[str, Any], known: Container[str]) -> dict[str, Any]:
     """Return field -> DeepSpeed's default for every parameter that the optimizer section of the JSON omits.
 
-    DeepSpeed builds an optimizer from the section only if it has a type. "auto" means the value of the flags.
+    The result is empty if the section has no type, because DeepSpeed then builds no optimizer from it. A parameter with
+    the value "auto" takes the value of its flag.
 
     Args:
         known: fields that flags or defaults of the program set.
@@ -530,8 +540,8 @@ def _bucket_size(config: Config) -> dict[str, int]:
 def _pipeline_section(config: Config) -> dict[str, Any]:
     """Return the settings of the pipeline that differ from the engine's defaults.
 
-    Unset values are left out: the engine takes the number of chunks, and with it the schedule, from its module, and the
-    time limit from its process group.
+    Unset values are omitted. The engine then reads the number of chunks from its module, which also determines the
+    schedule, and the timeout from its process group.
     """
     settings = {name: getattr(config.parallel, key.field) for name, key in deepspeed_keys.PIPELINE.items()}
     settings["micro_batch_group_size"] = config.parallel.group_size

@@ -136,7 +136,7 @@ OFFLOAD = {
     ),
 }  # fmt: skip
 OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_param": "offload_parameters"}
-"""Sections of "zero_optimization" -> fields that their devices set."""
+"""Section of "zero_optimization" -> field that its "device" sets."""
 ACTIVATIONS = {
     "partition_activations": Key(BOOLEAN, "partition_activations"),
     "cpu_checkpointing": Key(BOOLEAN, "checkpoint_in_cpu"),
@@ -184,7 +184,7 @@ def implied_by(kind: str, params: Mapping[str, object]) -> dict[str, float]:
     """Return parameter -> default of DeepSpeed's optimizer of type ``kind`` for parameters missing in ``params``.
 
     ``torch_adam`` selects torch's AdamW, whose default weight decay is 0.01. ``kind`` is a type as DeepSpeed accepts
-    it. The defaults of betas and eps equal those of our flags and are left out.
+    it. Betas and eps are omitted, because DeepSpeed's defaults equal ours.
 
     Source: DeepSpeed, ops/adam/fused_adam.py and cpu_adam.py; torch.optim.AdamW and SGD.
     """
@@ -208,7 +208,7 @@ PIPELINE = {
 }
 """Keys of "pipeline" that set a field of ``Config`` if there is a pipeline."""
 ON_BY_DEFAULT = ("overlap_reduction",)
-"""Keys that are true by default. They are passed to the engine if false; all other keys are passed if set."""
+"""Keys of "pipeline" whose default is true. They are passed to the engine only if false, other keys only if set."""
 
 SECTIONS = {
     "fp16": FP16, "bf16": BF16, "zero_optimization": ZERO, "optimizer": OPTIMIZER,
@@ -276,8 +276,8 @@ PASSED = {
         needs_deepspeed=_times_throughput,
     ),
 }
-"""Keys that are passed unchanged to DeepSpeed's engine if there is one: with a pipeline, or if a key of a run without a
-pipeline requires it (``needs_deepspeed``).
+"""Keys that are passed unchanged to the engine: that of tds in a run with a pipeline, otherwise DeepSpeed's, which is
+used only if ``needs_deepspeed`` is True for the value of a key.
 """
 
 
@@ -361,7 +361,7 @@ INNER = {
     "timers": {"throughput": Key(OBJECT)},
     "timers.throughput": {"enabled": Key(BOOLEAN), "synchronized": Key(BOOLEAN)},
 }
-"""Section, written with dots -> its keys, which are those of DeepSpeed's configuration classes."""
+"""Name of a section, with dots -> its keys, as in DeepSpeed's configuration classes."""
 
 _FORMATS = "gradients of 16-bit weights are all-reduced in fp32"
 _SAVED = "checkpoints are written by megatron/checkpoint; see --save"

@@ -3,8 +3,8 @@
 A section whose params are all "auto" has no effect: the flags determine the schedule. All other schedules are not
 supported, including DeepSpeed's default, the logarithmic warm-up.
 
-Each step has the learning rate that DeepSpeed reaches two steps later, because DeepSpeed's first two updates have the
-rate 0. In the decay of WarmupCosineLR the difference is one step.
+Our schedule is two steps earlier than DeepSpeed's, whose first two updates have the learning rate 0. In the decay of
+WarmupCosineLR the difference is one step.
 
 Source: DeepSpeed, runtime/lr_schedules.py.
 """
@@ -77,7 +77,7 @@ def values(json: Mapping[str, Any], lr: float) -> dict[str, tuple[str, Any]]:
     """Return field -> (key, value) of the section; {} if it is not supported.
 
     Args:
-        lr: learning rate that the flags or the optimizer section give.
+        lr: maximum learning rate, from the flags or the optimizer section.
     """
     section: dict[str, Any] = json.get("scheduler") or {}
     if not is_supported(section):

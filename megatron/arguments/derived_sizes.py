@@ -26,10 +26,13 @@ def resolve_batch_size(
 ) -> dict[str, Any]:
     """Return the sizes that follow from the global batch size; a contradiction is added to ``found.problems``.
 
-    global batch = micro-batch x gas x replicas. If all three sizes are stated, they must agree. A size that is only a
-    default follows from the stated ones: gas from the micro-batch size, or the reverse. If neither is stated, the
-    micro-batch is the largest size that fits and does not exceed its default. If only the JSON states a global batch,
-    gas is 1, as in DeepSpeed. A global batch that is only a default is dropped if gas is stated.
+    global batch = micro-batch x gas x replicas. "Stated" means set by a flag or the JSON, not by a default:
+
+    * If all three sizes are stated, they must agree.
+    * If one of micro-batch size and gas is stated, the other one is computed.
+    * If neither is stated, the micro-batch size is the largest that divides the batch and does not exceed its default.
+    * If only the JSON states a global batch, gas is 1, as in DeepSpeed.
+    * A global batch that is only a default is dropped if gas is stated.
 
     Args:
         explicit: field -> value of flags and JSON.

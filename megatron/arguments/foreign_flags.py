@@ -78,13 +78,16 @@ class ForeignFlag:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Fields that the flag determines; a field that yields counts only if it is the first."""
+        """Fields that the flag determines.
+
+        Targets with ``?``, which yield to other flags, are left out unless all targets have it.
+        """
         targets = [target for target in self.targets if not target.yields] or self.targets[:1]
         return tuple(field for target in targets for field in target.fields)
 
     @property
     def yields(self) -> bool:
-        """True if the flag sets its first field only when no other flag does."""
+        """True if the flag sets its first field only if no other flag sets it."""
         return bool(self.targets) and self.targets[0].yields
 
     def count_problem(self, values: list[str]) -> str | None:
@@ -100,7 +103,7 @@ class ForeignFlag:
         return None
 
     def value_problem(self, values: list[str]) -> str | None:
-        """Return the problem with a value that is not among the ignored ones of a by-value flag, or None."""
+        """Return the problem if the rule is by-value and one of ``values`` is not accepted, otherwise None."""
         if self.rule != BY_VALUE or all(_is_among(value, self.target.split()) for value in values):
             return None
         return f"{self.flag} {' '.join(values)} is not supported: {self.otherwise}"
@@ -108,7 +111,7 @@ class ForeignFlag:
 
 @functools.cache
 def foreign_flags() -> Mapping[str, ForeignFlag]:
-    """Return flag -> row. The table is read on the first call, which runs without foreign flags never reach."""
+    """Return flag -> row. The table is read on the first call, so a run without foreign flags never reads it."""
     lines = TABLE.read_text(encoding="utf-8").splitlines()[1:]
     rows = [line.split("\t") for line in lines]
     return {flag: ForeignFlag(flag, tuple(programs.split(",")), *cells) for flag, programs, *cells in rows}

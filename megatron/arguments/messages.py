@@ -1,4 +1,4 @@
-"""Add the names that the user knows to problems: aliases as typed, and variables of the run script."""
+"""Add hints to problems: the alias that the user typed for a flag, or the variable of the run script that sets it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megatron.arguments.flag_values import options_in
 from megatron.arguments.scan import Scan
 
 FLAG_VARIABLES = "MEGATRON_VARIABLES"
-"""Environment variable with ``--flag=NAME`` for each flag that a variable of the run script sets, for messages."""
+"""Environment variable with a list of ``--flag=NAME``: the variable NAME of the run script sets the flag."""
 
 
 def with_typed_flags(problems: list[str], found: Scan) -> list[str]:
-    """Return the problems; for each flag that a problem names, the alias typed by the user is added."""
+    """Append to each problem the aliases that the user typed for the flags in its message."""
     if not problems:
         return problems
     names = {option.name: option.flag for option in options_in(found.family) if option.flag}
@@ -34,7 +34,7 @@ def _names(text: str, flag: str) -> bool:
 
 
 def with_variables(problems: list[str], env: Mapping[str, str]) -> list[str]:
-    """Return the problems; for each flag that a problem names, the variable of the run script that sets it is added."""
+    """Append to each problem the variables of the run script that set the flags in its message."""
     pairs = [pair.split("=", 1) for pair in env.get(FLAG_VARIABLES, "").split() if "=" in pair]
     lines = []
     for problem in problems:

@@ -11,8 +11,8 @@ model decides:
 | --model in MEGATRON_DEFAULTS | of the named model | below MEGATRON_DEFAULTS, above the program |
 | the program | of the program | |
 
-A name has no effect if the next weaker source gives the same one: ``pretrain_gpt.py --model gpt2`` keeps Megatron's
-GPT.
+A name has no effect if the next weaker source already selects this model: ``pretrain_gpt.py --model gpt2`` trains
+Megatron's GPT.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ModelChoice:
         family: family of the model.
         program: the family that the program trains without ``--model``.
         source: the source that names the model; PROGRAM without ``--model``.
-        named: the architecture of ``--model``; None if nothing is replaced.
+        named: the architecture of ``--model``; None if the program's model is used.
         names: values of ``--model`` that mean this model.
         recipe: the family by which the flags in MEGATRON_DEFAULTS are parsed; "" for ``family``.
         problem: message about a name that is not a decoder; "" if there is no problem.

@@ -65,7 +65,9 @@ T5_LENGTHS = ("--encoder-seq-length", "--decoder-seq-length")
 
 
 def defaults_of(found: Scan, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the defaults of the program that the script was written for: ``defaults``, or those of Megatron's T5.
+    """Return the defaults of the program for which the script was written.
+
+    They are ``T5`` for a script of Megatron's T5, which is recognised by its flags, otherwise ``defaults``.
 
     A Megatron script passes its checkpoint folder by --load in the first run, too, so a missing checkpoint is accepted
     unless --exit-on-missing-checkpoint is given.

@@ -42,7 +42,7 @@ def parse(
     ``sources.SOURCES`` lists the sources of a value in order of precedence.
 
     Args:
-        argv: words after the program's name; None for those of this process.
+        argv: words after the program's name; None for ``sys.argv[1:]``.
         world_size: number of ranks of the job.
         env: environment with LOCAL_RANK, and with MEGATRON_DEFAULTS and MEGATRON_VARIABLES of a run script.
         extra_args_provider: Megatron's hook, which adds a user's own flags to an argparse parser.
@@ -134,7 +134,7 @@ def _plugin_problems(env: Mapping[str, str]) -> list[str]:
 
 
 def _shadowed(config: Config, found: Scan) -> dict[str, str]:
-    """Return flag as typed -> reason for each flag without effect that is not listed as ignored yet."""
+    """Return flag as typed -> reason for each shadowed flag that ``found.ignored`` does not contain."""
     reason_of_flag = {found.spelling.get(name, _flag_of(name)): why for name, why in shadowed_fields(config)}
     return {name: why for name, why in reason_of_flag.items() if name not in found.ignored}
 
@@ -144,7 +144,7 @@ def _flag_of(field: str) -> str:
 
 
 def _add_local_rank(values: dict[str, Any], env: Mapping[str, str]) -> list[str]:
-    """Set the device index from the environment, and return problems, which only this rank can detect."""
+    """Set the device index from LOCAL_RANK, and return the problems. They may occur on a single rank only."""
     flag_value, launched = values.get("local_rank"), env.get("LOCAL_RANK", "")
     if not launched.isdecimal():
         return []

@@ -19,7 +19,7 @@ LENGTHS = (
     ("lr_warmup_iters", "lr_warmup_samples", "warmup"),
     ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "wsd_decay_fraction"),
 )
-"""Groups of fields that give the same length; a fraction has no effect next to the others."""
+"""Groups of fields for the same length. A fraction has no effect if another field of its group is set."""
 FRACTIONS = ("warmup", "wsd_decay_fraction")
 _SETTING = {name: names[0] for names in LENGTHS for name in names}
 
@@ -41,7 +41,7 @@ def _yields(flag: str) -> bool:
 
 
 def yielding_fields(found: Scan) -> set[str]:
-    """Return the fields of ``found.values`` that only a yielding flag has set."""
+    """Return the fields in ``found.values`` whose only source is a flag that yields to the field's own flag."""
     fields = {field for flag in found.converted if _yields(flag) for field in foreign_flags()[flag].fields}
     typed = {field: found.spelling.get(field, "").split(" ")[0] for field in fields & found.values.keys()}
     return {field for field, flag in typed.items() if not flag or _yields(flag)}
@@ -61,7 +61,11 @@ def overridden_flags(converted: Iterable[str], found: Scan) -> list[str]:
 
 
 def shadowing_lengths(names: Iterable[str]) -> set[str]:
-    """Return the lengths in steps and samples that would shadow one of ``names``, which a stronger source gives."""
+    """Return the lengths in steps and samples that would shadow a field of a stronger source.
+
+    Args:
+        names: fields that the stronger source sets.
+    """
     stronger = set(names)
     groups = [group for group in LENGTHS if stronger & set(group)]
     return {name for group in groups for name in group if name not in stronger and name not in FRACTIONS}
@@ -100,7 +104,7 @@ def fields_replaced_in_file(values: Mapping[str, Any], given: Mapping[str, Any])
 
 
 WHOLE = {"sequence_parallel": False, "context_parallel_size": 1}
-"""Field -> its value if every rank has all tokens of a sequence."""
+"""Fields that split sequences over ranks -> the value that disables the split."""
 
 
 def drop_contradicting_defaults(defaults: dict[str, Any], explicit: Mapping[str, Any], notes: list[str]) -> None:

@@ -42,7 +42,7 @@ def _has_wsd_length(config: Config) -> bool:
 
 
 def _has_no_decay_length(config: Config) -> bool:
-    """Return True if the length of the decay changes no learning rate: no decay, and no warm-up derived from it."""
+    """Return True if the decay length has no effect: the style has no decay, and the warm-up does not depend on it."""
     is_endless = config.optimizer.lr_decay_style in ("constant", "inverse-square-root")
     return is_endless and (_has_warmup_length(config) or config.optimizer.warmup == 0)
 

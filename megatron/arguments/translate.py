@@ -352,7 +352,7 @@ def _sizes(values: Mapping[str, Any], world_size: int) -> BatchSizes | None:
 def _train_iters(
     found: Scan, values: dict[str, Any], asked: Mapping[str, int], sizes: BatchSizes, tokens: Fraction
 ) -> int:
-    """Set ``train_iters``; return the steps that are given or follow from samples, without the limit in tokens."""
+    """Set ``train_iters``, and return the number of steps before the limit by --train-tokens is applied."""
     explicit, samples, limit = (
         found.values.get("train_iters"),
         asked.get("--train-samples"),
@@ -386,8 +386,8 @@ def _in_samples(
 ) -> None:
     """Set the lengths of decay and warm-up in samples, and the step at which the decay ends.
 
-    A length in steps is converted to the number of samples in that many steps: the first steps of the run, or the last
-    steps of the decay for wsd. Steps of a ramp-up have fewer samples.
+    Lengths in steps are converted to samples: those of the first N steps of the run for decay and warm-up, and those of
+    the last N steps of the decay for ``lr_wsd_decay_iters``. Steps of a batch ramp-up have fewer samples.
 
     Args:
         whole: samples of the run without the limit by --train-tokens.
@@ -418,9 +418,15 @@ def _in_samples(
 
 
 def _samples(found: Scan, name: str, in_tokens: int | None, sizes: BatchSizes, tokens: Fraction) -> Fraction | None:
-    """Return a length in samples as the flags give it. Tokens override samples, as in Megatron-DeepSpeed.
+    """Return the length of the decay or warm-up in samples; None if no flag sets it.
 
-    If steps and samples are both given, they must be the same length.
+    A length in tokens overrides one in samples, as in Megatron-DeepSpeed. If steps and samples are both given, they
+    must be the same length.
+
+    Args:
+        name: "decay" or "warmup".
+        in_tokens: length in tokens, or None.
+        tokens: tokens per sample.
     """
     steps, samples = found.values.get(f"lr_{name}_iters"), found.values.get(f"lr_{name}_samples")
     if in_tokens is not None:
@@ -550,7 +556,7 @@ def _tokenizer_type(found: Scan, values: Mapping[str, Any]) -> None:
 
 
 def _dense_only(found: Scan, values: Mapping[str, Any]) -> None:
-    """Reject flags that are ignored in models without experts only, if this model has experts."""
+    """Reject flags with the rule dense-only if the model has experts; in a dense model they are ignored."""
     if (values.get("num_experts") or 0) <= 1:
         return
     flags = [name for name in found.ignored if name.startswith("--")]
@@ -624,7 +630,7 @@ def _word(value: bool) -> str:
 
 
 def _gelu(found: Scan, values: dict[str, Any]) -> None:
-    """Set the GELU that Megatron's switches for a fused kernel imply: the fused kernel computes the tanh form."""
+    """Set the form of GELU from Megatron's switches for a fused kernel, which computes the tanh form."""
     for flag, before, after in (
         ("--no-bias-gelu-fusion", "gelu-tanh", "gelu"),
         ("--bias-gelu-fusion", "gelu", "gelu-tanh"),

@@ -33,11 +33,11 @@ OF_CONVERSATIONS = ("valid_sft", "chat_template", "sft_overlong")
 NOT_OF_CONVERSATIONS = (
     "data_impl", "packing", "fim_rate", "fim_spm_rate", "reset_position_ids", "reset_attention_mask", "eod_mask_loss",
 )  # fmt: skip
-"""Fields that apply to token files but not to conversations, which are packed best-fit and kept apart."""
+"""Fields that apply to token files only. Conversations are always packed best-fit, without attention between them."""
 
 
 def data_problems(config: Config) -> Iterator[str]:
-    """Yield given data settings that have no effect, and paths that are missing next to others."""
+    """Yield data settings of the user that have no effect, and problems of incomplete sets of data paths."""
     given, data = config.given, config.data
     yield from _path_problems(config)
     yield from _sft_problems(config)
@@ -122,9 +122,8 @@ def _path_problems(config: Config) -> Iterator[str]:
             f"{', '.join(flags)} acts on --data-path only, got a path for each split. Leave it out, or give --data-path"
         )
     missing = [PATHS[name] for name, is_read in splits_read(config).items() if is_read and name not in given_paths]
-    if (
-        "valid_data_path" in given_paths and not config.checkpoint.eval_only
-    ):  # as in Megatron, without a test at the end
+    # As in Megatron, a run without test data skips the test at its end.
+    if "valid_data_path" in given_paths and not config.checkpoint.eval_only:
         missing = [flag for flag in missing if flag != PATHS["test_data_path"]]
     if missing:
         off = "" if missing == [PATHS["train_data_path"]] else ", or turn off what reads it (--eval-iters 0)"
@@ -282,7 +281,7 @@ def format_problems(config: Config) -> Iterator[str]:
 
 
 def kept_notes(config: Config) -> Iterator[str]:
-    """Yield notes if the JSON or the defaults control saved layer inputs, but none are saved or none can be sharded."""
+    """Yield notes about settings for saved layer inputs that have no effect and come from the JSON or the defaults."""
     parallel = config.parallel
     flags = [flag for name, flag in KEPT.items() if getattr(parallel, name) and name not in config.given]
     if flags and not parallel.checkpoint_activations:

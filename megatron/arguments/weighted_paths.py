@@ -1,8 +1,8 @@
 """Corpora in the formats of other trainers: BigScience's weighted split paths, and Megatron's files of paths.
 
-``--train-weighted-split-paths "NAME: 0.3 0:0.95 a, 0.7 0:0.95 b"`` selects the documents of each corpus between two
-shares. Our ``--split`` splits all corpora alike, so all corpora of a split must have the same range; or every range
-is 0:1, and each split has its own corpora.
+``--train-weighted-split-paths "NAME: 0.3 0:0.95 a, 0.7 0:0.95 b"`` uses the first 95 % of the documents of corpus a
+with weight 0.3, and of b with weight 0.7. Two cases can be expressed by our flags: all corpora have the same range
+(``--split``), or every range is 0:1 and each split has its own corpora (``--train-data-path`` and the like).
 """
 
 from __future__ import annotations

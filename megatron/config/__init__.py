@@ -28,7 +28,7 @@ _MOVED = {
     "MptConfig": "megatron.models.mpt.config",
     "T5Config": "megatron.models.t5.config",
 }
-"""Name that older scripts import from this package -> the module that defines it."""
+"""Name that older scripts import from ``megatron.config`` -> the module that now defines it."""
 
 
 def __getattr__(name: str) -> Any:

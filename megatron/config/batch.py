@@ -15,9 +15,9 @@ class Share(NamedTuple):
     """The micro-batches of a step that one replica runs.
 
     Args:
-        first: index of the replica's first micro-batch; earlier replicas run the micro-batches before it.
+        first: index within the step of the replica's first micro-batch.
         num_micro_batches: number of micro-batches of the replica.
-        mean_num_micro_batches: mean number over the replicas; all replicas weight their losses by it.
+        mean_num_micro_batches: mean number over the replicas, by which every replica normalises its losses.
     """
 
     first: int
@@ -26,7 +26,7 @@ class Share(NamedTuple):
 
 
 def share_of(num_micro_batches: int, replicas: int, replica: int) -> Share:
-    """Return a replica's share of the micro-batches of a step; the first replicas run one more if any remain."""
+    """Return a replica's share of the micro-batches; if they do not divide evenly, the first replicas run one more."""
     count, remainder = divmod(num_micro_batches, replicas)
     return Share(
         replica * count + min(replica, remainder), count + int(replica < remainder), num_micro_batches / replicas
@@ -38,7 +38,7 @@ class BatchConfig:
     """``global batch = batch_size x gas x data-parallel size``; an iteration is an optimizer step in every mode.
 
     In an elastic job the last replicas may run one micro-batch less than ``gas`` (``megatron.config.elastic``). The
-    requested global batch is then less than the product, by less than one micro-batch per replica.
+    global batch is then ``requested_global_batch_size``, which is less than this product.
     """
 
     batch_size: int = option(
@@ -91,7 +91,7 @@ class BatchConfig:
     train_samples: int | None = None
     """--train-samples; ``train_iters`` is then the number of steps of a new run with this global batch."""
     train_tokens: int | None = None
-    """--train-tokens; ``train_iters`` as for ``train_samples``."""
+    """--train-tokens; ``train_iters`` has the same meaning as for ``train_samples``."""
     requested_train_iters: int | None = None
     """--train-iters if it was given together with --train-tokens."""
 
@@ -108,12 +108,12 @@ class BatchConfig:
         return self.gas
 
     def global_batch_size(self, data_parallel_size: int) -> int:
-        """Return the samples of one step over all replicas; with a batch ramp-up, of a step after the ramp."""
+        """Return the number of samples of a step over all replicas; with a batch ramp-up, after the end of the ramp."""
         full, requested = self.batch_size * self.gas * data_parallel_size, self.requested_global_batch_size
         return requested if 0 < full - requested < self.batch_size * data_parallel_size else full
 
     def share(self, data_parallel_size: int, replica: int) -> Share:
-        """Return a replica's share of a step; with a batch ramp-up, of a step after the ramp."""
+        """Return a replica's share of a step; with a batch ramp-up, after the end of the ramp."""
         return share_of(self.global_batch_size(data_parallel_size) // self.batch_size, data_parallel_size, replica)
 
     def gas_text(self, data_parallel_size: int) -> str:
@@ -132,7 +132,7 @@ class BatchConfig:
         return SeqLengths(self.seq_length, () if schedule is None else parse_lengths(schedule))
 
     def sizes(self, data_parallel_size: int) -> BatchSizes:
-        """Return the samples of a step over all replicas as a function of the samples consumed.
+        """Return the number of samples of a step, over all replicas, as a function of the samples consumed.
 
         Raises:
             ValueError: --rampup-batch-size is invalid or does not reach the global batch.

@@ -1,4 +1,14 @@
-"""``--rampup-batch-size``: number of samples in a step as a function of the samples consumed."""
+"""``--rampup-batch-size``: number of samples in a step as a function of the samples consumed.
+
+``--rampup-batch-size START INCREMENT SAMPLES`` starts with START samples per step and adds INCREMENT until the full
+global batch is reached, after SAMPLES samples. Each of the n = (global batch - START) / INCREMENT sizes before the
+last is used for SAMPLES / n samples, as in Megatron-LM:
+
+    size(c) = START + INCREMENT * floor(c n / SAMPLES)    for c < SAMPLES samples consumed, else the global batch
+
+A step that starts before a change of the size keeps the old size. The size depends only on the samples consumed, so a
+resumed run continues identically in any layout.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +22,14 @@ _RULE = "must be START INCREMENT SAMPLES, three whole numbers above 0 such as 32
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Samples of a step over all replicas, by samples consumed; ``full`` in every step if ``samples`` is 0."""
+    """Number of samples of a step, over all replicas, as a function of the samples consumed.
+
+    Args:
+        full: the global batch size after the ramp.
+        start: size of the first step.
+        increment: difference between two successive sizes.
+        samples: number of samples consumed at the end of the ramp; 0 for a constant size ``full``.
+    """
 
     full: int
     start: int = 0
@@ -35,7 +52,7 @@ class BatchSizes:
         return [self.start + self.increment * i for i in range(self.num_increments)] + [self.full]
 
     def consumed_after(self, steps: int, samples_consumed: int = 0) -> int:
-        """Return the number of samples consumed after ``steps`` more steps."""
+        """Return the total number of samples consumed ``steps`` steps after the first ``samples_consumed`` samples."""
         while steps and samples_consumed < self.samples:
             size = self.at(samples_consumed)
             size_idx = samples_consumed * self.num_increments // self.samples
@@ -65,7 +82,7 @@ def parse_rampup(text: str, full: int) -> BatchSizes:
     """Parse ``START INCREMENT SAMPLES`` for a global batch of ``full`` samples.
 
     Raises:
-        ValueError: the text has another form, or START does not reach ``full`` by steps of INCREMENT.
+        ValueError: the text has another form, or ``full`` - START is not a multiple of INCREMENT.
     """
     words = text.replace("_", "").split()
     if len(words) != 3 or not all(word.isdecimal() and int(word) > 0 for word in words):

@@ -1,8 +1,8 @@
 """Settings whose default has changed, and the values that resumed runs of earlier versions keep.
 
-A run stores the resolved value of every setting in ``config.json`` and in its checkpoints. A run that is resumed, or
-repeated from its ``config.json``, reads the settings of ``CHANGED_DEFAULTS`` from there unless the user sets them. If
-the entry is missing, the run was started before the setting existed, and the former default applies.
+A run stores the resolved value of every setting in ``config.json`` and in its checkpoints. If the run is resumed, or
+repeated from its ``config.json``, the saved values of the settings in ``CHANGED_DEFAULTS`` replace the new defaults. A
+saved configuration without such a setting is older than the setting, so the former default applies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ChangedDefault(NamedTuple):
         field: field of that section.
         former: value of runs whose saved configuration has no such field.
         optimizer: the only optimizer that uses the field; "" if every run uses it.
-        is_reported: False if the code that resolves the setting reports it, because the value alone is uninformative.
+        is_reported: ``describe_kept`` includes the setting; False if the code that resolves it reports it instead.
     """
 
     section: str
@@ -39,11 +39,11 @@ CHANGED_DEFAULTS: tuple[ChangedDefault, ...] = (
     ChangedDefault("optimizer", "muon_scale_mode", "match_rms_adamw", "muon"),
     ChangedDefault("data", "eod_token", "by-name", is_reported=False),  # reported by training/end_of_document.py
 )
-"""One row per setting; rows are never removed while checkpoints of that age must load."""
+"""One row per setting. A row must stay as long as checkpoints from before its change must load."""
 
 
 def former_defaults(saved: Mapping[str, Any], sections: Container[str] | None = None) -> dict[str, Any]:
-    """Return field -> former default of every setting of the table that the saved configuration does not contain.
+    """Return field -> former default of each setting in the table that is missing in the saved configuration.
 
     Args:
         saved: ``Config.to_dict()`` as saved by any version.
@@ -54,7 +54,7 @@ def former_defaults(saved: Mapping[str, Any], sections: Container[str] | None = 
 
 
 def kept_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return field -> value that the run that saved ``saved`` used, for every setting of the table."""
+    """Return field -> value used by the saved run, for every setting in the table."""
     return {row.field: _section(saved, row).get(row.field, row.former) for row in CHANGED_DEFAULTS}
 
 

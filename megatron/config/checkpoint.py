@@ -120,7 +120,7 @@ class CheckpointConfig:
         return DEFAULT_MINUTES if self.is_default_interval else 0.0
 
     def problems(self) -> Iterator[str]:
-        """Yield flags that need a checkpoint without one, and flags that contradict each other."""
+        """Yield flags that need a checkpoint although none is given, and flags that contradict each other."""
         if self.load is not None and self.resume:
             yield f"give --load or --resume, not both: got --load {self.load} and --resume. Leave one out"
         need_checkpoint = (

@@ -46,7 +46,7 @@ The section of the family follows "model", under the family's name; the two sect
 """
 
 FIRST_FAMILY = "gpt2"
-"""Family of the first checkpoints, which do not name one."""
+"""Family of checkpoints that do not name one, written before other families existed."""
 
 IDENTITY = (
     "num_layers",
@@ -168,7 +168,7 @@ class Config:
 
     @property
     def refitted(self) -> tuple[str, ...]:
-        """Names in ``identity`` that may differ: the weights still load, but the model computes something else."""
+        """Names in ``identity`` that may differ: the weights still load, but the outputs change."""
         return (*(decoder.REFITTED if self.own.KIND == "decoder" else ()), *self.own.REFITTED)
 
     def to_dict(self) -> dict[str, Any]:

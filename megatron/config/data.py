@@ -25,7 +25,7 @@ PATHS = {
     "valid_data_path": "--valid-data-path",
     "test_data_path": "--test-data-path",
 }
-"""Fields that name corpora, and their flags: one for all splits, or one for each."""
+"""Field that names corpora -> its flag: ``data_path`` for all splits, the others for one split each."""
 EACH = tuple(PATHS)[1:]
 TOKENIZERS = (
     "TokenizersJSON", "GPT2BPETokenizer", "SentencePiece", "T5SentencePiece", "BertWordPiece", "BertWordPieceLowerCase",
@@ -186,7 +186,7 @@ class DataConfig:
 
     @cached_property
     def packed_keys(self) -> tuple[str, ...]:
-        """Names of the additional arrays of a sample: int32, as long as its text."""
+        """Names of the arrays of a sample in addition to its text: int32, with one entry per token."""
         if self.sft is not None:
             return "segments", "loss_mask"
         return ("segments",) if self.packing == "best-fit" else ()
@@ -203,9 +203,9 @@ class DataConfig:
 
     @property
     def split_shares(self) -> tuple[Fraction, Fraction, Fraction]:
-        """Shares of training, validation and test that --split gives; they add up to 1.
+        """Fractions of the documents for training, validation and test according to --split; they add up to 1.
 
-        If the splits have separate files, or come from the script, each share is 1.
+        If the splits have separate files, or the script provides the data, each fraction is 1.
 
         Raises:
             ValueError: --split is invalid.
@@ -218,12 +218,12 @@ class DataConfig:
 
     @property
     def training_path(self) -> str | None:
-        """The corpora that training reads, as given."""
+        """Value of the flag that names the training corpora."""
         return self.sft or self.train_data_path or self.data_path
 
     @property
     def reading_processes(self) -> int:
-        """``num_workers``, or at least one if training would otherwise wait for an object store."""
+        """Number of data-loading processes: ``num_workers``, but at least 1 if training reads from an object store."""
         is_fetched = any(object_store.is_remote(word) for word in str(self.training_path).split())
         return self.num_workers or int(is_fetched)
 
@@ -257,7 +257,7 @@ class DataConfig:
 
     @property
     def cuts_spans(self) -> bool:
-        """True if T5 masks texts during training, because not all corpora are sets of three files."""
+        """True if T5's spans are masked during training: at least one corpus is not a set of CPM's three files."""
         return not self.flag_of_prefix or len(self.flag_of_set) < len(self.flag_of_prefix)
 
     def problems(self) -> Iterator[str]:
@@ -322,13 +322,15 @@ class DataConfig:
             yield from _problem_of(partial(parse_schedule, self.mixture_schedule, count))
 
     def missing_files(self, *, reads_span_files: bool = False, on_any_node: bool = False) -> Iterator[str]:
-        """Yield the token files that do not exist; a path that itself exists belongs to the script.
+        """Yield the token files that do not exist.
+
+        A --data-path that is itself a file or folder is not checked, because the script interprets it.
 
         Args:
             reads_span_files: a corpus may be a set of CPM's three files.
             on_any_node: check this machine even if the job has several nodes.
 
-        By default nothing is checked for a job with several nodes: a node whose ranks read no data need not have them.
+        By default a job with several nodes is not checked, because a node whose ranks read no data needs no files.
         """
         is_on_one_node = on_any_node or os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
         if not is_on_one_node or self.is_own or self.is_mock:

@@ -4,7 +4,7 @@
 |---|---|
 | "a" | one corpus |
 | "0.7 a 0.3 b" | two corpora and their shares of the samples; only the ratio of the weights matters |
-| "1e9: 0.5 0.5; 2e9: 0.2 0.8" | a schedule: these weights from that number of tokens on, in the order of the paths |
+| "1e9: 0.5 0.5; 2e9: 0.2 0.8" | a schedule: new weights after 1e9 and 2e9 tokens, in the order of the paths |
 
 Words are split as in a shell, so a path that contains a space must be quoted. A weight may be 0: the corpus is not
 sampled until a schedule changes its weight.

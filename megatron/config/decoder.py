@@ -197,13 +197,16 @@ class DecoderFeatures(ExpertFeatures):
 
     @property
     def mup_head_scale(self) -> float:
-        """Factor of the scores by ``mup_base_head_dim``; 0 if it equals one over the root of the head size."""
+        """Scale of the attention scores under muP, sqrt(``mup_base_head_dim``) / head size.
+
+        It is 0 if the scale equals the default, 1 / sqrt(head size), or if the head size is not known yet.
+        """
         size = getattr(self, "kv_hidden_size", 0)
         return math.sqrt(self.mup_base_head_dim) / size if size and size != self.mup_base_head_dim else 0.0
 
     @property
     def width_multiplier(self) -> float:
-        """muP's m: width of the model divided by the width of the base model whose learning rates it uses."""
+        """m of muP: hidden size divided by that of the base model, for which the learning rates are given."""
         return getattr(self, "hidden_size", 0) / self.mup_base_hidden_size if self.mup_base_hidden_size else 1.0
 
     @functools.cached_property
@@ -221,21 +224,19 @@ class DecoderFeatures(ExpertFeatures):
 
     @property
     def has_relative_positions(self) -> bool:
-        """True if scores have T5's biases by distance."""
+        """True if T5's relative-position biases are added to the scores."""
         return self.position_embedding_type == RELATIVE
 
     @property
     def has_position_ids(self) -> bool:
-        """True if the model uses the positions of tokens, so that they may restart in each document."""
+        """True if the model reads position ids, which may restart in each document."""
         return self.position_embedding_type in (LEARNED, ROPE)
 
     @property
     def entering(self) -> tuple[str, str]:
         """Names of the batch fields that enter the first pipeline stage after the tokens, if they are present."""
-        names = (
-            "position_ids",
-            "segment_ids",
-        )  # only stage 0 has a position table, while rotary positions go to every stage
+        # A position table exists only on stage 0, so learned positions come first; rotary positions go to every stage.
+        names = ("position_ids", "segment_ids")
         return names if self.has_learned_positions else (names[1], names[0])
 
     @property
@@ -248,7 +249,7 @@ class DecoderFeatures(ExpertFeatures):
 
 
 IDENTITY = tuple(field.name for field in fields(DecoderFeatures) if field.name not in experts.TRAINING)
-"""Fields that two decoders must share so that the weights of one fit the other and compute the same."""
+"""Fields that two decoders must share so that the same weights give the same outputs in both."""
 REFITTED = (
     "rotary_base", "rotary_scaling", "rotary_scaling_factor", "rotary_low_frequency_factor",
     "rotary_high_frequency_factor", "rotary_original_positions", "rotary_beta_fast", "rotary_beta_slow",
@@ -257,7 +258,7 @@ REFITTED = (
     "clip_qkv", "embedding_multiplier", "residual_scale", "dim_model_base", "mup_base_hidden_size", "mup_base_head_dim",
     *experts.REFITTED,
 )  # fmt: skip
-"""Fields of ``IDENTITY`` that --finetune may change: the weights fit, but the model computes something else."""
+"""Fields of ``IDENTITY`` that --finetune may change: the weights fit, but the outputs change."""
 ARCHITECTURE = (
     "hidden_bias", "untie_embeddings", "activation", "layernorm_epsilon", "apply_residual_connection_post_layernorm",
     "position_embedding_type", "rotary_base", "rotary_scaling", "rotary_scaling_factor",
@@ -375,7 +376,7 @@ def unused_features(config: Any) -> Iterator[str]:
 
 
 def window_notes(config: Any) -> Iterator[str]:
-    """Yield a note if the window covers all tokens of a sample, as the window of a longer model may."""
+    """Yield a note if the window covers all tokens of a sample, as it may if the samples are shorter than usual."""
     model, length = config.model, config.batch.seq_length
     if config.own.KIND == "decoder" and "window_size" in config.given and model.window_size >= length - 1 > 0:
         yield f"--window-size {model.window_size} leaves no token out of samples of {length} tokens"

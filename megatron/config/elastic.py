@@ -23,11 +23,11 @@ from megatron.config.config import Config
 from megatron.errors import ConfigError
 
 VARIABLE = "MEGATRON_ELASTIC"
-"""Environment variable with the fewest and the most ranks, such as "4:8"; set by the launcher."""
+"""Environment variable with the minimum and maximum number of ranks, such as "4:8"; set by the launcher."""
 
 
 class Span(NamedTuple):
-    """The fewest and the most ranks of a job."""
+    """The minimum and maximum number of ranks of a job."""
 
     fewest: int
     most: int
@@ -43,7 +43,7 @@ def check_fewest(config: Config, span: Span) -> None:
     """Check that the minimum number of ranks is enough for the layout.
 
     Raises:
-        ConfigError: the minimum is less than the ranks of one replica.
+        ConfigError: the minimum is less than the number of ranks of one replica.
     """
     size = config.parallel.replica_size
     if span.fewest < size:

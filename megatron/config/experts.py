@@ -20,7 +20,7 @@ SOFTMAX, SIGMOID = "softmax", "sigmoid"
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertFeatures:
-    """The experts of a decoder; a base of ``ModelConfig``. All fields take effect with ``num_experts`` only."""
+    """The experts of a decoder; a base of ``ModelConfig``. The fields have an effect only with ``num_experts``."""
 
     num_experts: int = _option(
         0,
@@ -101,7 +101,7 @@ class ExpertFeatures:
 
     @property
     def has_aux_loss(self) -> bool:
-        """True if a loss balances the experts."""
+        """True if an auxiliary loss balances the load of the experts."""
         return self.moe_router_load_balancing_type == AUX_LOSS and self.moe_aux_loss_coeff > 0
 
 
@@ -119,7 +119,7 @@ REFITTED = (
     "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
     "moe_router_num_groups", "moe_router_group_topk", "moe_expert_capacity_factor", "moe_token_drop_policy",
 )  # fmt: skip
-"""Fields that may differ when weights are loaded: the weights fit, but the model computes something else."""
+"""Fields that may differ when weights are loaded: the weights fit, but the outputs change."""
 
 
 def has_experts(model: Any, layer: int) -> bool:

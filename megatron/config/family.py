@@ -22,7 +22,7 @@ DECODER_COSTS = "megatron.costs.decoder_cost:costs"
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyConfig:
-    """Base of the family sections such as ``LlamaConfig``; by itself the section of a decoder without its own flags.
+    """Base class of the family sections such as ``LlamaConfig``, and the section of decoders without their own flags.
 
     The fields of a subclass are the family's own flags. The class variables below define how a family treats the flags
     of other sections.
@@ -36,21 +36,20 @@ class FamilyConfig:
     """Field of another section that has no effect in this family -> advice in the error if a run sets it.
 
     A field of the model or data section that is listed here is rejected. A field of another family's section is always
-    rejected; its own ``elsewhere`` is the advice if the field is not listed here.
+    rejected; if it is not listed here, the advice is its ``Option.elsewhere``.
     """
     HOLDS: ClassVar[Mapping[str, str]] = {}
-    """Flag of another section that is accepted without effect -> reason why its request is always met in this family.
-    """
+    """Flag of another section that is accepted without effect -> reason: this family always behaves as it requests."""
     REFUSED: ClassVar[Mapping[str, str]] = {}
     """Flag of another trainer -> reason for rejecting it, which replaces the note in ``foreign_flags.tsv``."""
     IDENTITY: ClassVar[tuple[str, ...]] = ()
     """Fields of this section that two runs must share so that one can load the other's weights."""
     REFITTED: ClassVar[tuple[str, ...]] = ()
-    """Fields of ``IDENTITY`` that --finetune may change: the weights load, but the model computes something else."""
+    """Fields of ``IDENTITY`` that --finetune may change: the weights load, but the outputs change."""
     NO_IDENTITY: ClassVar[tuple[str, ...]] = ()
     """Fields of the model section that two runs of this family need not share."""
     SIDES: ClassVar[tuple[str, ...]] = ()
-    """Fields with the number of layers of each side, if the layers are not one stack; 0 stands for --num-layers."""
+    """Fields with the number of layers of encoder and decoder, for an encoder-decoder; 0 stands for --num-layers."""
     READS_SPAN_FILES: ClassVar[bool] = False
     """True if a corpus may be a set of CPM's three files."""
 
@@ -60,7 +59,7 @@ class FamilyConfig:
 
     @property
     def pads_samples(self) -> bool:
-        """True if samples may end in padding that is masked from their text."""
+        """True if samples may end in padding tokens, to which the text does not attend."""
         return False
 
     def has_max_positions(self, model: ModelConfig) -> bool:
@@ -130,18 +129,18 @@ class ModelFamily:
         config: its section.
         program: the program that trains it, relative to the root of the repository; decoders share one program.
         script: the run script that starts ``program``; "" for a decoder that ``run_gpt2.sh --model`` starts.
-        length: default sample length of a plan, in tokens; for an encoder-decoder the encoder's length.
-        vocabulary: default vocabulary size of a plan.
-        recipe: model flags that its run script sets by default, with which plans start, too.
-        follows: field of this section or of the model that is derived from others -> its flag, shown with a plan.
-        heads: width -> number of heads of published sizes that differ from the general rule.
+        length: the planner's default sample length, in tokens; for an encoder-decoder the encoder's length.
+        vocabulary: the planner's default vocabulary size.
+        recipe: model flags that its run script sets by default; the planner uses the same defaults.
+        follows: derived field of this section or of the model -> its flag, which the planner adds to its commands.
+        heads: hidden size -> number of heads, for published models that differ from the planner's general rule.
         variables: variable of its run script -> the field that it sets, in addition to the common variables.
         benchmark_flags: flags of the small models that the planner times, in addition to the recipe; without dropout.
-        layer_lists: type of unit -> the attribute of the model that contains its layers.
+        layer_lists: type of layer -> the attribute of the model that contains the layers of this type.
         model: the model without a pipeline, its sizes and initial weights (``ModelParts``).
         pipeline: the class of the model over pipeline stages (``PipelineClass``).
         costs: parameters, FLOPs and memory (``CostsOf``).
-        data: samples that are not plain runs of tokens (``DataParts``); "" for runs of tokens.
+        data: how samples are made (``DataParts``); "" if they are consecutive tokens of the corpus.
         huggingface: the Hugging Face formats, one for each model type; "" for none.
 
     Raises:

@@ -7,14 +7,14 @@ gradient of the embedding table is read and written once per chunk.
 With chunks, memory holds the gradient of the table, [v, h], and the logits of c tokens, instead of the logits and the
 softmax of n tokens:
 
-| bytes / v on one rank | all at once | in chunks | chunks need less from |
+| bytes / v on one rank | all at once | in chunks | chunks need less memory above |
 |---|---|---|---|
 | fp32 | 8 n | 4 c + 4 h, on several ranks 8 c + 4 h | n = c + h / 2 |
 | 16 bits | 10 n | 6 c + 6 h, on several ranks 10 c + 6 h | n = c + 0.6 h |
 | ... for each micro-batch that waits for its backward pass | 4 n | 4 h | n = h |
 
 The rule is ``n > c + h``: chunks then need less memory in each of these cases. The rule ignores the gradient of the
-hidden states, n h elements on every rank, which matters if v/t is no more than a few h. The memory estimate
+hidden states, n h elements on every rank, which matters if v/t is at most a few times h. The memory estimate
 (``megatron.costs.decoder_cost``) includes it.
 """
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 WHOLE = 0
 """Result of ``tokens_at_once`` if the logits of all tokens are computed together and kept for the backward pass."""
 SMALL = 2**22
-"""Largest number of logits of a micro-batch, over the full vocabulary, that are computed together by default."""
+"""Number of logits of a micro-batch, over the full vocabulary, up to which no chunks are used by default."""
 ON_CPU, ELSEWHERE = 256, 4096
 """Default number of tokens in a chunk on a CPU and on other devices; see docs/experiments.md."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron.config.option import option
 
-# Tables by name: a number for each parameter whose name matches a pattern.
+# Tables of numbers by parameter name: pattern of the name -> number.
 
 
 def read_table(text: str) -> dict[str, float]:
@@ -317,7 +317,7 @@ class OptimizerConfig:
             )
 
     def _warmup_problems(self) -> Iterator[str]:
-        """Yield a warm-up that is as long as the decay, and a decay of wsd that is longer than the whole decay."""
+        """Yield a warm-up that is not shorter than the schedule, and a wsd decay that is longer than the schedule."""
         by_samples = self.lr_decay_samples is not None
         unit = "samples" if by_samples else "iters"
         decay = self.lr_decay_samples if self.lr_decay_samples is not None else self.lr_decay_iters

@@ -34,12 +34,10 @@ class Option:
     maximum: float | None = None
     above: float | None = None
     below: float | None = None
-    family_kind: str = (
-        ""  # kind of the families in which it takes effect; "" for all families whose ADVICE does not name it
-    )
-    elsewhere: str = ""  # advice for runs in which it has no effect, unless their family's ADVICE has its own
+    family_kind: str = ""  # KIND of the families that accept it, "" for any KIND; the ADVICE of a family may reject it
+    elsewhere: str = ""  # advice if the family rejects it; the family's ADVICE takes precedence
     alone: str | None = None  # value if no value follows the flag
-    read: Callable[[str], Any] | None = None  # converts a text to the value, if the text is not written as its type
+    read: Callable[[str], Any] | None = None  # converts text to the value, if the type itself cannot
     join: Callable[[Sequence[str]], str] | None = None  # joins all words up to the next flag into one text
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other trainers' words -> the choice
     short: str = ""  # line in --help; flags without it are listed in --help-all only
@@ -51,7 +49,7 @@ class Option:
 
     @property
     def shown_kind(self) -> str:
-        """Form of a value in tables: its choices or its type, with dots if it consists of several words."""
+        """Description of a value in tables: its choices, or its type followed by dots if it may be several words."""
         return ", ".join(self.choices) or (f"{self.kind} ..." if self.join else self.kind)
 
     def rule(self) -> str:

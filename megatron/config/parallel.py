@@ -271,7 +271,7 @@ class ParallelConfig:
 
     @property
     def schedule(self) -> str:
-        """Name of the schedule, given or by default."""
+        """Name of the schedule according to the flags, or the default for the chunks and their placement."""
         if self.pipeline_schedule_file is not None:
             return IN_FILE + self.pipeline_schedule_file
         if self.pipeline_schedule == AUTO and self.pipeline_auto_schedules:
@@ -280,12 +280,12 @@ class ParallelConfig:
 
     @property
     def auto_schedules(self) -> list[str]:
-        """The schedules among which "auto" chooses; empty for all."""
+        """The schedules from which "auto" may choose; empty for all."""
         return [name.strip() for name in (self.pipeline_auto_schedules or "").split(",") if name.strip()]
 
     @property
     def placement(self) -> str:
-        """Placement of the chunks on the stages, given or determined by the schedule."""
+        """Placement of the chunks on the stages according to the flags, or the default of the schedule."""
         if not self.has_pipeline:
             return LOOP
         if (file_schedule := self._order_in_file) is not None:
@@ -308,7 +308,10 @@ class ParallelConfig:
 
     @property
     def group_size(self) -> int:
-        """Micro-batches that one chunk runs before the next chunk; 0 means the number of stages, one chunk, or a V."""
+        """Number of micro-batches that one chunk runs before the next chunk; 0 for the number of stages.
+
+        It is always 0 with one chunk per stage, or with a placement other than ``LOOP``.
+        """
         return self.micro_batch_group_size if self.chunks > 1 and self.placement == LOOP else 0
 
     @property

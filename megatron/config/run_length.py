@@ -1,14 +1,4 @@
-"""RunLength: the end of a run in steps, samples or tokens.
-
-``--rampup-batch-size START INCREMENT SAMPLES`` starts with START samples per step and adds INCREMENT until the full
-global batch is reached, after SAMPLES samples. Each of the n = (global batch - START) / INCREMENT sizes before the
-last is used for SAMPLES / n samples:
-
-    size(c) = START + INCREMENT * floor(c n / SAMPLES)    for c < SAMPLES samples consumed, else the global batch
-
-as in Megatron-LM. A step that starts below a bound keeps its size until its end. The size depends only on the samples
-consumed, so a resumed run continues identically in any layout.
-"""
+"""RunLength: the end of a run in steps, samples or tokens."""
 
 from __future__ import annotations
 
@@ -20,16 +10,16 @@ from megatron.config.batch_rampup import BatchSizes
 
 @dataclass(frozen=True)
 class RunLength:
-    """The limits of a run. The first limit that is reached ends it.
+    """The limits of a run, which ends when it reaches the first of them.
 
     ``steps_left`` depends only on the position of the run, so a run that is resumed with another global batch ends
     after the same number of samples.
 
     Attributes:
-        sizes: global batch sizes, by samples consumed.
+        sizes: global batch size as a function of the samples consumed.
         steps: number of steps; None if only samples or tokens limit the run.
-        samples: limit in samples. A step that would exceed it is not taken.
-        min_samples: samples at which the limit of tokens is reached. The step that reaches it is completed.
+        samples: limit in samples. The run ends before a step that would exceed it.
+        min_samples: limit in tokens as a number of samples. The run ends after the step that reaches it.
 
     Source:
         Megatron-LM, training.py, ``update_train_iters``; Megatron-DeepSpeed, training.py, ``train``.
@@ -41,7 +31,7 @@ class RunLength:
     min_samples: int | None = None
 
     def steps_left(self, step: int, samples_consumed: int) -> int:
-        """Return the number of steps that follow ``step`` steps and ``samples_consumed`` samples."""
+        """Return the number of steps that remain after ``step`` steps and ``samples_consumed`` samples."""
         limits = []
         if self.steps is not None:
             limits.append(max(self.steps - step, 0))

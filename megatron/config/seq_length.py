@@ -10,8 +10,8 @@ label exactly once, as in the full window:
     pieces of l = 4     t0 t1 t2 t3 t4
                                     t4 t5 t6 t7 t8
 
-So the tokens of a step, the samples and their order, and the position in them do not depend on the schedule. The number
-of tokens consumed is the number of samples consumed times L.
+The tokens of a step, the samples and their order are therefore independent of the schedule, and so is the position at
+which a run resumes. The number of tokens consumed is the number of samples consumed times L.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _RULE = 'must be steps "TOKENS: LENGTH" with semicolons between them, such as "0
 
 @dataclass(frozen=True)
 class SeqLengths:
-    """Length of a piece, in tokens, by tokens consumed. Without ``steps``, every step uses ``full``.
+    """Length of a piece as a function of the tokens consumed. Without ``steps``, every step uses ``full``.
 
     Args:
         full: tokens of a sample (--seq-length).
@@ -57,12 +57,12 @@ class SeqLengths:
         return [length for _, length in self.steps] or [self.full]
 
     def starts(self) -> list[tuple[int, int, int]]:
-        """Return (tokens, first sample, length) of each entry; the first sample starts at or after the tokens."""
+        """Return (tokens, index of the first sample after these tokens, length) of each entry."""
         return [(tokens, -(-tokens // self.full), length) for tokens, length in self.steps]
 
     @property
     def do_change(self) -> bool:
-        """True if there is more than one length."""
+        """True if the length changes during training."""
         return len(self.steps) > 1
 
 

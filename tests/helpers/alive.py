@@ -1,4 +1,4 @@
-"""Bytes of live tensors, counted at every operation."""
+"""Count the bytes of live tensors at every operation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alive(TorchDispatchMode):
-    """Tracks the memory of tensors created in the block on a type of device.
+    """Tracks the memory of tensors that operations in the block create on devices of type ``kind``.
 
-    ``peak`` is the maximum number of live bytes, and ``largest`` the size of the largest tensor.
+    Attributes:
+        peak: maximum number of live bytes.
+        largest: bytes of the largest storage.
     """
 
     def __init__(self, kind: str) -> None:

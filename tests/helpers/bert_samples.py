@@ -34,9 +34,9 @@ class BertBatch:
 
 
 def bert_batch(seed: int = 0, *, is_padded: bool = True, rows: int = BATCH, length: int = SEQ) -> BertBatch:
-    """Return random samples of two segments with some tokens to predict; their lengths differ if they are padded."""
+    """Return random samples of two segments, with labels for some tokens; with ``is_padded`` their lengths differ."""
     generator = torch.Generator().manual_seed(seed)
-    # Without id 0, which is Hugging Face's padding: its row gets no gradient as an input there, padded or not.
+    # Id 0 is left out: it is Hugging Face's padding id, whose embedding row never gets a gradient there.
     tokens, labels = (torch.randint(1, VOCAB, (rows, length), generator=generator) for _ in range(2))
     positions = torch.arange(length).expand(rows, length)
     boundaries = torch.randint(2, length - 4, (rows, 1), generator=generator)

@@ -1,4 +1,4 @@
-"""Rows of tokens of several lengths that a cache reads together, and their difference from separate reads."""
+"""Check that rows of several lengths, read together with a cache, have the logits of separate reads."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ LENGTHS, STEPS = [4, 1, 6], 5
 
 
 def rows_of(lengths: list[int], seed: int) -> list[torch.Tensor]:
+    """Return a row of random tokens for each length."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(VOCAB, (length,), generator=generator) for length in lengths]
 
 
 def differ(found: torch.Tensor | None, wanted: list[torch.Tensor]) -> float:
+    """Return the largest difference between logits, relative to the largest expected logit; padding is ignored."""
     assert found is not None
     expected = torch.stack(wanted)
     return float((found[:, :VOCAB] - expected[:, :VOCAB]).abs().max() / expected.abs().max())
 
 
 def check_passes(reader: DecoderReader, rows: list[torch.Tensor], alone: list[torch.Tensor]) -> None:
-    """Read the three ``rows`` of ``LENGTHS``, then one token per pass; the second row is dropped after two passes.
+    """Check the logits of a first pass over three rows with ``LENGTHS`` tokens, then of passes over one token per row.
+
+    The second row is dropped after two passes.
 
     Args:
         alone: expected logits [s, v] of each row, computed separately and without a cache.

@@ -42,7 +42,10 @@ LLAMA3 = (
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 FORGETTING = MARKED.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
-"""Template without marks that keeps only the last turn's reasoning, so a rendered prefix is no prefix of the whole."""
+"""Template without generation marks that removes the reasoning of all turns but the last.
+
+The text of the first turns is therefore not a prefix of the text of the whole conversation.
+"""
 ALTERNATING = (
     "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate user and assistant') }}{% endif %}"

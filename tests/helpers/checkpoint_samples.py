@@ -42,7 +42,7 @@ def whole_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def shard_for(name: str, whole: torch.Tensor, rank: int, size: int) -> tuple[Shard, int]:
-    """Return rank ``rank``'s shard of ``size``, and the number of padding rows of its local tensor."""
+    """Return the shard of tensor rank ``rank`` of ``size``, and the number of padding rows of its local tensor."""
     dim = CUTS[name]
     if dim is None:
         return Shard(tuple(whole.shape)), 0
@@ -65,7 +65,7 @@ def records_for(rank: int, size: int, seed: int = 0) -> list[TensorRecord]:
 
 
 def save_alone(root: Path, step: int, seed: int | None = None, **retention: Any) -> Path:
-    """Save the sample from this process only; by default the seed is the step."""
+    """Save the sample as a single rank; ``seed`` is the step by default."""
     seed = step if seed is None else seed
     state = {"step": step, "seed": seed}
     return save(root, step, records_for(0, 1, seed), state, SINGLE, RetentionPolicy(**retention))
@@ -87,7 +87,11 @@ def world_of(rank: int, size: int) -> Group:
 
 
 class FailAt:
-    """A ``files.before_operation`` that calls ``fault`` once, before the ``k``-th operation, counted from 0."""
+    """Context manager that calls ``fault`` once, before the ``k``-th file operation in the block, counted from 0.
+
+    Args:
+        only: count operations with this name only; None to count all.
+    """
 
     def __init__(self, k: int, fault: object, only: str | None = None) -> None:
         self.k, self.fault, self.only = k, fault, only

@@ -15,7 +15,7 @@ from megatron.mpu import context_parallel
 
 @contextmanager
 def bytes_kept(model: torch.nn.Module) -> Iterator[dict[int, int]]:
-    """Yield the bytes of each storage that autograd saves in the block, without the weights of ``model``."""
+    """Yield address -> bytes of each storage that autograd saves in the block, without the weights of ``model``."""
     weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     saved_bytes: dict[int, int] = {}
     saved_tensors: list[torch.Tensor] = []  # prevents reuse of an address
@@ -41,7 +41,11 @@ def bytes_kept(model: torch.nn.Module) -> Iterator[dict[int, int]]:
 
 @contextmanager
 def bytes_sent(size: int, sent: list[float] | None = None) -> Iterator[list[float]]:
-    """Yield the list, extended in the block, of the bytes that each exchange over ``size`` context ranks sends."""
+    """Yield a list that receives the bytes sent by each collective over ``size`` context ranks in the block.
+
+    Args:
+        sent: list to extend; None for a new one.
+    """
     log = [] if sent is None else sent
 
     def counting(call: Callable[..., Any], number: int) -> Callable[..., Any]:

@@ -27,7 +27,7 @@ from tests.helpers.whole import fill, whole_world
 from tests.models.gpt2.test_against_huggingface import ALLOWED, BATCH, DTYPES, LR, SEQ, STEPS, VOCAB, text
 
 TRAINED = "fp64"
-"""The case that is also compared after the steps."""
+"""The case whose weights are also compared after training steps."""
 
 
 def reference_loss(model: Any, step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,13 +46,13 @@ def our_loss(model: torch.nn.Module, step: int) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Against:
-    """The comparison of a family, in several cases.
+    """Comparison of one family with Hugging Face's model, in several cases.
 
     Args:
         form: conversion of the weights in both directions, and construction of our model.
         dtypes: number format of each case.
         make_reference: returns Hugging Face's model of a case, and our configuration for it.
-        in_its_own_dtype: context in which Hugging Face's model computes in fp64 what it would cast to fp32.
+        in_its_own_dtype: context in which Hugging Face's model keeps fp64 where it usually casts to fp32.
         allowed: number format -> bounds for the differences in logits, loss, gradients and trained weights.
     """
 
@@ -64,7 +64,10 @@ class Against:
 
     @functools.cache  # noqa: B019 - for a session, and a family has one
     def reference(self, kind: str) -> tuple[Any, ...]:
-        """Return config, initial weights, logits, loss, gradients and trained weights, by Hugging Face's names."""
+        """Return Hugging Face's results: config, initial weights, logits, loss, gradients and trained weights.
+
+        Weights and gradients have Hugging Face's names.
+        """
         model, config = self.make_reference(kind)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         with self.in_its_own_dtype() if self.dtypes[kind] == "fp64" else nullcontext():
@@ -81,7 +84,7 @@ class Against:
         return config, before, logits.detach(), loss.item(), gradients, after
 
     def ours(self, rank: int, size: int) -> dict[str, Any]:
-        """Return this rank's results for each case: logits, loss, gradients and trained weights."""
+        """Return case -> (logits, loss, gradients, trained weights) of our model on this rank."""
         return {kind: self._one(whole_world(rank, size), kind) for kind in self.dtypes}
 
     def _one(self, group: Any, kind: str) -> Any:
@@ -110,14 +113,14 @@ class Against:
 
     @functools.cache  # noqa: B019
     def seen(self, size: int) -> dict[str, list[Any]]:
-        """Return the results of all ranks for each case."""
+        """Run ``ours`` on ``size`` tensor ranks; return case -> results of all ranks."""
         for kind in self.dtypes:
-            self.reference(kind)  # before the fork, once for all ranks
+            self.reference(kind)  # computed before the fork, so that all ranks share it
         ranks = run_ranks(size, self.ours, size) if size > 1 else [self.ours(0, 1)]
         return {kind: [results[kind] for results in ranks] for kind in self.dtypes}
 
     def theirs(self, parts: list[Any], config: Config, names: Any) -> dict[str, torch.Tensor]:
-        """Return the global tensors made from all ranks' shards, under Hugging Face's names."""
+        """Join the shards of all ranks and convert the global tensors to Hugging Face's names."""
         converted = self.form.from_ours(joined(parts), config)
         return {name: converted[name] for name in names}
 

@@ -21,8 +21,8 @@ MAIN = 'if __name__ == "__main__"'
 Smoke = Mapping[str, Sequence[str]]
 """Program (its path in the repository) -> its commands in the order in which they run.
 
-A command is a documented command followed by flags that make it small. A number, file or folder of the documented
-command is replaced by repeating its flag, because the last value is used.
+Each command is a documented command followed by flags that make it small. The flags may repeat flags of the documented
+command with other numbers, files or folders, because the last value is used.
 """
 
 
@@ -45,10 +45,10 @@ def _is_command(line: str) -> bool:
 
 
 def undocumented(smoke: Smoke, exempt: Mapping[str, str], folder: str) -> list[str]:
-    """Return descriptions of the faults of the table ``smoke``.
+    """Return the problems of the table ``smoke`` as text.
 
-    Every program in ``folder`` must have an entry or be exempt, and every entry must be a program whose smoke commands
-    start with documented ones.
+    Every program in ``folder`` must have an entry or be exempt, and the commands of an entry must start with commands
+    in the docstring of its program.
     """
     existing = set(programs(folder))
     faults = [f"{name} has no smoke command" for name in sorted(existing - smoke.keys() - exempt.keys())]

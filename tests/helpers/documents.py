@@ -1,4 +1,4 @@
-"""Reference attention within documents, by formula and mask, and samples with documents of any lengths."""
+"""Reference implementations of attention within documents, and inputs with documents of any lengths."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ HEADS, GROUPS, SIZE = 4, 2, 8
 
 
 def lengths_of(length: int, longest: int) -> st.SearchStrategy[list[int]]:
-    """Return a strategy for the lengths of documents, which may exceed a sample of ``length``."""
+    """Return a Hypothesis strategy for lists of document lengths, some longer than a sample of ``length`` tokens."""
     return st.lists(st.one_of(st.just(1), st.integers(1, longest), st.just(length + 3)), min_size=1, max_size=12)
 
 
 def segments_of(lengths: Sequence[int], length: int) -> torch.Tensor:
-    """Return the ids [length] of documents of ``lengths``, repeated as needed, with the last one truncated."""
+    """Return the document id of each token of a sample [length].
+
+    The documents have ``lengths``, repeated as often as needed; the last one is truncated.
+    """
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     times = -(-length // len(ids))
     return torch.cat([ids + i * len(lengths) for i in range(times)])[:length]
 
 
 def inputs_of(rows: int, length: int, seed: int = 0) -> list[torch.Tensor]:
-    """Return query, key, value and a factor for the context, in fp64; two queries share each key."""
+    """Return random query, key, value [b, heads, s, d] and a factor of the context for a loss, in fp64.
+
+    Two query heads share each head of keys and values.
+    """
     generator = torch.Generator().manual_seed(seed)
     shapes = (HEADS, GROUPS, GROUPS, HEADS)
     tensors = [torch.randn(rows, n, length, SIZE, dtype=torch.float64, generator=generator) for n in shapes]
@@ -38,7 +44,7 @@ def by_formula(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ids: torch.Tensor, *, window: int = 0,
     cap: float = 0.0, slopes: Sequence[float] | None = None, scale: float | None = None, is_causal: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the context, computed with a mask of [b, 1, s, s]."""
+    """Return the context [b, heads, s, d], computed by the formula of attention with a mask [b, 1, s, s]."""
     positions = torch.arange(ids.shape[1])
     distance = positions.unsqueeze(1) - positions
     mask = document_mask(ids) if is_causal else segment_mask(ids, ids)
@@ -55,7 +61,7 @@ def by_sequence(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_query: torch.Tensor, cu_key: torch.Tensor,
     max_query: int, max_key: int, *, scale: float, window: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the result of ``varlen_attention``, one sequence at a time, and check the assumptions of its kernel."""
+    """Reference for ``varlen_attention`` that computes one sequence at a time and checks the kernel's assumptions."""
     starts, starts_of_keys = cu_query.tolist(), cu_key.tolist()
     assert cu_query.dtype == cu_key.dtype == torch.int32
     assert starts == sorted(starts) and starts_of_keys == sorted(starts_of_keys)
@@ -89,7 +95,7 @@ def by_blocks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, score_mod: Callable[..., torch.Tensor] | None,
     block_mask: BlockMask, scale: float | None, enable_gqa: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the result of ``flex_attention`` from the blocks of ``block_mask`` only; supports gradients on a CPU."""
+    """Reference for ``flex_attention`` with the mask of ``block_mask``; supports gradients on a CPU."""
     assert enable_gqa == (query.shape[1] != key.shape[1])
     assert block_mask.shape[2:] == (query.shape[2], key.shape[2]), "torch refuses others"
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))

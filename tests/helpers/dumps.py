@@ -57,7 +57,7 @@ def run(
     steps: int = 2,
     plant: Plant | None = None,
 ) -> list[Trace]:
-    """Train in ``layout`` and return each rank's trace; the dump is written to ``folder``.
+    """Train in ``layout`` and return each rank's trace. The ranks write their dumps to ``folder``.
 
     Args:
         plant: fault injector, called with the model that a rank has built.

@@ -45,12 +45,14 @@ def free_ports(count: int) -> list[int]:
 
 
 class Nodes:
-    """The launchers of a job. The nodes ``started`` (all by default) are started, and the first is the leader.
+    """The launchers of an elastic job, one per node.
 
     Args:
-        span: MIN:MAX.
-        script, arguments: of the ranks. None: ``RANK``, which exits with 75 if the file ``saves`` exists and a node is
+        span: minimum and maximum number of nodes, as MIN:MAX.
+        started: nodes to start, of which the first becomes the leader; None for all.
+        script: script of the ranks. The default ``RANK`` exits with 75 if the file ``saves`` exists and a node is
             waiting, and with the code in the file ``done`` once it exists.
+        arguments: arguments of ``script``; None for the folder of the ranks.
     """
 
     def __init__(
@@ -113,19 +115,19 @@ class Nodes:
         return lost_at
 
     def ranks(self, start: int, number: int) -> list[list[str]]:
-        """Return the record of each of ``number`` ranks of a start, once all have written it."""
+        """Wait until ``number`` ranks of a start have written their records, and return the words of each record."""
         paths = [self.ranks_place / f"{start}.{rank}" for rank in range(number)]
         self.until(lambda: all(path.exists() for path in paths), f"{number} ranks of start {start}")
         return [path.read_text().split() for path in paths]
 
     def let(self, name: str, text: str = "") -> None:
-        """Create the file ``name`` that the ranks look for."""
+        """Create the file ``name``, to which the ranks react, with the content ``text``."""
         temporary = self.ranks_place / f".{name}"
         temporary.write_text(text)
         temporary.rename(self.ranks_place / name)
 
     def until(self, is_so: Callable[[], bool], what: str, deadline_s: float = 20.0) -> None:
-        """Wait until ``is_so()`` is true."""
+        """Wait until ``is_so()`` is true; raise TimeoutError with ``what`` after the deadline."""
         end = time.monotonic() + deadline_s
         while not is_so():
             if time.monotonic() > end:

@@ -29,7 +29,7 @@ class _LM:
 
 
 def decoder_lm() -> Any:
-    """Return our module, with its class based on lm_eval's own class if lm_eval is installed."""
+    """Import ``megatron.evaluation.lm``, with a stub of lm_eval if lm_eval is not installed, and return the module."""
     if not HAS_LM_EVAL and "lm_eval" not in sys.modules:
         names = ("lm_eval", "lm_eval.api", "lm_eval.api.model")
         for name in names:
@@ -47,14 +47,18 @@ def decoder_lm() -> Any:
 
 @dataclass
 class Request:
-    """Stub of lm_eval's instances, with the fields that a model uses."""
+    """Stub of lm_eval's ``Instance``, with the fields that a model reads."""
 
     args: tuple[Any, ...]
 
 
 @dataclass
 class Model:
-    """Records its requests. Scores a row by the sum of its scored tokens, and generates the number of prompt tokens."""
+    """Fake model that records its requests.
+
+    The score of a row is minus the sum of its scored token ids; the text generated for a prompt of N tokens is
+    "N tokens".
+    """
 
     tokenizer: Tokenizer
     max_length: int = 16

@@ -73,7 +73,7 @@ EXPERTS = {
 
 
 def their_model(kind: str, dtype: torch.dtype = torch.float64) -> Any:
-    """Return Hugging Face's model with random weights, routers far from uniform, and expert biases far from 0."""
+    """Return Hugging Face's model with random weights; router weights and expert biases are large enough to matter."""
     torch.manual_seed(1)
     model = EXPERTS[kind].their_model(dtype)
     with torch.no_grad():
@@ -109,9 +109,9 @@ def on_disk(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tens
 
 
 def in_memory(form: HFFormat, kind: str) -> HFFormat:
-    """Return ``form`` for the tensors of Hugging Face's classes: ``to_ours`` first splits them as in files.
+    """Return ``form`` with a ``to_ours`` that accepts the tensors of a Hugging Face model instead of its files.
 
-    The conversion back returns the names of files.
+    ``from_ours`` is unchanged and returns the names in files.
     """
 
     def to_ours(theirs: dict[str, torch.Tensor], config: Config) -> dict[str, torch.Tensor]:

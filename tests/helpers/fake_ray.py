@@ -1,6 +1,6 @@
 """A fake of the parts of Ray that ``megatron.data.preprocess.cluster`` uses, for tests without a cluster.
 
-Tasks are generators that are advanced in turn in this process. ``lose`` defines which tasks lose their worker.
+Tasks are generators that run in this process and are advanced in turn. ``lose`` makes tasks lose their worker.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FakeRay(types.SimpleNamespace):
 
     Args:
         num_cpus: CPUs of the cluster.
-        lose: index of a task -> number of its reports after which its worker is lost.
+        lose: index of a task, in order of starting -> number of reports after which its worker is lost.
     """
 
     def __init__(self, num_cpus: int = 2, lose: dict[int, int] | None = None) -> None:

@@ -21,7 +21,7 @@ needs_moto = pytest.mark.skipif(
 
 
 def empty_store(monkeypatch: pytest.MonkeyPatch, block_bytes: int = 700) -> MemoryFileSystem:
-    """Return an empty store in memory, read in ranges of ``block_bytes`` and without pauses between retries."""
+    """Return an empty store in memory. It is read in blocks of ``block_bytes``, and retries do not wait."""
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
     monkeypatch.setattr(object_store, "BLOCK_BYTES", block_bytes)
@@ -30,7 +30,7 @@ def empty_store(monkeypatch: pytest.MonkeyPatch, block_bytes: int = 700) -> Memo
 
 
 def intercept(monkeypatch: pytest.MonkeyPatch, operation: str, before: Callable[..., None]) -> None:
-    """Call ``before(path, ...)`` before each such operation of the store; it may raise instead of the operation."""
+    """Call ``before(path, ...)`` before each call of ``operation`` of the store; ``before`` may raise an error."""
     original = getattr(MemoryFileSystem, operation)
 
     def asked(self: MemoryFileSystem, *args: Any, **kwargs: Any) -> Any:
@@ -79,9 +79,8 @@ def s3(monkeypatch: pytest.MonkeyPatch, bucket: str = "bucket") -> Iterator[Any]
     try:
         host, port = server.get_host_and_port()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        urllib.request.urlopen(
-            f"http://{host}:{port}/moto-api/reset", data=b""
-        ).close()  # removes the contents of earlier servers
+        # Servers in one process share their contents, so remove what earlier servers stored.
+        urllib.request.urlopen(f"http://{host}:{port}/moto-api/reset", data=b"").close()
         files = fsspec.filesystem("s3")
         type(files).clear_instance_cache()  # cached instances have the address of an earlier server
         files = fsspec.filesystem("s3", skip_instance_cache=True)

@@ -7,8 +7,8 @@
 | a tensor made of Python numbers with ``device=`` | copies from memory that is not pinned, and waits |
 | ``synchronize`` of the device, by torch or by DeepSpeed's accelerator | waits for all work |
 
-Operations on tensors that are always on the host (texts, samples before their micro-batch) do not count: the caller
-filters the lines by file.
+Operations on tensors that are always on the host, such as samples before they form a micro-batch, are listed, too; the
+caller removes them by file name.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ def place() -> str:
 
 
 class _OfSizesByData(TorchDispatchMode):
+    """Appends a line to ``found`` for each operation whose output size depends on its data."""
+
     def __init__(self, found: list[str]) -> None:
         super().__init__()
         self.found = found

@@ -31,12 +31,12 @@ def build(config: Config, group: Group) -> torch.nn.Module:
 
 
 def values_of(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return values that depend on the name and not on the layout."""
+    """Return random values that depend only on the name and the number of dimensions, not on the layout."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()) * 31 + len(shape)))
 
 
 def state_of(config: Config, tensor: int = 1) -> dict[str, Any]:
-    """Return the state that a run saves after seven steps of two samples."""
+    """Return the state in the checkpoint of a run after seven steps of two samples each."""
     return {
         "progress": {"step": 7, "updates": 6, "samples_consumed": 14},
         "scaler": {"scale": 1.0},

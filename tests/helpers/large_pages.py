@@ -1,7 +1,7 @@
 """Large memory pages for a process that forks often.
 
-A fork copies the page table of the parent, and the end of the child frees it: 70 ms for each GB in pages of 4 kB, less
-than 2 ms in pages of 2 MB. A worker of the test run uses 1 GB and forks a thousand ranks.
+A fork copies the page table of the parent, and the exit of the child frees the copy. Together this takes 70 ms per GB
+with pages of 4 kB, and less than 2 ms with pages of 2 MB. A worker of the test run uses 1 GB and forks 1,000 ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 GROWTH = 1 << 26
-"""Bytes by which a process grows before ``use_large_pages`` takes effect again."""
+"""Minimum growth of the process, in bytes, before ``use_large_pages`` moves memory again."""
 _LARGE = 1 << 21
 _MADV_COLLAPSE = 25  # Linux 6.1; older kernels return an error and change nothing
 _libc = ctypes.CDLL(None)
@@ -21,7 +21,7 @@ _looked_from = math.inf
 
 
 def begin() -> None:
-    """Enable ``use_large_pages`` in this process, which should be long-lived: the call takes 2 ms for each MB."""
+    """Enable ``use_large_pages`` in this process, which should be long-lived, because moving takes 2 ms per MB."""
     global _looked_from
     _looked_from = 0
 

@@ -9,7 +9,7 @@ Each rank follows a plan, a list of words:
 * ``tell:STEP``: record a durable checkpoint, of STEP times the number of this start; ``at:TEXT``: record the current
   operation; ``run`` and ``done``: record that the run has started or ended
 * ``child``: start a child process
-* ``then``: the words after it are for later starts, and the words before it for the first start only
+* ``then``: separates the words of the first start (before it) from the words of later starts (after it)
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Job:
 
 
 def is_alive(pid: int) -> bool:
-    """Return True if this process runs; an orphan that is not reaped yet does not count."""
+    """Return True if this process runs; a zombie does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -184,7 +184,7 @@ def _fork(argv: list[str], output: Path) -> int:
         return pid
     code = 1
     try:
-        tempfile.tempdir = str(output.parent)  # a killed launcher leaves its folder behind
+        tempfile.tempdir = str(output.parent)  # a killed launcher does not remove its temporary folder
         descriptor = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)

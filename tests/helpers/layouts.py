@@ -58,7 +58,7 @@ def serial(micro: int, gas: int, extra: str = "--fp64", **others: Any) -> Trace:
 
 
 def batches(data: int, gas: int) -> tuple[int, int]:
-    """Return (micro-batch, accumulation) that give the global batch on ``data`` replicas."""
+    """Return the micro-batch size and ``gas`` with which ``data`` replicas have the global batch ``GLOBAL_BATCH``."""
     if GLOBAL_BATCH % (data * gas):
         raise ValueError(f"the global batch {GLOBAL_BATCH} must be a multiple of data {data} x gas {gas}")
     return GLOBAL_BATCH // (data * gas), gas
@@ -80,7 +80,7 @@ def difference(
 
 
 def check_fp64(found: Difference) -> None:
-    """Check the bounds of rows E01, E04, E06, E09, E16 and E17."""
+    """Check that fp64 agrees with one process (bounds of rows E01, E04, E06, E09, E16 and E17)."""
     assert found.choices == 0
     assert found.loss <= 1e-12
     assert found.gradient <= 1e-11, found.worst

@@ -1,4 +1,4 @@
-"""Simulated streams of a device: a copy on a stream is done only when another stream waits for it.
+"""Simulated streams of a device that execute a copy only when another stream waits for it.
 
 ``lazy`` makes ``megatron.device`` treat the CPU as a device that overlaps copies with computation. A tensor that is
 read before the wait contains ``NOT_YET`` everywhere, so a missing wait changes the loss.
@@ -19,7 +19,7 @@ from tds.loss_reduction import LossReduction
 
 CPU = torch.device("cpu")
 NOT_YET = 1
-"""Contents of a copy before it is done: an id that every vocabulary has."""
+"""Value of all elements of a tensor before its copy is executed; a valid token id in every vocabulary."""
 
 
 class LazyStream:
@@ -37,7 +37,7 @@ class LazyStream:
         self.depth -= 1
 
     def record_event(self) -> LazyStream:
-        """Return an object that represents the event after all copies so far."""
+        """Return the event after all copies so far, represented by the stream itself."""
         return self
 
     def wait_event(self, event: LazyStream) -> None:
@@ -49,7 +49,11 @@ class LazyStream:
 
 @contextmanager
 def lazy(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Yield a log of the actions: "copy" to the device, "wait" for its stream, "keep" for a copy's recorded memory."""
+    """Simulate streams in the block, and yield a log of their actions.
+
+    The entries are "copy" (to the device), "wait" (for the stream of the copies) and "keep for NAME"
+    (``Tensor.record_stream`` for the stream NAME).
+    """
     log: list[str] = []
     copy_stream, compute_stream = LazyStream(log, "beside"), LazyStream(log, "computing")
     original = torch.Tensor.to
@@ -74,7 +78,7 @@ def lazy(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 @contextmanager
 def uploading(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Like ``lazy``, but for runs, whose data are copied this way; "host waits" marks the single read of a step."""
+    """Like ``lazy``, for whole runs: micro-batches are uploaded on a stream, and reading the loss logs "host waits"."""
     original = LossReduction.read
 
     def read(agreement: LossReduction, *more: torch.Tensor) -> list[float]:

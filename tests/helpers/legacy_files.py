@@ -55,7 +55,7 @@ def model_of(family: str = "gpt2", **more: Any) -> torch.nn.Module:
 
 
 def their_name(ours: str) -> str:
-    """Return Megatron-LM's name after the prefix ``language_model.``."""
+    """Return Megatron-LM's name of a parameter, without the prefix ``language_model.``."""
     if ours.startswith("embedding."):
         return ours.replace("embedding.word", "embedding.word_embeddings").replace(
             "embedding.position", "embedding.position_embeddings"
@@ -74,7 +74,11 @@ def their_name(ours: str) -> str:
 
 
 def slice_of(name: str, whole: torch.Tensor, rank: int, size: int, version: float) -> torch.Tensor:
-    """Return tensor rank ``rank``'s shard of ``whole``; ``version`` defines the order of query, key and value rows."""
+    """Return tensor rank ``rank``'s shard of ``whole``.
+
+    Args:
+        version: version of the checkpoint format, which determines the order of the rows of query, key and value.
+    """
     stem = name.rsplit(".", 1)[0].rsplit(".", 1)[-1]
     if stem in _BY_ROWS:
         shard = whole.chunk(size, 0)[rank]
@@ -91,7 +95,7 @@ def slice_of(name: str, whole: torch.Tensor, rank: int, size: int, version: floa
 
 
 def nested(flat: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the nested dictionaries that Megatron-LM saves; the names of layers are not split."""
+    """Return the parameters in nested dictionaries, as Megatron-LM saves them; names within layers stay flat."""
     tree: dict[str, Any] = {}
     for name, tensor in flat.items():
         top, suffix = name.split(".", 1)
@@ -104,7 +108,7 @@ def nested(flat: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def args_of(**more: Any) -> argparse.Namespace:
-    """Return the settings stored in such a file."""
+    """Return the settings that a Megatron-LM checkpoint contains."""
     return argparse.Namespace(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, **more)
 
 

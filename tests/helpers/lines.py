@@ -1,7 +1,11 @@
-"""P2P exchanges without an engine: pieces of a small model that pass every type of structure, and a serial reference.
+"""P2P exchanges without an engine: pieces of a small model whose outputs have all kinds of structures, and a reference.
 
-Piece k of the model returns, by k modulo 4: a tensor; a tuple (mask, hidden); a dict with one float without gradient
-and two with gradients; a list (indices, hidden).
+Piece k of the model returns, by k modulo 4:
+
+* 0: a tensor
+* 1: a tuple (mask, hidden)
+* 2: a dict of three float tensors, one of them without gradient
+* 3: a list (indices, hidden)
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ CPU = torch.device("cpu")
 def make_exchange(
     num_chunks: int = 1, timeout_s: float = 10.0, placement: str = LOOP, **options: Any
 ) -> P2PCommunicator:
-    """Return this rank's exchange; the ranks of the world are the stages."""
+    """Return the communicator of this rank; each rank of the world is a stage."""
     stage, num_stages = dist.get_rank(), dist.get_world_size()
     grid = SimpleNamespace(
         get_pipe_parallel_group=lambda: dist.group.WORLD,
@@ -69,10 +73,12 @@ def loss_of(value: Any) -> torch.Tensor:
 
 
 def micro_batch(index: int, rows: int = 2) -> torch.Tensor:
+    """Return the random input [rows, 3] of a micro-batch."""
     return torch.randn(rows, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(index))
 
 
 def weights(num_pieces: int) -> list[torch.Tensor]:
+    """Return the weight [3] of each piece."""
     return [torch.full((3,), 0.5 + 0.1 * k, dtype=torch.float64, requires_grad=True) for k in range(num_pieces)]
 
 

@@ -35,7 +35,7 @@ def place_of(group: Group, **streams: Any) -> ParallelContext:
 
 
 def whole_weight(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the global values of the parameter ``name``: random, and not only near 0 or 1."""
+    """Return random global values of the parameter ``name``, also for norms and biases."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64) + (name.endswith("norm.weight"))
 
@@ -81,7 +81,7 @@ def gradients_of(model: torch.nn.Module) -> Parts:
 
 
 def joined(ranks: list[Parts]) -> dict[str, torch.Tensor]:
-    """Return the global tensors from the parts of all ranks; parts that all ranks have must be equal."""
+    """Join the shards of all ranks to global tensors; check that replicated tensors are equal on all ranks."""
     whole = {}
     for name, (shard, first) in ranks[0].items():
         assert all(parts[name][1] is not None for parts in ranks), f"{name} has no gradient"
@@ -95,7 +95,10 @@ def joined(ranks: list[Parts]) -> dict[str, torch.Tensor]:
 
 
 def worst_relative(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """Return the largest ||a - b|| / max(||b||, 1e-6 x the norm of all tensors) over all names, and its name."""
+    """Return the largest relative error over all names, and its name.
+
+    The relative error is ||found - wanted|| / max(||wanted||, 1e-6 x the norm of all wanted tensors).
+    """
     assert sorted(found) == sorted(wanted)
     floor = 1e-6 * torch.stack([tensor.norm() for tensor in wanted.values()]).norm()
     return max(

@@ -1,4 +1,4 @@
-"""Tiny decoders of Hugging Face's classes with every feature enabled and odd sizes, and our flags for each.
+"""Tiny decoders of Hugging Face's classes, with every feature of the class and unusual sizes, and our flags for each.
 
 They have six heads of size ten (not h / a), two or three groups, windows shorter than the sequence, and layers of two
 types. Hugging Face's models always compute some parts (norms, angles, softmax, Gemma's normalizer) in fp32, which
@@ -73,7 +73,7 @@ class Modern:
         return config_class(**{**OF_ALL, **self.settings, **changes}, attn_implementation="eager")
 
     def their_model(self, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> Any:
-        """Return Hugging Face's model with random weights; no norm is 1 and no bias 0, so that all have an effect."""
+        """Return Hugging Face's model with random weights, including norms and biases, so that all have an effect."""
         import transformers
 
         torch.manual_seed(seed)

@@ -9,7 +9,7 @@ from tds.schedule import Action, Order, schedule_named
 
 QUICK = settings(max_examples=6, deadline=None)
 FEW = settings(max_examples=6, deadline=None)
-"""For tests that take a second at their largest size."""
+"""Hypothesis settings for tests whose largest example takes a second."""
 SMALL = settings(max_examples=25, deadline=None)
 STAGES = st.integers(1, 64)
 MICRO_BATCHES = st.integers(1, 256)

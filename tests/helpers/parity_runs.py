@@ -18,14 +18,14 @@ from tests.helpers.layouts import batches
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Runs:
-    """The runs of a family.
+    """Traced runs of one family, compared with the same training in one process.
 
     Args:
         script: module whose ``model_provider`` and ``forward_step`` train the family.
         sizes: the command line without the layout.
         vocab: vocabulary size, a prime, so that every tensor size needs padding.
-        gas: default number of micro-batches per step, which the reference uses.
-        of_4: additional flags for 4 tensor ranks.
+        gas: number of micro-batches per step of the reference, and the default of the other layouts.
+        of_4: flags added if there are 4 tensor ranks.
         documents: flags that restrict attention to one document.
         defaults: defaults of the script.
     """
@@ -80,12 +80,12 @@ class Runs:
         return differences
 
     def check_acts(self, flag: str) -> None:
-        """Check that ``flag`` changes the loss: a parity test would not notice if it had no effect in both layouts."""
+        """Check that ``flag`` changes the loss; a parity test cannot detect a flag that has no effect in any layout."""
         plain, changed = (self.traces(1, 1, 1, f"--fp64 {extra}", 1)[0] for extra in ("", flag))
         assert abs(plain.losses[0] - changed.losses[0]) > 1e-6
 
     def check_floor(self, tensor: int, pipe: int, data: int) -> None:
-        """Check that fp32 differs from one process only by the rounding of its sums."""
+        """Check that this layout in fp32 differs from one process only by rounding."""
         differences = self.difference(tensor, pipe, data, "--fp32 --clip-grad 0.5", 6)
         assert differences.first_loss <= 2e-6
         assert differences.loss <= 5e-5

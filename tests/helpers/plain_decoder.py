@@ -1,4 +1,4 @@
-"""A decoder in plain formulas, one head and one query at a time, in fp64: the reference for every feature."""
+"""Reference decoder for every feature: plain formulas in fp64, one head and one query at a time."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _attention(
 
 
 def is_windowed(sizes: Any, layer: int) -> bool:
-    """Return True if ``layer`` has the window, for the three forms of the pattern in the tests."""
+    """Return True if ``layer`` has the window. Supports the patterns in the tests: "", "N" and "[0,1,...]"."""
     text = sizes.window_attn_skip_freq
     if not text:
         return True
@@ -152,7 +152,12 @@ def _turned(sizes: Any, x: torch.Tensor, positions: torch.Tensor, *, is_local: b
 
 
 def _speed(sizes: Any, plain: float, kind: str, pair: int, size: int, base: float) -> tuple[float, float]:
-    """Return the rotation of a pair from one position to the next, in radians, and the factor of the result."""
+    """Return the frequency of a pair, in radians per position, and the factor of its cosine and sine.
+
+    Args:
+        plain: frequency without scaling.
+        kind: value of ``rotary_scaling``.
+    """
     factor, length = sizes.rotary_scaling_factor, sizes.rotary_original_positions
     if kind == "linear":
         return plain / factor, 1.0

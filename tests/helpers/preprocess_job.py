@@ -54,7 +54,7 @@ def texts(
 
 @dataclasses.dataclass
 class Corpus:
-    """A corpus and the output of its job, both in ``folder``."""
+    """A corpus ``c.jsonl`` and the output ``out`` of its preprocessing job, both in ``folder``."""
 
     folder: Path
 

@@ -38,7 +38,10 @@ def make(family: str, group: Group = SINGLE, dtype: torch.dtype = torch.float32,
 
 
 def loss_of(model: torch.nn.Module) -> torch.Tensor:
-    """Return the loss of a micro-batch with several documents, and advance to the position of another micro-batch."""
+    """Return the loss of a micro-batch with several documents.
+
+    The dropout position then advances to the next micro-batch, as in a pipeline before the backward pass.
+    """
     inputs = dict(vars({"T5Model": t5_batch, "BertModel": bert_batch}.get(type(model).__name__, batch_of)()))
     model.place.streams.position = DropoutKey(2, 1)
     output = model(**inputs)
@@ -74,7 +77,7 @@ class Storages(TorchDispatchMode):
 
 
 def kept_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes that a forward retains for its backward, without parameters and the loss.
+    """Return the bytes that a forward pass retains for the backward pass, without the parameters.
 
     The minimum of several readings is used, because gloo retains reduced tensors for a moment.
     """

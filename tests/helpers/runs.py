@@ -84,7 +84,7 @@ def flags(prefix: Path, folder: Path, extra: str = "", script: ModuleType = pret
 
 
 def leave_out_what_takes_long() -> None:
-    """Disable plots and use a constant for this CPU's speed; both together take longer than a small run."""
+    """Disable plots and the measurement of this CPU's speed, which together take longer than a small run."""
     metrics_writer.draw_losses = lambda *_: None  # type: ignore[assignment]
     speed_monitor._measured_product_rate = lambda: 1e9
 
@@ -95,10 +95,13 @@ def train_ranks(
     before: Callable[[int], None] | None = None,
     script: ModuleType = pretrain_gpt2,
 ) -> tuple[list[int], Any]:
-    """Train in forked ranks; return their exit codes, and their output on stderr and stdout.
+    """Train in forked ranks; return the exit code and the result (None) of each rank.
 
     Args:
         before: fault injector, called first in each forked process with the rank.
+
+    Raises:
+        AssertionError: a rank exited with code 1; the message has the tracebacks.
     """
     codes, results, reports = fork_ranks(num_ranks, _train, argv, num_ranks, before, script.__name__, deadline_s=100.0)
     if any(code == 1 for code in codes):

@@ -1,4 +1,4 @@
-"""One global batch of a small T5 in any layout, with ``T5ModelPipe`` and ``tds`` only, and in one process."""
+"""Train a small T5 on one global batch in any layout, with ``T5ModelPipe`` and ``tds`` only, and in one process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SHARED = ("embedding.word.weight", "embedding.position.weight", "encoder.bias.we
 
 @dataclass(frozen=True)
 class Case:
-    """A model and its global batch; the fields from ``bounds`` on define the pipeline."""
+    """A model, its global batch, and its pipeline (``bounds``, ``chunks``, ``schedule`` and ``recompute_every``)."""
 
     enc_layers: int = 3
     dec_layers: int = 3
@@ -196,7 +196,7 @@ def difference(case: Case, ranks: Sequence[Result]) -> dict[str, float]:
 
 
 def check_fp64(case: Case, ranks: Sequence[Result]) -> None:
-    """Check the bounds of rows E01, E04, E06 and E16."""
+    """Check that a case in fp64 agrees with one process (bounds of rows E01, E04, E06 and E16)."""
     differences = difference(case, ranks)
     worst = max((value, name) for name, value in differences.items() if name not in ("loss", "norm"))
     assert differences["loss"] <= 1e-12, (case, differences["loss"])

@@ -1,4 +1,4 @@
-"""Small T5 models with known weights, and the same function in plain torch."""
+"""Small T5 models with known weights, and a reference implementation in plain torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class T5Batch:
 def t5_batch(*, with_documents: bool = False, seed: int = 0) -> T5Batch:
     """Return random tokens.
 
-    With documents, the rows have several documents and padding, a single document, and padding in the decoder only.
+    With documents, one row has several documents and padding, one a single document, and one padding in the decoder
+    only.
     """
     generator = torch.Generator().manual_seed(seed)
     enc, dec, labels = (torch.randint(0, VOCAB, (BATCH, s), generator=generator) for s in (S_E, S_D, S_D))
@@ -67,7 +68,7 @@ def t5_batch(*, with_documents: bool = False, seed: int = 0) -> T5Batch:
 
 
 def plain_logits(weights: dict[str, torch.Tensor], sizes: T5ModelArgs, batch: T5Batch) -> torch.Tensor:
-    """Return the logits [b, s_d, v] for these logical weights, one sample at a time, without our layers."""
+    """Return the logits [b, s_d, v] of the reference implementation, computed one sample at a time."""
     rows = []
     for i in range(BATCH):
         enc = torch.zeros(S_E) if batch.enc_segments is None else batch.enc_segments[i]

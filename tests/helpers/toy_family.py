@@ -1,4 +1,4 @@
-"""A third-party family of decoders that consists of two files with settings and names; the rest is the common decoder.
+"""A third-party family of decoders: two files with settings and names, on top of the common decoder.
 
 ``toy_family(folder)`` writes the files and registers the family while the block runs.
 """

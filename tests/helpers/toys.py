@@ -1,4 +1,4 @@
-"""Toy pipelines, the same models in one process, and their comparison."""
+"""Toy pipelines, and their comparison with the same models in one process."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Spread(nn.Module):
 
 
 class Mix(nn.Module):
-    """Maps five tensors to five; both floats with gradients are used and changed."""
+    """Maps five tensors to five; uses and changes both float tensors that have gradients."""
 
     def __init__(self, seed: int, wide: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -122,7 +122,18 @@ class Gather(nn.Module):
 
 @dataclass
 class Toy:
-    """A model, its data and its training settings."""
+    """A model, its data and its training settings.
+
+    Args:
+        kind: "chain" (dense layers), "tied" (an embedding that is also the head), "sharing" (layers with shared
+            modules) or "many" (layers that exchange five tensors).
+        wide: hidden size.
+        rows: samples in a micro-batch.
+        loss: "scalar" (a mean per micro-batch) or "pair" (a ``Weighted`` sum and count).
+        options: arguments of ``PipelineModule``.
+        pipeline: section "pipeline" of the engine's configuration.
+        config: other keys of the engine's configuration.
+    """
 
     kind: str = "chain"
     layers: int = 5
@@ -191,7 +202,7 @@ class Toy:
 
 
 def reference(toy: Toy, replicas: int = 1) -> tuple[torch.Tensor, Tensors]:
-    """Train the toy in this process; return the mean loss and every gradient, by its name in the pipeline module."""
+    """Train the toy in this process; return the mean loss, and gradients by the names of the pipeline module."""
     torch.manual_seed(0)
     shared: dict[str, nn.Module] = {}
     shared_modules = nn.ModuleDict()
@@ -281,7 +292,7 @@ def run_toys(rank: int, toys: list[Toy], num_stages: int, more: dict[str, Any] |
 
 
 def preload_zero() -> None:
-    """Import once for all forked ranks the modules that ZeRO imports on first use: torch's compiler takes seconds."""
+    """Import the modules that ZeRO imports on first use before ranks are forked; torch's compiler takes seconds."""
     importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
@@ -307,7 +318,7 @@ def norm_of(gradients: Tensors) -> float:
 
 
 def worst(got: Tensors, wanted: Tensors) -> float:
-    """Return the largest difference, relative to the norm of the expected gradient."""
+    """Return the largest norm of a difference, relative to the norm of the expected gradient."""
     floor = 1e-6 * norm_of(wanted)
     return max(float((got[n] - wanted[n]).norm() / max(float(wanted[n].norm()), floor)) for n in got)
 

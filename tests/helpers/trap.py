@@ -16,5 +16,5 @@ FLAGS = (
     "2 --train-iters 4 --lr 1e-3 --device cpu --eval-iters 0 --eval-interval 0 --fp32 --log-interval 1"
 ).split()
 LOSSES = {3: 5.6592, 4: 5.6724}
-"""Step -> loss of the same run when 8c23b9e6 continues it."""
+"""Step -> loss if commit 8c23b9e6 resumes the run."""
 FORMER_IDENTITY = "ec694447ae7d20c01cb99901ce49e2cac805ad638a87d2bdfaebfe88b444027e"

@@ -1,4 +1,4 @@
-"""The world as one group, for tests of a single axis."""
+"""Group of all ranks, for tests of a single axis, and weights filled from logical tensors."""
 
 from __future__ import annotations
 

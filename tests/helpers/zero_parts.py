@@ -17,12 +17,14 @@ H, WORDS = 16, 20
 
 @dataclass
 class Both:
-    """An output whose tensors a generic search for tensors does not find."""
+    """A wrapper of a layer's input and output, in which generic code such as pytree finds no tensors."""
 
     x: torch.Tensor
 
 
 class Layer(nn.Module):
+    """A feed-forward layer with a residual connection, a scalar weight and a weight shared with another layer."""
+
     def __init__(self, shared: nn.Linear) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(H)
@@ -36,7 +38,11 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Tied embeddings, two layers that share a weight, an unused and a frozen weight; recomputed if ``recomputes``."""
+    """Model with tied embeddings, two layers that share a weight, an unused weight and a frozen weight.
+
+    Args:
+        recomputes: recompute the layers in the backward pass.
+    """
 
     def __init__(self, recomputes: bool = False) -> None:
         super().__init__()
@@ -71,7 +77,7 @@ def make(grid: Grid, stage: int, *, recomputes: bool = False, **settings: Any) -
 
 
 def tokens_of(replica: int, step: int, micro_batch: int) -> torch.Tensor:
-    """Return tokens; later replicas have more, because the loss is a sum over all of them."""
+    """Return random tokens. Replicas have different numbers of tokens, because the loss is a sum over all tokens."""
     seed = 1000 * step + 10 * micro_batch + replica
     return torch.randint(WORDS, (5 + 2 * replica,), generator=torch.Generator().manual_seed(seed))
 
@@ -82,7 +88,7 @@ def loss_of(module: Model, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def take_step(module: Model, optimizer: MixedPrecisionOptimizer, grid: Grid, step: int, gas: int = 1) -> float:
-    """Take a step as an engine does; return this replica's loss."""
+    """Train one step of ``gas`` micro-batches with the calls that an engine makes; return this replica's loss."""
     losses = []
     for micro_batch in range(gas):
         loss = loss_of(module, tokens_of(grid.data.rank, step, micro_batch))
@@ -97,7 +103,7 @@ def take_step(module: Model, optimizer: MixedPrecisionOptimizer, grid: Grid, ste
 
 
 def whole_weights(module: Model, optimizer: MixedPrecisionOptimizer, grid: Grid) -> dict[str, torch.Tensor]:
-    """Return a copy of each unsharded weight as used in computation. Collective."""
+    """Gather all weights and return a copy of each full weight, as used in computation. Collective."""
     units = optimizer.store.units
     for unit in units.units if units is not None else ():
         unit.gather()
@@ -108,7 +114,7 @@ def whole_weights(module: Model, optimizer: MixedPrecisionOptimizer, grid: Grid)
 
 
 def alone() -> tuple[Model, MixedPrecisionOptimizer]:
-    """Return the model on one replica, with weights that are sharded because they are offloaded."""
+    """Return the model and its optimizer on one replica, with ZeRO 3 and offloaded weights."""
     module = Model()
     optimizer = build_optimizer(
         module.parameters(), zero_stage=3, data=SINGLE, lr=1e-2, offload=OffloadConfig(parameters=True)

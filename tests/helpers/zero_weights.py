@@ -77,9 +77,8 @@ def take_step(module: Weights, optimizer: MixedPrecisionOptimizer, grid: Grid, s
             (parameter * gradient).sum().backward()
         optimizer.end_micro_batch()
     if optimizer.reducer.reduces_in_backward:
-        optimizer.finish_gradient_sums(
-            1 / grid.data.size
-        )  # all replicas have equal values, so the mean is exact for 2 and 4 replicas
+        # All replicas have equal gradients, so their mean is exact for 2 and 4 replicas.
+        optimizer.finish_gradient_sums(1 / grid.data.size)
     optimizer.step()
 
 

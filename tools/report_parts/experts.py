@@ -1,4 +1,4 @@
-"""Heat map of experts: each expert's share of its layer's tokens in the last record that contains these numbers."""
+"""Heat map of experts: each expert's tokens relative to the mean of its layer, in the last record with token counts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ WIDEST, ROW = 40, 20
 MOST_TITLES = 6000
 """Maximum number of cells with tooltips; above it, only rows have tooltips."""
 DARKEST = 3.0
-"""Multiple of the mean that has the full colour, as does everything above it."""
+"""Multiple of the mean from which on a cell has the darkest colour."""
 STEPS = (0.0, 0.5, 1.0, 2.0, 3.0)
 
 
 def expert_map(run: RunFolder) -> Html | None:
-    """Return the picture of layers x experts; None if no record has the tokens of experts."""
+    """Return the heat map, a row for each layer and a cell for each expert; None if no record has token counts."""
     record = next(
         (record_candidate for record_candidate in reversed(run.of_kind("train")) if _table(record_candidate)), None
     )

@@ -1,7 +1,7 @@
 """Data of a run for the report: the readable files of its folder, its curves, and the timeline of its pipeline.
 
 A run may be incomplete, interrupted, or of an older version. Records are converted to columns of numbers. If there are
-too many records to draw, those at the extremes of the curves are kept.
+too many records to draw, the extremes of loss and gradient norm are kept.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ Column = list[float | None]
 
 
 def thinned(records: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
-    """Return about ``limit`` records: for each block of records the first one and the extremes of loss and norm."""
+    """Return about ``limit`` records: of each block of records the first one and the extremes of loss and norm."""
     if len(records) <= limit:
         return list(records)
     per_block = 1 + 2 * len(EXTREMES_OF)
@@ -174,7 +174,10 @@ def thinned(records: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any
 
 
 def columns(records: Sequence[dict[str, Any]]) -> dict[str, Column]:
-    """Return name -> column of numbers, None for missing ones; values by stage, layer or corpus are "name/inner"."""
+    """Return name -> column of numbers, with None for missing values.
+
+    A dictionary in a record, such as values by stage, layer or corpus, gives one column "name/key" per key.
+    """
     flat = [dict(_flat(record)) for record in records]
     names = dict.fromkeys(name for record in flat for name in record)
     return {name: [record.get(name) for record in flat] for name in names}
@@ -204,7 +207,7 @@ def at_step(steps: Sequence[float | None], values: Column, step: float) -> float
 def _flat(record: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
     for name, value in record.items():
         if name == "time" and isinstance(value, int | float):
-            yield name, value  # not rounded: six digits of a timestamp would be years
+            yield name, value  # not rounded: six digits would reduce a timestamp to hours
         elif isinstance(value, dict):
             scalars = {inner: item for inner, item in value.items() if not isinstance(item, list)}
             yield from ((f"{name}/{inner}", number(item)) for inner, item in scalars.items())
@@ -212,7 +215,7 @@ def _flat(record: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
             yield name, number(value)
 
 
-# The charts, and the curves of a run in them.
+# Definitions of the charts, and the data of their curves.
 
 MOST_LINES = 24
 """Maximum number of lines by layer for a run; above it, an evenly spaced subset is drawn."""
@@ -220,12 +223,16 @@ MOST_LINES = 24
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of the columns ``keys``, or of all columns "key/..." if ``is_family``.
+    """A chart of curves over steps, tokens or hours.
 
-    ``x`` is the column on the x axis; "" lets the reader choose. ``unit`` is the number format.
-    ``is_by_ending``: keys of a family with the same ending get a separate chart, because their values are comparable.
-    ``points`` is the type of records that are drawn as points at their ``loss``. ``source`` selects the records of the
-    lines.
+    Args:
+        keys: columns that are drawn as curves.
+        unit: number format of the values.
+        x: column on the x axis; "" if the reader of the report selects it.
+        is_family: draw all columns "key/..." instead, where key is the only entry of ``keys``.
+        is_by_ending: divide a family into one chart for each last component of the names, such as the metric.
+        points: type of records whose ``loss`` is drawn as points.
+        source: entry of ``run_data`` with the columns of the curves.
     """
 
     id: str
@@ -286,7 +293,7 @@ ONLY_IF_SEVERAL = ("corpora",)
 
 
 def run_data(run: RunFolder, limit: int) -> dict[str, Any]:
-    """Return the data that the report draws for a run: columns, points of evaluations, and marks at steps."""
+    """Return the data of a run for the charts: columns, points of evaluations, and marks at steps."""
     train_columns = columns(thinned(run.of_kind("train"), limit))
     if "tokens" not in train_columns and "samples" in train_columns and (sample_tokens := _tokens_per_sample(run)):
         train_columns["tokens"] = [
@@ -308,7 +315,7 @@ def run_data(run: RunFolder, limit: int) -> dict[str, Any]:
 
 
 def chart_data(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the charts that have data, with the keys that occur in any run."""
+    """Return the charts for which at least one run has data, with the keys that occur in any run."""
     charts = []
     for chart, keys in ((template, keys) for template in CHARTS for keys in _keys_of_charts(template, runs)):
         values = [
@@ -347,7 +354,7 @@ def marks(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def _tokens_per_sample(run: RunFolder) -> float:
-    """Return the tokens of a sample according to the settings, for runs whose records do not contain tokens."""
+    """Return the tokens per sample from the settings, for runs whose records contain samples but not tokens."""
     if run.config.get("family") == "t5":
         lengths = (run.setting("t5", "enc_seq_length"), run.setting("t5", "dec_seq_length"))
     else:
@@ -393,7 +400,7 @@ def _of_tasks(run: RunFolder, found: Mapping[str, Column]) -> dict[str, Column]:
 
 
 def _places(found: Mapping[str, Column], step: int) -> dict[str, float | None]:
-    """Return the position of a step on the other axes."""
+    """Return axis -> position of ``step`` on that axis, for tokens and hours."""
     steps = found.get("step", [])
     return {axis: at_step(steps, found[axis], step) for axis in ("tokens", "hours") if axis in found}
 

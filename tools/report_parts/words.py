@@ -35,7 +35,7 @@ def joined(parts: Iterable[Any], between: str = "") -> Html:
 
 
 def table(head: Sequence[Any], rows: Iterable[Sequence[Any]], **attributes: Any) -> Html:
-    """Return a table that scrolls if it is too wide; a cell that is already a <td> element is used as it is."""
+    """Return a table that scrolls if it is too wide. Cells are wrapped in <td> unless they are <td> elements."""
     body = [tag("tr", *[_cell(cell) for cell in row]) for row in rows]
     inner = joined([tag("thead", tag("tr", *[tag("th", cell) for cell in head])), tag("tbody", *body)])
     return tag("div", tag("table", inner, **attributes), class_="scroll")
@@ -201,12 +201,12 @@ ZH = {
     "Commands and versions": "命令和版本",
     "{} samples read": "已读 {} 个样本",
 }
-"""English -> Chinese text, with {} for a value. It contains all text of the report that does not come from a run."""
+"""English -> Chinese text, with {} for values; contains all fixed texts of the report."""
 
 OF_SCRIPTS = (
     "log", "predicted", "nothing to draw", "show all", "show what differs", "steps", "step", "tokens", "hours",
 )  # fmt: skip
-"""Texts that a script inserts, in addition to those of the charts."""
+"""Texts that JavaScript inserts, in addition to the titles of the charts."""
 
 
 def bilingual(text: str, *values: Any) -> Html:
