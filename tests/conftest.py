@@ -18,9 +18,12 @@ import importlib
 import os
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Generator
+from datetime import date
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -67,12 +70,14 @@ os.register_at_fork(after_in_child=_settle_in_child)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also run what is marked slow")
+    parser.addoption("--all", action="store_true", help="also run what is marked slow; of many layouts a third a day")
+    parser.addoption("--every", action="store_true", help="with --all: all layouts")
     parser.addoption("--gpu-device", choices=("cuda", "cpu", "sim"), help="what tests marked gpu run on; see above")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Random properties take the same examples in each short run, and new ones in a long run."""
+    """Configure hypothesis: the same examples in each short run, new ones in a long run."""
+    os.environ.setdefault("TEST_LAYOUT_THIRD", str(date.today().toordinal() % 3))  # workers inherit it
     if hasattr(config, "workerinput"):  # of pytest-xdist
         large_pages.begin()
     hypothesis.settings.register_profile("ours", derandomize=not config.getoption("--all"), deadline=None)
@@ -133,7 +138,7 @@ def _import_own_share_first(config: pytest.Config) -> None:
     """
     worker = getattr(config, "workerinput", None)  # of pytest-xdist
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    if worker is None or config.args not in (["tests"], [str(ROOT / "tests")]):
+    if worker is None or not _is_whole_suite(config):
         return
     number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
     for file in files[number * len(files) // count : (number + 1) * len(files) // count]:
@@ -153,6 +158,31 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         gc.freeze()
 
 
+MANY_LAYOUTS = ("tests/parity/", "tests/cuda/test_matrix.py")
+"""Files whose slow tests are products of layouts, schedules and switches."""
+
+
+def _drop_layouts_of_other_days(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect two thirds of the cases of each slow test with 6 cases or more in ``MANY_LAYOUTS``.
+
+    A case runs every third day, so that ``--all`` takes one to two hours on two cores. ``--every`` runs all cases.
+    """
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.nodeid.startswith(MANY_LAYOUTS) and item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    third = int(os.environ["TEST_LAYOUT_THIRD"])
+    many = [item for group in cases.values() if len(group) >= 6 for item in group]
+    dropped = {item for item in many if crc32(item.nodeid.encode()) % 3 != third}
+    items[:] = [item for item in items if item not in dropped]
+    config.hook.pytest_deselected(items=sorted(dropped, key=lambda item: item.nodeid))
+
+
+def _is_whole_suite(config: pytest.Config) -> bool:
+    """Return True if no files or tests are named on the command line."""
+    return config.args in (["tests"], [str(ROOT / "tests")])
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     places = {f"tests/{file}": place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))  # keeps the order otherwise
@@ -160,6 +190,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow")]
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
+    elif not config.getoption("--every") and _is_whole_suite(config):
+        _drop_layouts_of_other_days(config, items)
     has_gpu, kind = torch.cuda.is_available(), config.getoption("--gpu-device")
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
