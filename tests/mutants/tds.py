@@ -634,7 +634,7 @@ def limit_of_pending_sends_deadlocks_some_schedules(original: Any) -> Any:
 
 
 @mutant(
-    "tds.schedule.limits:_ends",
+    "tds.schedule.limits:_completes",
     "tests/tds/p2p/test_receives.py::test_a_receive_is_posted_for_the_next_action_and_further_ahead_only_in_a_ring",
 )
 def receives_are_posted_that_depend_on_the_running_action(original: Any) -> Any:
