@@ -87,6 +87,7 @@ OF_OTHERS = {
     "--local-dir",
     "--local_dir",
     "--all",
+    "--every",
     "--gpu-device",
     "--ntasks-per-node",
     "--kill-on-bad-exit",
