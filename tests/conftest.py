@@ -141,7 +141,8 @@ def _import_own_share_first(config: pytest.Config) -> None:
     if worker is None or not _is_whole_suite(config):
         return
     number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
-    for file in files[number * len(files) // count : (number + 1) * len(files) // count]:
+    share = files[number * len(files) // count : (number + 1) * len(files) // count]
+    for file in [*sorted((ROOT / "tests").glob("*/**/conftest.py")), *share]:  # those register modules to rewrite
         with contextlib.suppress(Exception):  # pytest reports it when it collects the file
             importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
