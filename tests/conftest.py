@@ -80,6 +80,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TEST_LAYOUT_THIRD", str(date.today().toordinal() % 3))  # workers inherit it
     if hasattr(config, "workerinput"):  # of pytest-xdist
         large_pages.begin()
+    if config.getoption("--every") and not config.getoption("--all"):
+        raise pytest.UsageError("--every adds cases to --all. Give both")
     hypothesis.settings.register_profile("ours", derandomize=not config.getoption("--all"), deadline=None)
     hypothesis.settings.load_profile("ours")
     kind = config.getoption("--gpu-device")
@@ -143,7 +145,7 @@ def _import_own_share_first(config: pytest.Config) -> None:
     number, count = int(worker["workerid"].removeprefix("gw")), worker["workercount"]
     share = files[number * len(files) // count : (number + 1) * len(files) // count]
     for file in [*sorted((ROOT / "tests").glob("*/**/conftest.py")), *share]:  # those register modules to rewrite
-        with contextlib.suppress(Exception):  # pytest reports it when it collects the file
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # pytest reports it when it collects the file
             importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
@@ -166,7 +168,7 @@ MANY_LAYOUTS = ("tests/parity/", "tests/cuda/test_matrix.py")
 def _drop_layouts_of_other_days(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect two thirds of the cases of each slow test with 6 cases or more in ``MANY_LAYOUTS``.
 
-    A case runs every third day, so that ``--all`` takes one to two hours on two cores. ``--every`` runs all cases.
+    Each case runs every third day, because all of them take hours on two cores. ``--every`` runs all cases.
     """
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
