@@ -65,7 +65,7 @@ def test_all_of_them_pass_in_the_place_of_a_gpu(kind: str, tmp_path: Path) -> No
     if kind == "sim":
         files = files[int(os.environ["TEST_LAYOUT_THIRD"]) :: 3]
     report = in_place_of_a_gpu(kind, tuple(files), tmp_path, "-m", "gpu", *(["--all"] if kind == "cpu" else []))
-    fewest, most_skipped = {"cpu": (500, 40), "sim": (30, 80)}[kind]  # sim keeps documents apart by a mask
+    fewest, most_skipped = {"cpu": (500, 40), "sim": (10, 80)}[kind]  # sim keeps documents apart by a mask
     assert report.failed == {} and report.passed > fewest, report.text
     assert sum(report.skipped.values()) < most_skipped, report.text
 

@@ -204,6 +204,7 @@ def test_what_is_of_no_layer_or_of_two_chunks_is_added_up_once_all_have_added_to
 def _twice_in_a_backward(rank: int) -> str:
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     sums = _sums(model)
+    dist.barrier()  # a rank that fails below must not end before the other one has connected to it
     x = torch.randn(3, 4, requires_grad=True)
     for _ in range(2):
         x = checkpoint(model[0], x, use_reentrant=True)

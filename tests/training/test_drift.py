@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.checkpoint import named_parameters
 from megatron.mpu.topology import Topology
-from megatron.training import single_stage_engine
+from megatron.training import pipeline_engine, single_stage_engine
 from megatron.training.callbacks.replica_check import checksum
 from megatron.training.callbacks.straggler import Straggler, StragglerDetector, slowest
 from megatron.training.trainer import Trainer
@@ -167,13 +167,14 @@ def test_a_straggler_is_named_once_in_three_log_intervals(
 
     def plant(rank: int) -> None:
         if rank == 1:
-            plain = single_stage_engine.DropoutKey
+            engine_module = pipeline_engine if layout else single_stage_engine
+            plain = engine_module.DropoutKey
 
             def slow(*facts: int) -> Any:
                 time.sleep(0.1)
                 return plain(*facts)
 
-            single_stage_engine.DropoutKey = slow  # type: ignore[assignment, misc]
+            engine_module.DropoutKey = slow  # type: ignore[attr-defined]
 
     seen = train(2, corpus, tmp_path / "run", f"{layout} --train-iters 4", plant)
     assert not any(one.error for one in seen)

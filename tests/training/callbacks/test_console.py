@@ -41,15 +41,15 @@ def test_what_products_have_added_is_said_once_with_what_autograd_adds(monkeypat
 @pytest.mark.parametrize(("extra", "is_said"), [("--gradient-accumulation-fusion", True), ("", False)])
 def test_a_run_says_it_in_its_first_logged_step(tmp_path: Path, extra: str, is_said: bool) -> None:
     def plant(rank: int) -> None:
-        own = console.report.fusion_text
+        fusion_text = console.start_table.fusion_text
 
         def noted(*args: Any) -> str:
-            text = own(*args)
+            text = fusion_text(*args)
             with (tmp_path / "said").open("a") as file:
                 file.write(text + "\n")
             return text
 
-        console.report.fusion_text = noted  # type: ignore[assignment]
+        console.start_table.fusion_text = noted  # type: ignore[assignment]
 
     steps = f"--train-iters 4 --log-interval 2 --eval-iters 0 --gas 2 {extra}"
     codes, _ = train_ranks(1, flags(write_corpus(tmp_path), tmp_path / "run", steps), plant)
