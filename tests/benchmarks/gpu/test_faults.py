@@ -142,7 +142,7 @@ def test_a_nan_must_end_the_run_at_its_step_and_be_left_out_there_alone() -> Non
 def test_a_rank_is_found_among_the_launchers_children(tmp_path: Path) -> None:
     code = (
         "import os, subprocess, sys, time; "
-        "subprocess.Popen(['sleep', '9'], env={'RANK': '1'}); print('up', flush=True); time.sleep(9)"
+        "subprocess.Popen(['sleep', '60'], env={'RANK': '1'}); print('up', flush=True); time.sleep(60)"
     )
     live = train.begin(dry_machine(tmp_path), [sys.executable, "-c", code], tmp_path / "log")
     try:
