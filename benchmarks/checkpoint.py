@@ -231,9 +231,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2], help="numbers of processes (default: 1 2)")
-    parser.add_argument("--megabytes", type=float, default=450.0, help="size of the whole state (default: 450)")
+    parser.add_argument("--megabytes", type=float, default=450.0, help="size of the full state (default: 450)")
     parser.add_argument("--rounds", type=int, default=7, help="measured turns of each contender (default: 7)")
-    parser.add_argument("--folder", type=Path, help="write below this folder (default: the system's temporary folder)")
+    parser.add_argument("--folder", type=Path, help="folder for the files (default: the system's temporary folder)")
     parser.add_argument("--smoke", action="store_true", help=f"tiny sizes, to test the benchmark: {SMOKE}")
     parser.add_argument("--json", type=Path, help="also write the result to this file")
     words = list(sys.argv[1:] if argv is None else argv)

@@ -163,11 +163,11 @@ class Chain:
         begin_steps = read_starts(self.record).get((out.lives, 0), Start()).begins.values()
         if any(begin != newest for begin in begin_steps):
             out.problems.append(
-                f"life {out.lives} goes on after step {set(begin_steps)}, the newest checkpoint is {newest}"
+                f"launcher {out.lives} resumes after step {set(begin_steps)}, the newest checkpoint is {newest}"
             )
         out.lives += 1
         if job.code not in (0, -9 if victims == LAUNCHER else RESTARTED) or (job.code and victims is None):
-            return self._give_up(f"a start ended with code {job.code} by itself:\n{job.output[-12000:]}")
+            return self._give_up(f"a start ended with code {job.code} without a kill:\n{job.output[-12000:]}")
         out.problems += broken(self.run)
         self.is_done = job.code == 0
         if not self.is_done and self._draw.random() < 0.2:
@@ -186,7 +186,7 @@ class Chain:
             start, moment = next_start, next(self._moments, None)
             victims = None if moment is None else self._kill(job, start, moment)
             if victims is None and job.next_start(start) is not None:
-                problem = f"start {start} of life {self.outcome.lives} ended, though nobody was killed"
+                problem = f"start {start} of launcher {self.outcome.lives} ended without a kill"
                 self.outcome.problems.append(f"{problem}:\n{job.output[-12000:]}")
         return victims
 
@@ -220,7 +220,7 @@ class Chain:
         out.to_next_step_s = [*self._seconds_to_next_step(starts)]
         if not out.is_bricked:
             if losses(self.run) != whole.losses:
-                out.problems.append("the metrics are not those of the undisturbed run")
+                out.problems.append("the metrics differ from the undisturbed run")
             has_saved = bool(starts[max(starts)].durable)
             out.problems += left_over(self.run, self.case.keep_last, has_saved=has_saved)
 
@@ -303,7 +303,7 @@ def _steps_that_differ(starts: dict[Number, Start], whole: Start) -> Iterator[st
                 if loss != wanted_loss:
                     yield f"start {key}, rank {rank}: the loss of step {step} is {loss}, undisturbed {wanted_loss}"
                 if tokens != wanted_tokens:
-                    yield f"start {key}, rank {rank}: step {step} has read other samples than undisturbed"
+                    yield f"start {key}, rank {rank}: step {step} read other samples than in the undisturbed run"
 
 
 def _detours(case: Case, starts: dict[Number, Start]) -> Iterator[str]:
@@ -312,14 +312,14 @@ def _detours(case: Case, starts: dict[Number, Start]) -> Iterator[str]:
     for key, start in starts.items():
         for begin in set(start.begins.values()):
             if len(set(start.begins.values())) > 1:
-                yield f"start {key}: ranks go on after different steps: {start.begins}"
+                yield f"start {key}: ranks resume after different steps: {start.begins}"
             if begin < durable:
-                yield f"start {key} goes on after step {begin}, though the checkpoint of step {durable} was durable"
+                yield f"start {key} resumes after step {begin}, although the checkpoint of step {durable} was durable"
             if last_done - begin > case.most_lost:
-                yield f"start {key} goes on after step {begin}: {last_done - begin} steps of {last_done} are lost"
+                yield f"start {key} resumes after step {begin}: {last_done - begin} steps of {last_done} are lost"
         for rank, name in start.loaded.items():
             if start.begins[rank] != (int(name.split("-")[1]) if name else 0):
-                yield f"start {key}, rank {rank}: goes on after step {start.begins[rank]} with {name}"
+                yield f"start {key}, rank {rank}: resumes after step {start.begins[rank]} from {name}"
         last_done = max(last_done, start.last_step)
         durable = max([durable, *start.durable])
 
@@ -331,7 +331,7 @@ def _samples_lost(case: Case, starts: dict[Number, Start], whole: Start) -> Iter
         for key, start in starts.items():
             if rank in start.begins:
                 if start.begins[rank] > len(path):
-                    yield f"start {key}, rank {rank}: goes on after step {start.begins[rank]}, {len(path)} are done"
+                    yield f"start {key}, rank {rank}: resumes after step {start.begins[rank]}, {len(path)} are done"
                     break
                 del path[start.begins[rank] :]
             path += [tokens for _, (_, tokens) in sorted(start.steps.get(rank, {}).items())]
@@ -354,10 +354,10 @@ def broken(run: Path) -> Iterator[str]:
         try:
             saved_step = open_checkpoint(path, SINGLE).metadata["progress"]["step"]
         except CheckpointError as error:
-            yield f"{path.name} is no whole checkpoint: {error}"
+            yield f"{path.name} is not a complete checkpoint: {error}"
             continue
         if saved_step != step_of(path):
-            yield f"{path.name} holds the state of step {saved_step}"
+            yield f"{path.name} contains the state of step {saved_step}"
 
 
 def newest_step(run: Path) -> int:
@@ -384,12 +384,12 @@ def left_over(run: Path, kept: int, *, has_saved: bool) -> Iterator[str]:
     root = run / CHECKPOINTS
     for path in [*run.iterdir(), *(root.iterdir() if has_saved else ())]:
         if path.name.startswith(".") or path.name == run_lock.NAME:
-            yield f"{path.relative_to(run)} is left behind"
+            yield f"{path.relative_to(run)} was not removed"
     if not has_saved:
         return
     checkpoints = newest_first(list_checkpoints(root))
     if kept and len(checkpoints) > kept + 1:  # the checkpoint that the last start loaded is kept, too
-        yield f"{len(checkpoints)} checkpoints are left, of which --keep-last wants {kept}"
+        yield f"{len(checkpoints)} checkpoints remain, more than --keep-last {kept}"
     if (root / LATEST).read_text().strip() != checkpoints[0].name:
         yield f"{LATEST} does not name the newest checkpoint"
 
@@ -439,7 +439,7 @@ def main(argv: Sequence[str] | None = None) -> Tally:
         try:
             args.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            parser.error(f"--folder must be a folder that can be made, got {args.folder}: {error}")
+            parser.error(f"--folder must be a folder that can be created, got {args.folder}: {error}")
     preload()
     work_dir = Path(tempfile.mkdtemp(prefix="kill-", dir=args.folder))
     draw, tally = random.Random(args.seed), Tally()

@@ -297,7 +297,7 @@ class Job:
                 self.code = os.waitstatus_to_exitcode(status)
             elif time.monotonic() > self._deadline:
                 self.end()
-                raise Stuck(f"not ended after {DEADLINE_S:.0f} s:\n{self.output[-3000:]}")
+                raise Stuck(f"the launcher did not end within {DEADLINE_S:.0f} s:\n{self.output[-3000:]}")
         return self.code is not None
 
     def end(self) -> None:

@@ -346,7 +346,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5, help="measured turns of each contender (default: 5)")
-    parser.add_argument("--warm-up", type=int, default=2, help="turns before them (default: 2)")
+    parser.add_argument("--warm-up", type=int, default=2, help="warm-up turns of each contender (default: 2)")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 4, 16], help="default: 8 4 16")
     parser.add_argument("--only", nargs="+", help="only contenders whose names contain one of these texts")
     parser.add_argument("--smoke", action="store_true", help="a tiny model and few turns, to test the benchmark")
@@ -384,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         bar["name"] for case_result in result["cases"].values() for bar in case_result["bars"] if not bar["is_met"]
     ]
     if args.strict and missed:
-        raise SystemExit("\n".join(["bars that are not met:", *missed]))
+        raise SystemExit("\n".join(["unmet bars:", *missed]))
     return result
 
 

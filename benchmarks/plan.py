@@ -148,7 +148,7 @@ COUNTED_AFTER = 2
 """Number of steps before memory is counted, so that the optimizer states exist."""
 
 UNTIMED = Machine(
-    name="a CPU of which no rate is known",
+    name="a CPU with unknown rates",
     memory_bytes=2**34,
     devices_per_node=8,
     peak_flops=dict.fromkeys(BYTES, 1e11),
@@ -456,7 +456,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     (args.out / "plan.json").write_text(json.dumps(result, indent=1) + "\n")
     print(f"written: {args.out}/table.txt, plan.json")
     if args.strict and not all(row.is_met for row in rows):
-        raise SystemExit("layouts beyond a bar: " + ", ".join(row.name for row in rows if not row.is_met))
+        raise SystemExit("layouts outside a bar: " + ", ".join(row.name for row in rows if not row.is_met))
     return result
 
 

@@ -325,7 +325,7 @@ def same_resumed(here: Path, whole: Path) -> Found:
     """Compare a run that was resumed after step STOP with one that was not interrupted."""
     differences, summary = same_runs(here, whole, 0.0)
     if (first := min(read_metric(here, "loss"))) != STOP + 1:
-        differences.append(f"the resumed run must begin with step {STOP + 1}, began with {first}")
+        differences.append(f"the resumed run must start at step {STOP + 1}, got {first}")
     return differences, summary
 
 
@@ -437,7 +437,7 @@ def same_text(job: Job, text_of: Callable[[Checkout], str], ending: str = "") ->
     differences = compare.differing_texts("differences (- there, + here)", here, other)
     last_line = other.rstrip().rpartition("\n")[2]
     if ending and not re.fullmatch(ending, last_line):
-        differences.append(f"the other's must end with {ending!r}, got {other.strip()[-500:]!r}")
+        differences.append(f"the other checkout's text must end with {ending!r}, got {other.strip()[-500:]!r}")
     return differences, f"{len(other.splitlines())} lines" + (f", {last_line}" if ending else "")
 
 
@@ -494,7 +494,7 @@ def judge_speed(ratios: Mapping[str, list[float]], seconds: Mapping[str, list[fl
             text += f", {(median_s := statistics.median(seconds[name])):.2f} s of {HELP_BAR_S}"
             problems += [f"--help takes {median_s:.2f} s, allowed {HELP_BAR_S}"] if median_s > HELP_BAR_S else []
         problems += (
-            [f"{name}: the interval must lie below {SPEED_BAR}, ends at {high:.3f}"] if high >= SPEED_BAR else []
+            [f"{name}: the interval must be below {SPEED_BAR}, ends at {high:.3f}"] if high >= SPEED_BAR else []
         )
         summary.append(text)
     if len(max(ratios.values(), key=len, default=[])) < pairs:
@@ -556,11 +556,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("other", type=Path, metavar="OTHER_CHECKOUT", help="working tree of the commit to compare with")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=tuple(PARTS), metavar="PART", help=f"of {[*PARTS]}")
-    parser.add_argument("--smoke", action="store_true", help="the first case of each part: whether it runs at all")
-    parser.add_argument("--reasons", type=Path, metavar="FILE", help="what may differ, and why")
-    parser.add_argument("--benchmarks", nargs="+", choices=BENCHMARKS, default=tuple(BENCHMARKS), help="of speed")
-    parser.add_argument("--pairs", type=int, default=15, help="of each benchmark of speed (default: 15)")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=tuple(PARTS), metavar="PART", help=f"{[*PARTS]}")
+    parser.add_argument("--smoke", action="store_true", help="run only the first case of each part, to test the tool")
+    parser.add_argument("--reasons", type=Path, metavar="FILE", help="allowed differences with their reasons")
+    parser.add_argument(
+        "--benchmarks", nargs="+", choices=BENCHMARKS, default=tuple(BENCHMARKS), help="benchmarks of the part speed"
+    )
+    parser.add_argument("--pairs", type=int, default=15, help="pairs of each speed benchmark (default: 15)")
     args = parser.parse_args(argv)
     if not (args.other / "megatron").is_dir() or not (args.other / "tds").is_dir():
         parser.error(f"OTHER_CHECKOUT must be a working tree with megatron/ and tds/, got {args.other}")
@@ -583,7 +585,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for part in args.only:
             PARTS[part](job)
     print(
-        f"verdict: NOT THE SAME: {len(job.failed)} of the comparisons above"
+        f"verdict: NOT THE SAME: {len(job.failed)} of the comparisons above differ"
         if job.failed
         else "verdict: the same program"
     )

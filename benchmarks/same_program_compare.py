@@ -28,7 +28,7 @@ def differing_numbers(what: str, here: Mapping[Any, Any], other: Mapping[Any, An
     largest, name_of_largest = furthest(here, other)
     if name_of_largest is not None and not (within and largest <= within):
         differences.append(
-            f"{what}: up to {largest:.2e} apart, most at {name_of_largest}; allowed {within or 'no bit'}"
+            f"{what}: differ by up to {largest:.2e}, most at {name_of_largest}; allowed {within or 'no difference'}"
         )
     return differences
 
@@ -54,7 +54,7 @@ def furthest(here: Mapping[Any, Any], other: Mapping[Any, Any]) -> tuple[float, 
 def differing_names(what: str, here: Iterable[Any], other: Iterable[Any]) -> list[str]:
     """Compare two sets, such as names, keys or (file, checksum) pairs."""
     only_here, only_other = set(here) - set(other), set(other) - set(here)
-    differences = [] if set(other) else [f"{what}: there are none to compare"]
+    differences = [] if set(other) else [f"{what}: nothing to compare"]
     differences += [f"{what}: lost {shown(only_other)}"] if only_other else []
     return differences + ([f"{what}: new {shown(only_here)}"] if only_here else [])
 
@@ -64,7 +64,7 @@ def differing_texts(what: str, here: str, other: str) -> list[str]:
     difference = difflib.unified_diff(other.splitlines(), here.splitlines(), lineterm="", n=0)
     lines = [line for line in difference if not line.startswith(("---", "+++", "@@"))]
     if not lines:
-        return [] if here == other else [f"{what}: ends of lines differ"]
+        return [] if here == other else [f"{what}: line endings differ"]
     more = [f"... {len(lines) - SHOWN} more lines"] if len(lines) > SHOWN else []
     return [f"{what}:", *(f"    {line}" for line in lines[:SHOWN] + more)]
 

@@ -74,10 +74,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("benchmark", choices=BENCHMARKS)
-    parser.add_argument("family", choices=("gpt2", "t5", "llama"), help="of step_time; a pipeline's is gpt2")
+    parser.add_argument("family", choices=("gpt2", "t5", "llama"), help="model family; pipeline supports only gpt2")
     args = parser.parse_args(argv)
     if args.benchmark == "pipeline" and args.family != "gpt2":
-        parser.error(f"a pipeline is timed with gpt2, got {args.family}")
+        parser.error(f"pipeline supports only gpt2, got {args.family}")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

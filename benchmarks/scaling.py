@@ -176,8 +176,8 @@ def best(found: Sequence[Prediction], series: str, devices: int) -> Prediction |
 def table(found: Sequence[Prediction]) -> str:
     """Return the fastest layout that fits, for each series and every third number of devices, in Markdown."""
     lines = [
-        "| series | devices | stages x replicas | micro-batches | s a step | tokens/s | compute | bubble | messages "
-        "between stages | sums over replicas | update | MFU | closed form / simulated |",
+        "| series | devices | stages x replicas | micro-batches | s per step | tokens/s | compute | bubble | messages "
+        "between stages | all-reduces over replicas | update | MFU | closed form / simulated |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for series in ("strong", "weak"):

@@ -56,7 +56,7 @@ def measured(command: list[str], until: str, ranks: int) -> tuple[float, float]:
     wall_s = wall_s or (0.0 if until else time.perf_counter() - start)
     if run.returncode or not wall_s:
         raise RuntimeError(
-            f"{' '.join(command)} must end well, got exit code {run.returncode}:\n{''.join(lines[-20:])}"
+            f"{' '.join(command)} must succeed, got exit code {run.returncode}:\n{''.join(lines[-20:])}"
         )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return wall_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -92,8 +92,8 @@ def measure(runs: int, ranks: int) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Print one JSON object."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--runs", type=int, default=3, help="of each; the shortest counts")
-    parser.add_argument("--ranks", type=int, default=4, help="processes of the run that takes a step")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each command; the shortest counts (default: 3)")
+    parser.add_argument("--ranks", type=int, default=4, help="ranks of the training run (default: 4)")
     args = parser.parse_args()
     results = measure(args.runs, args.ranks)
     sys.stdout.write(json.dumps({**surroundings(), "ranks": args.ranks, **results}) + "\n")

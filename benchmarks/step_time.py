@@ -281,7 +281,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--model", choices=tuple(MODELS), default="gpt2", help="default: %(default)s")
     parser.add_argument(
-        "--size", choices=(SMALL, LARGE_NAME), default=SMALL, help="what the flags below are by default; %(default)s"
+        "--size", choices=(SMALL, LARGE_NAME), default=SMALL, help="preset of the size flags (default: %(default)s)"
     )
     early_args = parser.parse_known_args([word for word in words if word not in ("-h", "--help")])[0]
     family, is_large = early_args.model, early_args.size == LARGE_NAME
@@ -290,7 +290,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default, help="default: %(default)s")
     batch_size = LARGE_BATCH[family] if is_large else 8
     parser.add_argument("--batch-size", type=int, default=batch_size, help="sequences in a step (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="turns that count, of each contender (default: 7)")
+    parser.add_argument("--rounds", type=int, default=7, help="measured turns of each contender (default: 7)")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps in a turn (default: 3)")
     parser.add_argument(
         "--contenders", nargs="+", choices=NAMES[family], default=OURS if is_large else BARRED[family],
@@ -298,10 +298,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: all cores")
-    parser.add_argument("--product-side", type=int, default=0, help="of the matrices (default: 2048; on a GPU 8192)")
-    parser.add_argument("--look", action="store_true", help="take one more step of ours under the profiler")
-    parser.add_argument("--json", type=Path, help="write the result here too")
-    parser.add_argument("--strict", action="store_true", help="end with code 1 if something was not reached")
+    parser.add_argument("--product-side", type=int, default=0, help="matrix size (default: 2048; on a GPU 8192)")
+    parser.add_argument("--look", action="store_true", help="profile one more step of ours")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    parser.add_argument("--strict", action="store_true", help="exit with code 1 if a bar is not met")
     return parser.parse_args(words)
 
 
@@ -379,7 +379,7 @@ def check_first_losses(losses: dict[str, float], tolerance: float) -> None:
     is_finite = all(map(math.isfinite, losses.values()))
     if not is_finite or max(losses.values()) - min(losses.values()) > tolerance:
         raise RuntimeError(
-            f"contenders must train the same thing: their first losses may differ by {tolerance}, got {losses}"
+            f"the first losses of all contenders must agree within {tolerance}, got {losses}"
         )
 
 
@@ -440,7 +440,7 @@ def _kernels(name: str, looked: dict[str, Any]) -> Iterator[str]:
     if "error" in looked:
         yield f"no profile of {name}: {looked['error']}"
         return
-    yield f"kernels of a step of {name}, {looked['kernels_ms']:.1f} ms in all:"
+    yield f"kernels of a step of {name}, {looked['kernels_ms']:.1f} ms in total:"
     for entry in looked["kernels"]:
         yield f"{entry['ms']:9.2f} ms {100 * entry['share']:5.1f} % {entry['count']:6} x {entry['name']}"
     for entry in looked["attention"]:

@@ -244,7 +244,7 @@ def model_provider() -> nn.Module:
     args = get_args()
     if args.pipe_parallel_size == 0:
         if args.loss_as_layer:
-            raise ValueError("--loss-as-layer acts on a pipeline only. Use --pipe-parallel-size 2, or leave it out")
+            raise ValueError("--loss-as-layer requires a pipeline. Use --pipe-parallel-size 2, or remove the flag")
         return MyModel()
     model = MyModelPipe()
     labels = 2 if args.loss_as_layer else 0  # labels and is_masked are sent too, unsplit and without a gradient
@@ -257,7 +257,7 @@ def model_provider() -> nn.Module:
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flag of this script."""
-    parser.add_argument("--loss-as-layer", action="store_true", help="let the last layer of a pipeline be the loss")
+    parser.add_argument("--loss-as-layer", action="store_true", help="compute the loss in the last pipeline layer")
     return parser
 
 

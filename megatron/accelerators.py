@@ -93,8 +93,8 @@ class Applied:
                 setattr(patch.owner, patch.attribute, patch.old)
         if overwritten:
             raise RuntimeError(
-                f"an attribute must be as the adaptor left it when it is taken back, got {', '.join(overwritten)} "
-                "replaced by someone else. Undo that first"
+                f"an adaptor can only restore attributes that it replaced last, got {', '.join(overwritten)} "
+                "replaced by other code. Revert that first"
             )
 
 
@@ -109,7 +109,7 @@ def enable(adaptors: Iterable[Adaptor], env: Mapping[str, str] | None = None) ->
     locations = [(id(owner), attribute) for _, _, owner, attribute in targets]
     for idx, (adaptor, patch, *_) in enumerate(targets):
         if locations[idx] in locations[:idx]:
-            raise ValueError(f"a target must be patched once, got {patch.target} again in {_called(adaptor)}")
+            raise ValueError(f"a target must be patched only once, got {patch.target} again in {_called(adaptor)}")
     applied = Applied(active, [])
     try:
         for _, patch, owner, attribute in targets:
@@ -145,7 +145,7 @@ def adaptor_rows(
 def _switch(env: Mapping[str, str], name: str, default: str) -> str:
     value = env.get(name, "") or default
     if value not in ("0", "1"):
-        raise ValueError(f"the environment's {name} must be 0 or 1, got {value!r}. Unset it to have {default}")
+        raise ValueError(f"the environment variable {name} must be 0 or 1, got {value!r}. Unset it to use {default}")
     return value
 
 
@@ -155,8 +155,8 @@ def _find(adaptor: Adaptor, patch: Patch) -> tuple[Any, str]:
         return target_of(patch)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"every target of an adaptor must be there, got {patch.target} in {_called(adaptor)}: {error}. Bring the "
-            f"plug-in up to date with this version of {adaptor.part}, or set {adaptor.switch}=0 to do without"
+            f"every target of an adaptor must exist, got {patch.target} in {_called(adaptor)}: {error}. Update the "
+            f"plug-in for this version of {adaptor.part}, or set {adaptor.switch}=0 to disable its adaptors"
         ) from None
 
 
@@ -248,11 +248,11 @@ class Accelerator:
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier() or self.name in (*BUILT_IN, "auto", "meta"):
-            raise ValueError(f"a plug-in's device must have a name of its own, got {self.name!r}. Choose another one")
+            raise ValueError(f"the name of a plug-in's device must be a new identifier, got {self.name!r}. Rename it")
         if unknown := sorted(set(self.hooks) - HOOKS):
             raise ValueError(
                 f"the hooks of device {self.name} must be functions of megatron.device, got {', '.join(unknown)}. "
-                f"There are {', '.join(sorted(HOOKS))}"
+                f"Use {', '.join(sorted(HOOKS))}"
             )
         if not self.dtypes or set(self.dtypes) - set(DTYPES):
             raise ValueError(f"the dtypes of device {self.name} must be some of {', '.join(DTYPES)}, got {self.dtypes}")
@@ -266,8 +266,9 @@ def register(accelerator: Accelerator) -> None:
     """
     if _registered.setdefault(accelerator.name, accelerator) is not accelerator:
         raise ValueError(
-            f"each device must be registered once, got {accelerator.name} of {accelerator.module or 'a plug-in'} when "
-            f"{_registered[accelerator.name].module or 'another one'} had done so. Import one of the two"
+            f"each device must be registered only once, got {accelerator.name} from "
+            f"{accelerator.module or 'a plug-in'} and from {_registered[accelerator.name].module or 'another one'}. "
+            "Import only one of the two"
         )
 
 
@@ -326,7 +327,7 @@ def load(env: Mapping[str, str] | None = None) -> None:
             importlib.import_module(module.strip())
         except ImportError as error:
             raise ValueError(
-                f"the environment's {VARIABLE} must name modules that can be imported, got {module.strip()!r}: "
+                f"the environment variable {VARIABLE} must name importable modules, got {module.strip()!r}: "
                 f"{error}. Install the plug-in, or put its folder on PYTHONPATH"
             ) from error
 
@@ -337,7 +338,7 @@ def problem(requested: str) -> str | None:
     if requested in accepted:
         return None
     return (
-        f"--device must be {', '.join(accepted[:-1])} or {accepted[-1]}, got {requested}. Another accelerator "
-        f'comes by a plug-in: "import megatron_accelerator_{requested}" in the script, or '
+        f"--device must be {', '.join(accepted[:-1])} or {accepted[-1]}, got {requested}. Load the plug-in of "
+        f'another accelerator by "import megatron_accelerator_{requested}" in the script, or '
         f"{VARIABLE}=megatron_accelerator_{requested} in the environment"
     )

@@ -55,7 +55,7 @@ def choose(requested: str = "auto") -> str:
         candidates = (env_choice,) if env_choice in accelerators.names() else tuple(reversed(accelerators.names()))
         return next((device_type for device_type in candidates if is_available(device_type)), "cpu")
     if not is_available(requested):
-        advice = "install torch for your CUDA version" if requested == "cuda" else "look at what its plug-in needs"
+        advice = "install torch for your CUDA version" if requested == "cuda" else "check what its plug-in requires"
         build_hint = " and a CUDA build of torch" if requested == "cuda" else ""
         raise ValueError(
             f"--device {requested} needs a {requested.upper()} device{build_hint}, found none. "
@@ -91,8 +91,8 @@ def bind(kind: str, local_rank: int) -> torch.device:
     if local_rank >= num_devices:
         raise ValueError(
             f"LOCAL_RANK must be below the number of {kind} devices that this process sees, got {local_rank} and "
-            f"{num_devices}. Start as many ranks on each node as it has devices. Where the launcher shows each "
-            "process only its own device (CUDA_VISIBLE_DEVICES, srun --gpus-per-task), let it show all (srun "
+            f"{num_devices}. Start as many ranks on each node as it has devices. If the launcher exposes only one "
+            "device to each process (CUDA_VISIBLE_DEVICES, srun --gpus-per-task), expose all of them (srun "
             "--gpu-bind=none), or set LOCAL_RANK=0"
         )
     torch.accelerator.set_device_index(local_rank)
@@ -168,7 +168,7 @@ def missing_dtype(kind: str, dtype: str | None) -> str | None:
     plugin = accelerators.find(kind)
     if plugin is None or dtype is None or dtype in plugin.dtypes:
         return None
-    return f"--device {kind} computes in {', '.join(plugin.dtypes)}, got --{dtype}. Use --{plugin.dtypes[0]}"
+    return f"--device {kind} supports {', '.join(plugin.dtypes)}, got --{dtype}. Use --{plugin.dtypes[0]}"
 
 
 @_by_plugin

@@ -203,8 +203,8 @@ def too_large_message() -> str:
     """Return the text of a "file too large" error (EFBIG): the limit that was exceeded, and how to raise it."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit == resource.RLIM_INFINITY:
-        return "larger than this file system lets a file be. Write to another one"
-    return f"larger than `ulimit -f` lets a file be here, {limit:,} bytes. Raise that limit (ulimit -f unlimited)"
+        return "larger than this file system allows. Write to another one"
+    return f"larger than the limit of `ulimit -f`, {limit:,} bytes. Raise the limit (ulimit -f unlimited)"
 
 
 def allow_open_files(number: int) -> int:

@@ -28,7 +28,7 @@ def advice(path: Path | str) -> str:
     folder = f"models/{Path(path).name}"
     return (
         f" If it is the name of a model on the Hugging Face Hub, download it "
-        f"(`hf download {path} --local-dir {folder}`) and give {folder}"
+        f"(`hf download {path} --local-dir {folder}`) and use {folder}"
     )
 
 

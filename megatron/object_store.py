@@ -57,7 +57,7 @@ def status(path: str | Path) -> Status:
         file_stat = Path(path).stat()
         return Status(file_stat.st_size, file_stat.st_mtime_ns)
     store, name = _store(str(path))
-    info = _tried(str(path), "looking at it", lambda: store.info(name))
+    info = _tried(str(path), "reading its metadata", lambda: store.info(name))
     changed = next((info[key] for key in _TIMES if info.get(key) is not None), 0)
     if isinstance(changed, datetime.datetime):
         changed = changed.timestamp()
@@ -76,7 +76,7 @@ def version(path: str) -> tuple[int, str]:
         store.invalidate_cache()
         return store.info(name)
 
-    info = _tried(path, "looking at it", ask)
+    info = _tried(path, "reading its metadata", ask)
     return int(info["size"]), " ".join(str(info[key]) for key in ("ETag", *_TIMES) if info.get(key) is not None)
 
 
@@ -98,7 +98,7 @@ def is_file(path: str) -> bool:
         DataError: ``path`` does not exist, or the store cannot be accessed.
     """
     store, name = _store(path)
-    return _tried(path, "looking at it", lambda: store.info(name))["type"] == "file"
+    return _tried(path, "reading its metadata", lambda: store.info(name))["type"] == "file"
 
 
 def files_below(path: str) -> list[tuple[tuple[str, ...], str]]:
@@ -165,7 +165,7 @@ def size_of(path: str) -> int | None:
             return None
         return int(info["size"]) if info["type"] == "file" else None
 
-    return _tried(path, "looking at it", ask)
+    return _tried(path, "reading its metadata", ask)
 
 
 def read_range(path: str, start: int, stop: int) -> bytes:
@@ -179,7 +179,7 @@ def read_range(path: str, start: int, stop: int) -> bytes:
     def fetch() -> bytes:
         data = store.cat_file(name, start=start, end=stop)
         if len(data) != stop - start:
-            raise OSError(f"{len(data)} of {stop - start} bytes came")
+            raise OSError(f"received {len(data)} of {stop - start} bytes")
         return data
 
     return _tried(path, f"reading bytes {start}:{stop}", fetch)
@@ -222,14 +222,14 @@ def upload(source: Path, path: str, *, crc32: int | None = None) -> None:
             raise _Gone(source) from error
         remote_size = size_of(path)
         if remote_size != size:
-            raise OSError(f"{remote_size or 0} of {size} bytes are there")
+            raise OSError(f"the store has {remote_size or 0} of {size} bytes")
         if crc32 is not None and checksum(path, size) != crc32:
-            raise OSError("what is there has another checksum")
+            raise OSError("the uploaded file has another checksum")
 
     try:
         _tried(path, f"uploading {source}", put)
     except _Gone as gone:
-        raise FileNotFoundError(f"{gone} is no longer there") from gone
+        raise FileNotFoundError(f"{gone} no longer exists") from gone
 
 
 def checksum(path: str, size: int) -> int:
@@ -345,7 +345,7 @@ def _store(path: str) -> tuple[Any, str]:
         is_local = path.startswith(("file://", "local://"))
         return url_to_fs(path, **({"auto_mkdir": True} if is_local else {}))  # object stores have no folders to create
     except ImportError as error:
-        raise DataError(f"{path} needs a package: {error}. For s3:// it is pip install -e '.[s3]'") from error
+        raise DataError(f"{path} needs a package: {error}. For s3://, run: pip install -e '.[s3]'") from error
     except ValueError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
@@ -367,12 +367,12 @@ def _tried(path: str, what: str, ask: Callable[[], _T]) -> _T:
         except Exception as error:  # a store's package also raises its own exception types
             reason = f"{type(error).__name__}: {error}"
             if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
-                raise DataError(f"{path}: the store refuses access ({reason}). Check the credentials.") from error
+                raise DataError(f"{path}: the store denies access ({reason}). Check the credentials.") from error
             pause_s = next(pauses, None)
             if pause_s is None:
                 raise DataError(
-                    f"{path}: {what} failed {1 + len(PAUSES_S)} times ({reason}). Look at the store, then go on with "
+                    f"{path}: {what} failed {1 + len(PAUSES_S)} times ({reason}). Check the store, then continue with "
                     "--resume."
                 ) from error
-            log.warning(f"{path}: {what} failed ({reason}); trying again in {pause_s} s")
+            log.warning(f"{path}: {what} failed ({reason}); retrying in {pause_s} s")
             time.sleep(pause_s)

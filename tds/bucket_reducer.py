@@ -299,9 +299,8 @@ class BucketReducer:
     def _arrive(self, parameter: torch.Tensor) -> None:
         if parameter in self._ready and self.order.is_taken(parameter):
             raise RuntimeError(
-                "backward must leave the gradient of a weight once, got one of shape "
-                f"{tuple(parameter.shape)} twice, the second time when its sum over the replicas had started. "
-                f"{self._way_out}"
+                f"the gradient of a weight of shape {tuple(parameter.shape)} was accumulated twice in one backward, "
+                f"the second time after its all-reduce over the replicas had started. {self._way_out}"
             )
         self.ready(parameter)
 

@@ -181,7 +181,7 @@ def one_run(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def refuse_sparse(gradients: Iterable[torch.Tensor]) -> None:
     """Raise ValueError if one of ``gradients`` is sparse."""
     if any(gradient.is_sparse for gradient in gradients):
-        raise ValueError("sparse gradients cannot be reduced, got one; build the embedding with sparse=False")
+        raise ValueError("sparse gradients are not supported. Build the embedding with sparse=False")
 
 
 @torch.no_grad()

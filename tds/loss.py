@@ -29,10 +29,10 @@ import torch
 
 from tds.user_functions import LossFn
 
-LOSS_STRUCTURES = "one number (a tensor), tds.Weighted(total, count), or a dict, namedtuple or tuple of these by name"
+LOSS_STRUCTURES = "a tensor with one element, tds.Weighted(total, count), or a dict, namedtuple or tuple of these"
 NO_LOSS_FN = (
-    "the model has no loss_fn, so what its last layer returns is the loss. Give PipelineModule(..., loss_fn=...) a "
-    "function of (outputs, labels), or end the layers with one that takes the labels and returns the loss"
+    "the model has no loss_fn, so the output of its last layer is used as the loss. Pass a function of (outputs, "
+    "labels) as PipelineModule(..., loss_fn=...), or add a last layer that takes the labels and returns the loss"
 )
 
 
@@ -117,7 +117,7 @@ class LossMeter:
 
     def _other_names(self, losses: dict[str, Any], micro_batch: int) -> ValueError:
         return ValueError(
-            f"the losses must have the same names at each micro-batch, got {list(losses)} at micro-batch "
+            f"the losses must have the same names in every micro-batch, got {list(losses)} at micro-batch "
             f"{micro_batch} after {list(self.sums)}"
         )
 
@@ -145,7 +145,7 @@ class Sum:
     def _other_form(self, value: Any, micro_batch: int) -> ValueError:
         return ValueError(
             f'the loss "{self.name}" must always have the same form, got {_describe(value)} at micro-batch '
-            f"{micro_batch} after {'tds.Weighted' if self.is_weighted else 'one number'}"
+            f"{micro_batch} after {'tds.Weighted' if self.is_weighted else 'a single number'}"
         )
 
     def numbers(self, device: torch.device) -> torch.Tensor:
@@ -164,7 +164,9 @@ def _on(device: torch.device, value: torch.Tensor | float) -> torch.Tensor:
 def _with_additional(losses: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     for name in more:
         if name in losses:
-            raise ValueError(f'"{name}" of get_additional_losses() is also a loss of the loss function; rename one')
+            raise ValueError(
+                f'"{name}" of get_additional_losses() is also a loss of the loss function. Rename one of them'
+            )
     return {**losses, **more}
 
 
@@ -192,7 +194,7 @@ def _named_parts(loss: Any, micro_batch: int) -> dict[str, Any]:
     if not losses or not all(isinstance(name, str) and name for name in losses):
         raise TypeError(
             f"the loss function must return {LOSS_STRUCTURES}, got {_describe(loss)} at micro-batch {micro_batch}. "
-            "A model that has no loss can be run by eval_batch(..., compute_loss=False)."
+            "Run a model without a loss by eval_batch(..., compute_loss=False)."
         )
     first = "loss" if "loss" in losses else next(iter(losses))
     return {first: losses.pop(first), **losses}
@@ -208,7 +210,7 @@ def _number(value: Any, name: str, what: str, micro_batch: int) -> torch.Tensor:
         return torch.tensor(float(value))
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.is_complex():
         raise ValueError(
-            f'the loss "{name}"{what} must be one number, got {_describe(value)} at micro-batch {micro_batch}. '
+            f'the loss "{name}"{what} must be a single number, got {_describe(value)} at micro-batch {micro_batch}. '
             f"A loss function returns {LOSS_STRUCTURES}."
         )
     return value

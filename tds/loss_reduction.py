@@ -108,8 +108,8 @@ class LossReduction:
         _, num_own, check, squares = (average / self.num_replicas for average in self._numbers[:_HEAD])
         if squares != check**2:
             raise ValueError(
-                f"the losses must have the same names on each of the {self.num_replicas} replicas, got "
-                "different ones. Return each loss always, and as tds.Weighted(0, 0) where there is nothing to count."
+                f"the losses must have the same names on each of the {self.num_replicas} replicas, got different "
+                "names. Always return every loss, as tds.Weighted(0, 0) if there is nothing to count."
             )
         mean_by_name, doubles = {}, set()
         for idx, name in enumerate(_read(tuple(self._numbers[_NAMES:]))):
@@ -153,7 +153,7 @@ def _written(names: tuple[str, ...], num_own: int, device: torch.device) -> tupl
     text = "\n".join(names).encode()
     if len(text) >= MAX_BYTES or any("\n" in name for name in names):
         raise ValueError(
-            f"the names of losses must have no line breaks and together less than {MAX_BYTES} bytes, got {len(text)}"
+            f"the names of losses must have no line breaks and fewer than {MAX_BYTES} bytes in total, got {len(text)}"
         )
     padded = text.ljust(MAX_BYTES, b"\n")
     encoded = [int.from_bytes(padded[i : i + _PART], "big") for i in range(0, MAX_BYTES, _PART)]

@@ -113,7 +113,7 @@ class Matrices:
         """
         period = sum(self.widths) or len(whole)
         if len(whole) % period:
-            raise ValueError(f"the rows of a packed weight must be a multiple of {period}, got {len(whole)}")
+            raise ValueError(f"the number of rows of a packed weight must be a multiple of {period}, got {len(whole)}")
         by_period = whole.unflatten(0, (-1, period))
         if self.is_apart:
             return list(by_period.split(1))

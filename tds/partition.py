@@ -88,7 +88,7 @@ def partition_by_times(
     num_pieces = num_stages * num_chunks
     if len(times) < num_pieces:
         raise ValueError(
-            f"each stage must hold a layer in each chunk, got {len(times)} layers for {num_stages} stages x "
+            f"each stage must have a layer in each chunk, got {len(times)} layers for {num_stages} stages x "
             f"{num_chunks} chunks. Use fewer stages or chunks."
         )
     if num_chunks == 1:
@@ -246,8 +246,8 @@ def partition_uniform_chunks(
     num_pieces = num_stages * num_chunks
     if num_layers < num_pieces:
         raise ValueError(
-            f"{num_layers} layers can be cut into 1 to {num_layers} pieces, got {num_stages} stages x {num_chunks} "
-            f"chunks = {num_pieces}"
+            f"{num_layers} layers can be partitioned into 1 to {num_layers} chunks, got {num_stages} stages x "
+            f"{num_chunks} chunks = {num_pieces}"
         )
     extra_costs = [0.0] * num_pieces
     extra_costs[0] += first
@@ -283,7 +283,7 @@ def partition_balanced(costs: Sequence[float], parts: int) -> list[int]:
     """
     count = len(costs)
     if not 1 <= parts <= count:
-        raise ValueError(f"{count} layers can be cut into 1 to {count} parts, got {parts}")
+        raise ValueError(f"{count} layers can be partitioned into 1 to {count} parts, got {parts}")
     cost_of = _sums(costs)
     limit, _ = _cheapest_cut(count, parts, cost_of, max)
 

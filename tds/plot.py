@@ -250,7 +250,12 @@ def draw(folder: Path) -> None:
         draw_measured(_written_steps(folder)[-1], folder / PICTURE)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-        _log.warning("no picture of %s (%s). Later: tools/draw_schedule.py --trace %s", folder, problem, folder)
+        _log.warning(
+            "the trace in %s cannot be drawn (%s). Draw it later with tools/draw_schedule.py --trace %s",
+            folder,
+            problem,
+            folder,
+        )
 
 
 def _written_steps(folder: Path) -> list[trace.MeasuredStep]:

@@ -151,7 +151,9 @@ def read_traces(folder: str | os.PathLike[str]) -> list[MeasuredStep]:
             replicas.setdefault(about["replica"], {})[about["stage"]] = trace
     measured = [step for replica, stages in sorted(replicas.items()) for step in _steps(replica, stages, folder)]
     if not measured:
-        raise ValueError(f"no step in {folder} is whole: the run ended within its first one. Train a step or more.")
+        raise ValueError(
+            f"no step in {folder} is complete: the run ended during its first step. Train at least one step."
+        )
     return measured
 
 
@@ -160,7 +162,9 @@ def _read(path: Path) -> dict[str, Any]:
         trace = json.loads(path.read_text())
         trace["tds"]["run"], trace["traceEvents"]  # noqa: B018 - raises KeyError if missing
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no trace of tds, or cut off ({error}). Remove it or trace again.") from error
+        raise ValueError(
+            f"{path} is not a trace of tds, or it is truncated ({error}). Remove it or trace again."
+        ) from error
     return trace
 
 

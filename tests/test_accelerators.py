@@ -56,7 +56,7 @@ def test_an_unknown_device_is_told_with_the_line_that_brings_it(make: Make) -> N
     make("npu")
     with pytest.raises(ConfigError) as error:
         parse(["--device", "tpu"], world_size=1, env={})
-    message = "--device must be auto, cpu, cuda or npu, got tpu. Another accelerator comes by a plug-in: "
+    message = "--device must be auto, cpu, cuda or npu, got tpu. Load the plug-in of another accelerator by "
     assert message + '"import megatron_accelerator_tpu" in the script, or MEGATRON_ACCELERATOR=' in str(error.value)
 
 
@@ -71,7 +71,7 @@ def test_the_environment_imports_plug_ins_ahead_of_the_check(
     argv = ["--device", "plugged", "--dry-run"]
     config = parse(argv, world_size=1, env={"MEGATRON_ACCELERATOR": "plugged_in_here"})
     assert config.parallel.device == "plugged"
-    with pytest.raises(ConfigError, match="MEGATRON_ACCELERATOR must name modules that can be imported, got 'nowhere'"):
+    with pytest.raises(ConfigError, match="MEGATRON_ACCELERATOR must name importable modules, got 'nowhere'"):
         parse(argv, world_size=1, env={"MEGATRON_ACCELERATOR": "nowhere"})
 
 
@@ -82,7 +82,7 @@ def test_hooks_take_the_place_of_the_seams_functions_for_their_device_alone(make
     assert device.is_busy(torch.device("xpu", 1)) and not device.is_busy(torch.device("cpu"))
     assert not device.can_pin("xpu") and device.can_pin("cuda")
     assert (device.backend("xpu"), device.default_precision("xpu")) == ("xccl", "fp16")
-    assert device.missing_dtype("xpu", "bf16") == "--device xpu computes in fp16, fp32, got --bf16. Use --fp16"
+    assert device.missing_dtype("xpu", "bf16") == "--device xpu supports fp16, fp32, got --bf16. Use --fp16"
     assert device.missing_dtype("xpu", "fp32") is device.missing_dtype("xpu", None) is None
     assert device.missing_dtype("cuda", "fp64") is None
 
@@ -101,11 +101,11 @@ def test_deepspeed_is_told_of_the_device_ahead_of_the_adaptors_which_may_import_
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"name": "cuda"}, "must have a name of its own, got 'cuda'"),
-        ({"name": "my device"}, "must have a name of its own, got 'my device'"),
+        ({"name": "cuda"}, "must be a new identifier, got 'cuda'"),
+        ({"name": "my device"}, "must be a new identifier, got 'my device'"),
         (
             {"hooks": {"synchronise": print}},
-            "functions of megatron.device, got synchronise. There are backend,",
+            "functions of megatron.device, got synchronise. Use backend,",
         ),
         ({"dtypes": ("int8",)}, "the dtypes of device npu must be some of bf16, fp16, fp32, fp64"),
         ({"dtypes": ()}, "the dtypes of device npu must be some of"),
@@ -119,7 +119,7 @@ def test_a_device_that_cannot_be_is_refused(make: Make, facts: dict[str, Any], m
 
 def test_one_name_has_one_device(make: Make) -> None:
     accelerators.register(make("npu", module="first"))  # the same one again is no harm
-    with pytest.raises(ValueError, match="must be registered once, got npu of second when first had done so"):
+    with pytest.raises(ValueError, match="must be registered only once, got npu from second and from first"):
         make("npu", module="second")
     accelerators.forget("npu")
     make("npu", module="second")

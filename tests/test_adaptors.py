@@ -114,7 +114,7 @@ def test_a_replacement_that_fails_takes_the_others_back(target: Any) -> None:
 
 
 def test_two_patches_of_one_target_are_refused(target: Any) -> None:
-    with pytest.raises(ValueError, match="a target must be patched once, got patched.whole again in the torch adaptor"):
+    with pytest.raises(ValueError, match="a target must be patched only once, got patched.whole again in the torch adaptor"):
         accelerators.enable([three(), Adaptor("torch", "again", (patch("whole", None),))], {})
     assert answers(target) == ["whole", "fixed", "base"]
 
@@ -122,14 +122,14 @@ def test_two_patches_of_one_target_are_refused(target: Any) -> None:
 def test_what_someone_else_has_replaced_since_is_told_and_the_rest_put_back(target: Any) -> None:
     applied = accelerators.enable([three()], {})
     target.whole = other = lambda: "other"
-    with pytest.raises(RuntimeError, match="got patched.whole replaced by someone else"):
+    with pytest.raises(RuntimeError, match="got patched.whole replaced by other code"):
         applied.disable()
     assert target.whole is other
     assert answers(target) == ["other", "fixed", "base"]
 
 
 def test_wrong_switches_and_parts_are_told(target: Any) -> None:
-    with pytest.raises(ValueError, match="the environment's ENABLE_TORCH_ADAPTOR must be 0 or 1, got 'no'"):
+    with pytest.raises(ValueError, match="the environment variable ENABLE_TORCH_ADAPTOR must be 0 or 1, got 'no'"):
         accelerators.enable([three()], {"ENABLE_TORCH_ADAPTOR": "no"})
     with pytest.raises(ValueError, match="of adaptor three must be one of torch, deepspeed, megatron, got 'cuda'"):
         three("cuda")

@@ -328,7 +328,7 @@ def test_help_shows_the_defaults_and_every_variable_of_the_script(script, monkey
     text = (ROOT / script).read_text().split("# ----")[0]
     done = run(Path(sys.executable), "--help", script=ROOT / script, NLAYERS="7", TRAIN_ITERS="")
     assert done.returncode == 0, done.stderr
-    shown, _, variables = done.stdout.partition("variables, set in front")
+    shown, _, variables = done.stdout.partition("variables, set before")
     assert script in shown.splitlines()[0]
     assert re.search(r"--num-layers INT .*\(default: 7\)", shown), "as the variable says"
     steps, split, rate = {"examples/moe/run_moe.sh": ("300",)}.get(script, ("400",))[0], "900,50,50", "0.0?3"

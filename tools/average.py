@@ -29,11 +29,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("sources", type=Path, nargs="+", metavar="RUN", help="run folders or checkpoints")
-    add("--last", type=int, metavar="K", help="of one run: its last K checkpoints")
-    add("--steps", type=int, nargs="+", metavar="STEP", help="of one run: the checkpoints of these steps")
+    add("sources", type=Path, nargs="+", metavar="RUN", help="run folders, or checkpoint folders")
+    add("--last", type=int, metavar="K", help="average the last K checkpoints of a single run")
+    add("--steps", type=int, nargs="+", metavar="STEP", help="average the checkpoints of these steps of a single run")
     add("--ema", type=float, metavar="D", help="exponential moving average with this decay (default: the mean)")
-    add("--output", type=Path, required=True, help="the run folder to write; new, or empty")
+    add("--output", type=Path, required=True, help="run folder to write; must be new or empty")
     return parser.parse_args(argv)
 
 
@@ -46,10 +46,12 @@ def check(args: argparse.Namespace) -> None:
     flags = [flag for flag, value in (("--last", args.last), ("--steps", args.steps)) if value is not None]
     if len(args.sources) == 1 and len(flags) != 1:
         raise ConfigError(
-            f"of one run --last K or --steps A B C must say which checkpoints, got {' and '.join(flags) or 'neither'}"
+            f"a single run requires either --last K or --steps A B C, got {' and '.join(flags) or 'neither'}"
         )
     if len(args.sources) > 1 and flags:
-        raise ConfigError(f"{flags[0]} is for one run, got {len(args.sources)}. Name the checkpoints themselves")
+        raise ConfigError(
+            f"{flags[0]} selects checkpoints of a single run, got {len(args.sources)}. List the checkpoints instead"
+        )
     if args.last is not None and args.last < 2:
         raise ConfigError(f"--last must be at least 2, got {args.last}")
     if args.steps is not None and len(set(args.steps)) < 2:

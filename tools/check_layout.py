@@ -134,21 +134,27 @@ def own_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--model", choices=tuple(FAMILIES), default="gpt2", help="which model (default: gpt2)")
+    parser.add_argument("--model", choices=tuple(FAMILIES), default="gpt2", help="model family (default: gpt2)")
     parser.add_argument("--model-parallel-size", "--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--pipe-parallel-size", "--pipeline-model-parallel-size", type=int, default=1)
     parser.add_argument(
-        "--data-parallel-size", type=int, default=1, help="replicas; the world is the product of all four"
+        "--data-parallel-size",
+        type=int,
+        default=1,
+        help="number of replicas; the world size is the product of the four sizes",
     )
     parser.add_argument("--context-parallel-size", type=int, default=1)
     for flag in PIPELINE:
-        parser.add_argument(flag, dest=flag, help="as in training")
+        parser.add_argument(flag, dest=flag, help="same as in training")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--device", default="cpu", help="of all processes: cpu, cuda or a plug-in's (default: cpu)")
-    parser.add_argument("--distributed-backend", choices=("nccl", "gloo"), help="of the processes of the layout")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was seen to this file")
+    parser.add_argument("--device", default="cpu", help="device of all processes: cpu, cuda or a plug-in's")
+    parser.add_argument("--distributed-backend", choices=("nccl", "gloo"), help="backend of the layout's processes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     parser.add_argument(
-        "--reference", type=Path, metavar="FILE", help="read the one process's numbers from here, or leave them here"
+        "--reference",
+        type=Path,
+        metavar="FILE",
+        help="load the results of the single process from this file if it exists, otherwise save them to it",
     )
     parser.add_argument("--fp32", dest="dtype", action="store_const", const="fp32", default="fp64")
     return parser
@@ -176,13 +182,13 @@ def average_notes(config: Any) -> Iterator[str]:
     if config.model.loss_average != "micro-batch":
         return
     yield (
-        f"--loss-average micro-batch: both runs take the same micro-batches of {config.batch.batch_size} samples; with "
-        "another --batch-size the losses differ where tokens are masked"
+        f"--loss-average micro-batch: both runs use the same micro-batches of {config.batch.batch_size} samples. With "
+        "another --batch-size, the losses differ if tokens are masked"
     )
     if config.parallel.context_parallel_size > 1:
         yield (
-            "the part of each context rank counts as a micro-batch, so masked tokens make the losses differ from one "
-            "process; --loss-average token compares them"
+            "each context rank averages the loss of its chunk as a separate micro-batch, so the losses differ from one "
+            "process if tokens are masked. Use --loss-average token to compare them"
         )
 
 
@@ -190,8 +196,8 @@ def explained(message: str, given: list[str]) -> str:
     """Return the error message with a hint for each flag in it that was added by this tool."""
     message = message.replace("got --data-path none", "got random tokens (no --data-path, --train-data-path or --sft)")
     tool_flags = {
-        "--fp64": "this tool computes in fp64; --fp32 is the other choice",
-        "--eval-iters": "this tool only trains",
+        "--fp64": "this tool computes in fp64 by default; use --fp32 for fp32",
+        "--eval-iters": "this tool disables evaluation",
     }
     hints = [hint for flag, hint in tool_flags.items() if flag not in given and re.search(rf"{flag}(?![\w-])", message)]
     return f"{message} ({'; '.join(hints)})" if hints else message
@@ -220,7 +226,7 @@ def kept_reference(own: argparse.Namespace, flags: list[str], replicas: int) -> 
     if own.reference is None or not own.reference.exists():
         return None
     if own.reference.with_suffix(".json").read_text(encoding="utf-8") != reference_key(own, flags, replicas):
-        raise SystemExit(f"--reference must be of the same flags, got {own.reference} of others. Name another file")
+        raise SystemExit(f"--reference {own.reference} was saved with other flags. Use another file")
     return read_trace(own.reference)
 
 
@@ -345,7 +351,7 @@ def report(one: Any, many: list[Any], dtype: str, file: Path | None = None) -> i
         ("gradient norm of the first step, relative", differences.first_norm, norm_bound),
         (f"worst gradient ({differences.worst}), relative", differences.gradient, gradient_bound),
     ]
-    table = Table("what", "observed", "allowed", "", title=f"{len(many)} processes against one, {dtype}")
+    table = Table("value", "observed", "allowed", "", title=f"{len(many)} processes compared with one, {dtype}")
     for name, observed, allowed in rows:
         table.add_row(name, f"{observed:.2e}", f"{allowed:.0e}", "ok" if observed <= allowed else "TOO FAR")
     print_table(table)

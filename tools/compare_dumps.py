@@ -35,26 +35,28 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = OneLineParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("first", type=Path, help="the folder of one run: the one to trust")
-    parser.add_argument("second", type=Path, help="the folder of the other")
+    parser.add_argument("first", type=Path, help="dump folder of the first run, the reference")
+    parser.add_argument("second", type=Path, help="dump folder of the second run")
     parser.add_argument(
         "--rtol", type=tolerance, metavar="X",
-        help="relative tolerance (default: by the coarser number format fp64 1e-9, fp32 1e-4, fp16 1e-2, bf16 5e-2; "
-        "behind the first step ten times as much)",
+        help="relative tolerance (default: by the coarser number format, fp64 1e-9, fp32 1e-4, fp16 1e-2, bf16 5e-2; "
+        "ten times as much after the first step)",
     )  # fmt: skip
-    parser.add_argument("--all", action="store_true", help=f"list every tensor, not {SHOWN} about the first difference")
-    parser.add_argument("--json", action="store_true", help="one JSON object in place of tables; draws nothing")
+    parser.add_argument(
+        "--all", action="store_true", help=f"list all tensors (default: {SHOWN} around the first difference)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables; draw no picture")
     parser.add_argument(
         "--picture", type=Path, metavar="PNG",
-        help="the error by layer (default: compare.png in the folder of the second; with --json none)",
+        help="plot of the error by layer (default: compare.png in the second folder; none with --json)",
     )  # fmt: skip
     flags = parser.parse_args(argv)
     if flags.picture is not None and flags.picture.suffix.lower() != ".png":
         parser.error(f"--picture must end in .png, got {flags.picture}")
     if flags.picture is not None and flags.json:
-        parser.error("--json draws nothing, got --picture. Leave one of them out")
+        parser.error("--picture has no effect with --json, which draws no picture. Remove one of them")
     if flags.all and flags.json:
-        parser.error("--json lists every tensor anyway, got --all. Leave one of them out")
+        parser.error("--all has no effect with --json, which always lists all tensors. Remove one of them")
     return flags
 
 
@@ -88,13 +90,13 @@ def main() -> int:
 
 def report(found: Comparison, dumps: tuple[Dump, Dump], flags: argparse.Namespace) -> None:
     """Print the facts of the runs, the tensors around the first difference, and the verdict."""
-    print_table("the dumps", ["", *(str(dump.folder) for dump in dumps)], facts_of(dumps))
+    print_table("dumps", ["", *(str(dump.folder) for dump in dumps)], facts_of(dumps))
     first_idx = 0 if found.first is None else found.differences.index(found.first)
     start = 0 if flags.all else max(first_idx - SHOWN // 2, 0)
     listed = found.differences[start:] if flags.all else found.differences[start : start + SHOWN]
     if found.first is not None or flags.all:
         columns = ["step", "phase", "what", "tensor", "samples", "first", "second", "error", "allowed", ""]
-        print_table("in the order of the run, with norms", columns, [row_of(difference) for difference in listed])
+        print_table("tensors in execution order, with norms", columns, [row_of(difference) for difference in listed])
     for dump, keys in zip(dumps, (found.only_first, found.only_second), strict=True):
         if keys:
             print(f"only in {dump.folder}: {listed_names(keys)}")
@@ -108,8 +110,8 @@ def draw_beside(found: Comparison, dumps: tuple[Dump, Dump], flags: argparse.Nam
         draw(found, dumps, picture)
     except (OSError, ImportError) as error:
         if flags.picture is not None:
-            raise OSError(f"no picture: {error}") from error
-        print(f"no picture: {error}", file=sys.stderr)
+            raise OSError(f"the picture cannot be drawn: {error}") from error
+        print(f"the picture cannot be drawn: {error}", file=sys.stderr)
     else:
         print(f"picture: {picture}")
 
@@ -185,11 +187,11 @@ def verdict(found: Comparison) -> str:
     first = found.first
     if first is None:
         worst = max(judged(found), key=lambda each: each.error)
-        return f"{len(found.differences)} tensors agree, the worst by {worst.error:.1e} ({format_difference(worst)})"
+        return f"{len(found.differences)} tensors agree, worst error {worst.error:.1e} ({format_difference(worst)})"
     count = sum(each.is_beyond for each in found.differences)
-    reason = f"by {first.error:.1e}, {first.tolerance:.0e} allowed"
+    reason = f"error {first.error:.1e}, allowed {first.tolerance:.0e}"
     if not first.error > first.tolerance:
-        reason = f"among the ranks of {', '.join(first.copies)}, which hold copies"
+        reason = f"copies on the ranks of {', '.join(first.copies)} differ"
     weights = [
         difference
         for difference in found.differences
@@ -198,8 +200,11 @@ def verdict(found: Comparison) -> str:
     since = ""
     if weights and math.isinf(weights[0].tolerance):
         worst = max(weights, key=lambda each: each.error)
-        since = f". Weights of that step lie apart by up to {worst.error:.1e} ({worst.key.name})"
-    return f"first differs {format_difference(first)}, {reason}; {count} of {len(found.differences)} tensors do{since}"
+        since = f". The weights of that step differ by up to {worst.error:.1e} ({worst.key.name})"
+    return (
+        f"first difference: {format_difference(first)}, {reason}; {count} of {len(found.differences)} tensors differ"
+        f"{since}"
+    )
 
 
 def judged(found: Comparison) -> list[Difference]:

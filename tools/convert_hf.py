@@ -49,24 +49,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     subparsers = parser.add_subparsers(dest="way", required=True)
     export_parser = subparsers.add_parser("export", allow_abbrev=False, help="a checkpoint to a Hugging Face folder")
     export_parser.add_argument(
-        "--load", type=Path, required=True, help="a run folder (its newest checkpoint), or one checkpoint"
+        "--load", type=Path, required=True, help="run folder (its newest checkpoint), or a checkpoint folder"
     )
-    export_parser.add_argument("--output", type=Path, required=True, help="the folder to write; new, or empty")
+    export_parser.add_argument("--output", type=Path, required=True, help="folder to write; must be new or empty")
     export_parser.add_argument("--dtype", choices=DTYPES, help="round the weights to this type (default: as saved)")
     export_parser.add_argument(
         "--model-type",
-        help="of config.json, where several can hold the model, as llama and mistral do one without a window (default: "
-        "that of the folder that it was imported from, else the first that can)",
+        help="model_type in config.json if several types fit the model, such as llama and mistral without a window "
+        "(default: the type of the imported folder, otherwise the first type that fits)",
     )
     export_parser.add_argument(
-        "--tokenizer-path", type=Path, help="in place of the tokenizer that the checkpoint names"
+        "--tokenizer-path", type=Path, help="tokenizer to export (default: the checkpoint's tokenizer)"
     )
-    export_parser.add_argument("--max-shard-bytes", type=shard_bytes, default=5_000_000_000, help="largest file (5e9)")
+    export_parser.add_argument("--max-shard-bytes", type=shard_bytes, default=5_000_000_000, help="bytes per file")
     import_parser = subparsers.add_parser(
         "import", allow_abbrev=False, help="a Hugging Face folder to a checkpoint of step 0"
     )
-    import_parser.add_argument("--input", type=Path, required=True, help="the folder: config.json and safetensors")
-    import_parser.add_argument("--output", type=Path, required=True, help="the run folder to write; new, or empty")
+    import_parser.add_argument("--input", type=Path, required=True, help="folder with config.json and safetensors")
+    import_parser.add_argument("--output", type=Path, required=True, help="run folder to write; must be new or empty")
     for subparser in (export_parser, import_parser):
         subparser.add_argument("--verify", action="store_true", help="compare logits with those of `transformers`")
     return parser.parse_args(_named_way(sys.argv[1:] if argv is None else argv))
@@ -124,7 +124,7 @@ def compare(checkpoint: Path, folder: Path, dtype: str | None) -> None:
     from megatron.checkpoint.one_process import open_folder
 
     difference = verify(open_folder(checkpoint), folder, dtype=dtype)
-    log.info(f"verified: the logits of a random batch differ by {difference:.1e} of the largest")
+    log.info(f"verified: the logits of a random batch differ by at most {difference:.1e} of the largest logit")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -64,9 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     for has_mup, by_width in results.items():
         rises = ", ".join(f"{part} {rise(by_width, part):.2f}" for part in PARTS)
-        print(f"{'muP' if has_mup else 'as it is'}: from width {flags.widths[0]} to {flags.widths[-1]} times {rises}")
+        print(
+            f"{'with muP' if has_mup else 'without muP'}: growth from width {flags.widths[0]} to {flags.widths[-1]}: "
+            f"{rises}"
+        )
     draw(results, flags.out)
-    print(f"drawn into {flags.out}")
+    print(f"plot written to {flags.out}")
     return 0
 
 
@@ -76,10 +79,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--widths", type=int, nargs="+", default=list(WIDTHS), help="hidden sizes, the first is the base"
     )
-    parser.add_argument("--steps", type=int, default=4, help="updates (default: 4)")
+    parser.add_argument("--steps", type=int, default=4, help="number of updates (default: 4)")
     parser.add_argument("--lr", type=float, default=0.02, help="learning rate of the first width (default: 0.02)")
-    parser.add_argument("--heads", type=int, default=0, help="attention heads of all widths; 0: heads of 16 numbers")
-    parser.add_argument("--out", type=Path, default=Path("coord_check.png"), help="the picture, PNG or SVG")
+    parser.add_argument("--heads", type=int, default=0, help="attention heads at every width; 0: heads of size 16")
+    parser.add_argument("--out", type=Path, default=Path("coord_check.png"), help="plot to write, PNG or SVG")
     return parser
 
 
@@ -171,7 +174,7 @@ def draw(found: dict[bool, dict[int, Sizes]], path: Path) -> None:
     for row, (has_mup, by_width) in zip(panels, found.items(), strict=True):
         for axes, part in zip(row, PARTS, strict=True):
             draw_part(axes, by_width, part)
-            axes.set_title(f"{'muP' if has_mup else 'as it is'}: {part}", fontsize=9)
+            axes.set_title(f"{'with muP' if has_mup else 'without muP'}: {part}", fontsize=9)
     for axes in panels[-1]:
         axes.set_xlabel("hidden size")
     panels[0][0].set_ylabel("mean |activation|")

@@ -59,20 +59,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("prefix", nargs="*", metavar="PREFIX", help="paths without .bin and .idx")
     parser.add_argument(
-        "--data-path", nargs="+", metavar="WEIGHT PREFIX", help="weights and prefixes in turn, as in the training"
+        "--data-path", nargs="+", metavar="WEIGHT PREFIX", help="alternating weights and prefixes, as in training"
     )
-    parser.add_argument("--split", help="count each split too, such as 949,50,1")
-    parser.add_argument("--split-by", choices=("range", "hash"), help="as in the training (default: range)")
-    parser.add_argument("--seq-length", type=int, metavar="L", help="count samples of so many tokens")
+    parser.add_argument("--split", help="also count each split, such as 949,50,1")
+    parser.add_argument("--split-by", choices=("range", "hash"), help="same as in training (default: range)")
+    parser.add_argument("--seq-length", type=int, metavar="L", help="also count samples of L tokens")
     parser.add_argument("--train-tokens", type=tokens, metavar="N", help="tokens of a run, such as 2e9")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     args = parser.parse_args(argv)
     if bool(args.prefix) == bool(args.data_path):
-        parser.error("give prefixes, or --data-path with weights; one of them")
+        parser.error("set either PREFIX arguments or --data-path with weights, not both")
     if len(set(args.prefix)) < len(args.prefix):
-        parser.error(f"each prefix is counted once, got one more often: {' '.join(args.prefix)}")
+        parser.error(f"PREFIX arguments must not repeat, got {' '.join(args.prefix)}")
     if args.split_by and not args.split:
-        parser.error("--split-by says how --split is made, so it needs --split")
+        parser.error("--split-by has no effect without --split. Add --split")
     if args.seq_length is not None and args.seq_length < 1:
         parser.error(f"--seq-length must be at least 1, got {args.seq_length}")
     return args
@@ -135,7 +135,7 @@ def add_epochs(rows: dict[str, dict[str, Any]], train_tokens: int, seq_length: i
         counts = row["splits"].get("train", row)
         available = counts["tokens"] if seq_length is None else counts["samples"]
         if drawn_tokens and not available:
-            raise DataError(f"{name} must hold something to train on, got {counts['tokens']} tokens. Leave it out.")
+            raise DataError(f"{name} has no complete training sample, got {counts['tokens']} tokens. Remove it.")
         row["train_tokens"] = round(drawn_tokens)
         if seq_length is None:
             row["epochs"] = drawn_tokens / counts["tokens"] if drawn_tokens else 0.0

@@ -40,13 +40,13 @@ GRID = Topology(pipe=2, data=2, tensor=2)
 COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52")
 SCHEDULES = ("1f1b", "zb-h1", "interleaved", "zb-v")
 REPLICAS = 8
-HELD = {"weights": (2, 3), "gradients": (4, 2), "masters and moments": (12, 1)}
+HELD = {"weights": (2, 3), "gradients": (4, 2), "main params and moments": (12, 1)}
 """Type of tensor -> its bytes per parameter with 16-bit weights and AdamW, and the first ZeRO stage that shards it."""
 CONTEXT = 4
-WORK = "each rank has two pieces;\ntheir areas add up to\nthe same for all ranks"
+WORK = "each rank has two chunks;\nthe sum of their areas is\nequal on all ranks"
 SEQUENCE = (
-    "Grey is whole on both ranks. Norms, residuals and dropout lie there too.\n"
-    "--sequence-parallel: grey is [s/2, b, h], all-gather ahead of each half, reduce-scatter for all-reduce."
+    "Grey tensors are replicated on both ranks, and so are norms, residuals and dropout.\n"
+    "--sequence-parallel: grey is [s/2, b, h], all-gather before each half, reduce-scatter instead of all-reduce."
 )
 
 
@@ -165,7 +165,7 @@ def draw_context(path: Path) -> None:
                 corners = [(key, -query), (key + 1, -query), (key + 1, -query - 1), (key, -query - 1)]
                 shape = corners if key < query else [corners[0], corners[2], corners[3]]
                 axes.add_patch(_polygon(shape, COLOURS[rank]))
-            axes.text(-0.2, -query - 0.5, f"piece {query}: rank {rank}", ha="right", va="center", fontsize=9)
+            axes.text(-0.2, -query - 0.5, f"chunk {query}: rank {rank}", ha="right", va="center", fontsize=9)
     axes.text(pieces / 2, 0.35, "keys, gathered from all ranks", ha="center", fontsize=10)
     axes.text(pieces + 0.3, -pieces / 2, WORK, va="center", fontsize=9)
     finish(figure, axes, (-3.2, pieces + 5.0), (-pieces - 0.2, 1.0), path)

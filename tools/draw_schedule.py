@@ -51,28 +51,28 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--schedule", metavar="NAME", help="1f1b, gpipe, zb-h1, interleaved, zb-v or dualpipev")
     parser.add_argument(
-        "--schedule-file", metavar="CSV", help="the order of a file in torch's compute-only form: 0F0,0B0,1I2,1W2"
+        "--schedule-file", metavar="CSV", help="file with an order in torch's compute-only format: 0F0,0B0,1I2,1W2"
     )
-    parser.add_argument("--stages", type=positive, metavar="P", help="pipeline stages")
-    parser.add_argument("--micro-batches", type=positive, metavar="M", help="micro-batches of a step")
-    parser.add_argument("--chunks", type=positive, metavar="C", help="chunks on each stage (default 1, in a V 2)")
+    parser.add_argument("--stages", type=positive, metavar="P", help="number of pipeline stages")
+    parser.add_argument("--micro-batches", type=positive, metavar="M", help="micro-batches per step")
+    parser.add_argument("--chunks", type=positive, metavar="C", help="chunks per stage (default 1; 2 in a V)")
     parser.add_argument(
         "--group-size", type=positive, metavar="G",
-        help="of interleaved: micro-batches that go through a chunk before the next one's turn (default P)",
+        help="interleaved only: consecutive micro-batches per chunk (default P)",
     )  # fmt: skip
     parser.add_argument(
         "--costs", type=three_times, metavar="F,B,W",
-        help="times of all layers of a stage on one micro-batch: forward, backward for the input, backward for the "
-        "weights, in any unit; each of c chunks takes a c-th (default 1,1,1)",
+        help="times of a stage for one micro-batch: forward, backward for the input, backward for the weights, in any "
+        "unit; each of c chunks takes 1/c of them (default 1,1,1)",
     )  # fmt: skip
     parser.add_argument("--transfer", type=time, metavar="T", help="time of a message between stages (default 0)")
-    parser.add_argument("--csv", metavar="FILE", help="also write the order in torch's compute-only form")
-    parser.add_argument("--trace", type=Path, metavar="DIR", help="draw a step that was measured")
-    parser.add_argument("--step", type=int, metavar="N", help="which step of the trace (default: the last)")
-    parser.add_argument("--replica", type=int, metavar="R", help="which replica of the trace (default 0)")
+    parser.add_argument("--csv", metavar="FILE", help="also write the order in torch's compute-only format")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="draw a measured step")
+    parser.add_argument("--step", type=int, metavar="N", help="step of the trace (default: the last)")
+    parser.add_argument("--replica", type=int, metavar="R", help="replica of the trace (default 0)")
     parser.add_argument(
         "--out", type=Path, metavar="PNG",
-        help="the picture (default: the schedule's name and sizes in this folder, or DIR/step-N.png)",
+        help="picture to write (default: named after the schedule in the working directory, or DIR/step-N.png)",
     )  # fmt: skip
     return parser
 
@@ -82,18 +82,18 @@ def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> N
     planned = [f"--{name.replace('_', '-')}" for name in PLANNED if getattr(flags, name) is not None]
     measured = [f"--{name}" for name in MEASURED if getattr(flags, name) is not None]
     if planned and measured:
-        parser.error(f"{planned[0]} draws a plan and {measured[0]} a measured step: give one or the other")
+        parser.error(f"{planned[0]} (simulation) and {measured[0]} (trace) cannot be combined. Remove one of them")
     if measured and flags.trace is None:
-        parser.error(f"{measured[0]} needs --trace DIR")
+        parser.error(f"{measured[0]} has no effect without --trace DIR. Add --trace")
     missing = [name for name in ("schedule", "stages", "micro_batches") if getattr(flags, name) is None]
     if flags.schedule_file is not None:
         exclusive = [f"--{name.replace('_', '-')}" for name in NAMED if getattr(flags, name) is not None]
         if exclusive:
-            parser.error(f"--schedule-file says all of a schedule, got {exclusive[0]} too. Leave one of the two out")
+            parser.error(f"--schedule-file and {exclusive[0]} cannot be combined. Remove one of them")
     elif flags.trace is None and missing:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         parser.error(
-            f"give --schedule, --stages and --micro-batches, or --schedule-file CSV, or --trace DIR; {names} not given"
+            f"{names} missing. Set --schedule, --stages and --micro-batches, or --schedule-file CSV, or --trace DIR"
         )
     if flags.schedule is not None:
         check_schedule(parser, flags.schedule.lower(), chunks_of(flags), flags.group_size)
@@ -112,15 +112,15 @@ def check_schedule(parser: argparse.ArgumentParser, name: str, num_chunks: int, 
     if name not in known:
         parser.error(f"--schedule must be one of {', '.join(known)}, got {name}")
     if group_size is not None and (name not in MANY_CHUNKS or num_chunks == 1):
-        parser.error(f"--group-size acts on chunks in a loop, got --schedule {name}. Leave it out")
+        parser.error(f"--group-size requires a schedule with interleaved chunks, got --schedule {name}. Remove it")
     if name in IN_A_V:
         if num_chunks != 2:
-            parser.error(f"--schedule {name} has two chunks on each stage, got --chunks {num_chunks}. Leave it out")
+            parser.error(f"--schedule {name} requires two chunks per stage, got --chunks {num_chunks}. Remove --chunks")
         return
     if name not in ONE_CHUNK and num_chunks == 1:
-        parser.error(f"--schedule {name} needs several chunks on each stage, got 1. Add --chunks 2")
+        parser.error(f"--schedule {name} requires several chunks per stage, got 1. Add --chunks 2")
     if name not in MANY_CHUNKS and num_chunks > 1:
-        parser.error(f"--schedule {name} takes one chunk on each stage, got --chunks {num_chunks}. Leave --chunks out")
+        parser.error(f"--schedule {name} requires one chunk per stage, got --chunks {num_chunks}. Remove --chunks")
 
 
 def draw_schedule(flags: argparse.Namespace) -> None:
@@ -146,8 +146,8 @@ def draw_schedule(flags: argparse.Namespace) -> None:
     plot.draw_planned(name, timeline, peaks, num_micro_batches, num_chunks, out)
     chunks_text = f" of {num_chunks} chunks" if num_chunks > 1 else ""
     print(f"{name}: {num_stages} stages{chunks_text}, {num_micro_batches} micro-batches")
-    print(f"bubble     {100 * timeline.bubble:.1f} %, {max(timeline.idle_s):.6g} idle at most on a stage")
-    print(f"step       {timeline.step_s:.6g} in the unit of the costs")
+    print(f"bubble     {100 * timeline.bubble:.1f} %, at most {max(timeline.idle_s):.6g} idle per stage")
+    print(f"step       {timeline.step_s:.6g}, in the unit of the costs")
     print(f"in flight  at most {format_peaks(peaks, 'chunks' if num_chunks > 1 else 'micro-batches')}")
     print(f"picture    {out}")
     if flags.csv is not None:
@@ -171,11 +171,11 @@ def draw_trace(flags: argparse.Namespace) -> None:
     steps = {step.step: step for step in read_traces(flags.trace) if step.replica == replica}
     if not steps:
         raise ValueError(
-            f"--replica must be one of the trace, got {replica}, of which no whole step is in {flags.trace}"
+            f"--replica must be a replica with a complete step in the trace {flags.trace}, got {replica}"
         )
     step_number = max(steps) if flags.step is None else flags.step
     if step_number not in steps:
-        raise ValueError(f"--step must be a whole step of the trace, one of {sorted(steps)}, got {step_number}")
+        raise ValueError(f"--step must be a complete step of the trace, one of {sorted(steps)}, got {step_number}")
     step = steps[step_number]
     out = flags.out or flags.trace / f"step-{step_number}.png"
     plot.draw_measured(step, out)

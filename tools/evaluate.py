@@ -63,12 +63,12 @@ def make_model(
         family = registry.family_of(config.family)
         if family.kind != "decoder":
             raise ConfigError(
-                f"--tasks and --texts score how a text goes on, for which a {family.title} is not made, got "
+                f"--tasks and --texts require a model that predicts the next token, got a {family.title} in "
                 f"{checkpoint.path}. Load one of {registry.titles('decoder')}"
             )
         vocabulary = vocabulary_of(config, args.tokenizer_path)
         if vocabulary is None:
-            raise DataError(f"{checkpoint.path} names no tokenizer. Name it with --tokenizer-path")
+            raise DataError(f"{checkpoint.path} does not specify a tokenizer. Set --tokenizer-path")
         tokenizer = vocabulary.tokenizer
         chat = None
         if args.apply_chat_template:

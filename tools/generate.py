@@ -57,7 +57,7 @@ def make_writer(args: argparse.Namespace, grid: Grid, place: torch.device) -> Te
         checkpoint, config = open_model(args.load, stack, grid.host)
         vocabulary = vocabulary_of(config, args.tokenizer_path)
         if vocabulary is None:
-            raise DataError(f"{checkpoint.path} names no tokenizer. Name it with --tokenizer-path")
+            raise DataError(f"{checkpoint.path} does not specify a tokenizer. Set --tokenizer-path")
         if args.chat:
             template = find_template(vocabulary.tokenizer, args.chat_template or config.data.chat_template)
             prompts: Prompts = ChatPrompts(template, args.system)
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace, names: dict[str, str]) -> None:
     writer = make_writer(args, grid, rank_device)
     if texts is None:
         if grid.rank == 0:
-            log.info(f"each line is {'your turn' if args.chat else 'a prompt'}; Ctrl-D ends")
+            log.info(f"each line is {'your turn' if args.chat else 'a prompt'}; press Ctrl-D to exit")
         interactive(writer, grid.host)
     else:
         answers = writer.answer(texts)

@@ -41,18 +41,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("--input", type=Path, required=True, help="the folder of the checkpoint, or the one that points to it")
-    add("--output", type=Path, required=True, help="the run folder to write; new, or empty")
-    add("--iteration", help="which of several checkpoints (default: the one that the folder points to)")
-    add("--num-attention-heads", type=positive, metavar="A", help="heads (default: as the files say; CPM-1's do not)")
+    add("--input", type=Path, required=True, help="folder of the checkpoint, or the folder that points to it")
+    add("--output", type=Path, required=True, help="run folder to write; must be new or empty")
+    add("--iteration", help="iteration to import (default: the one to which the folder points)")
+    add("--num-attention-heads", type=positive, metavar="A", help="heads (default: from the files; required for CPM-1)")
     add(
         "--qkv-order", choices=ORDERS,
         help="order of the rows of query, key and value on each tensor rank (default: by the version in the files; "
         "3-heads-d for CPM-1)",
     )  # fmt: skip
     choices = next(option.choices for option in options_of(ModelConfig) if option.name == "activation")
-    add("--activation", choices=choices, help="default: gelu-tanh, unless the files say that it was exact")
-    add("--vocab-size", type=positive, metavar="V", help="drop rows of padding behind it (default: keep all)")
+    add("--activation", choices=choices, help="default: gelu-tanh, unless the files specify exact GELU")
+    add("--vocab-size", type=positive, metavar="V", help="drop padding rows after the first V (default: keep all)")
     return parser.parse_args(argv)
 
 

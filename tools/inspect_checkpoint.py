@@ -28,13 +28,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("path", type=Path, help="a run folder, its checkpoints folder, or one checkpoint")
-    parser.add_argument("--compare", type=Path, metavar="OTHER", help="another, to be compared with")
-    parser.add_argument("--weights-only", action="store_true", help="with --compare: leave all but weights out")
-    parser.add_argument("--json", action="store_true", help="one JSON object in place of tables")
+    parser.add_argument("path", type=Path, help="run folder, its checkpoints folder, or a checkpoint folder")
+    parser.add_argument("--compare", type=Path, metavar="OTHER", help="another checkpoint to compare with")
+    parser.add_argument("--weights-only", action="store_true", help="with --compare: compare only weights")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     args = parser.parse_args(argv)
     if args.weights_only and args.compare is None:
-        parser.error("--weights-only is for --compare OTHER, which is not given")
+        parser.error("--weights-only has no effect without --compare OTHER. Add --compare or remove --weights-only")
     return args
 
 
@@ -81,7 +81,7 @@ def compare(first: Path, second: Path, weights_only: bool, as_json: bool) -> int
         return 1 if tensors else 0
     if state:
         rows = [[key, *(value_text(value) for value in pair)] for key, pair in state.items()]
-        print_table("state (does not count)", ["what", str(checkpoint.path), str(other_checkpoint.path)], rows)
+        print_table("state (ignored in the verdict)", ["key", str(checkpoint.path), str(other_checkpoint.path)], rows)
     if tensors:
         rows = [
             [d.name, d.kind, d.first or "-", d.second or "-", number_text(d.largest), number_text(d.relative)]
@@ -89,14 +89,14 @@ def compare(first: Path, second: Path, weights_only: bool, as_json: bool) -> int
         ]
         print_table("tensors that differ", ["name", "by", "first", "second", "largest", "relative"], rows)
     noun = "weights" if weights_only else "tensors"
-    print(f"verdict: {len(tensors)} {noun} differ" if tensors else f"verdict: all {noun} are the same bits")
+    print(f"verdict: {len(tensors)} {noun} differ" if tensors else f"verdict: all {noun} are bitwise identical")
     return 1 if tensors else 0
 
 
 def print_facts(facts: dict[str, Any]) -> None:
     """Print the table of facts about the run."""
     rows = [[key.replace("_", " "), value_text(value)] for key, value in facts.items()]
-    print_table("checkpoint (every file verified)", ["what", ""], rows)
+    print_table("checkpoint (all files verified)", ["key", ""], rows)
 
 
 def value_text(value: Any) -> str:

@@ -50,17 +50,17 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--model", choices=("gpt2", "t5"), default="gpt2", help="whose samples (default: gpt2)")
-    parser.add_argument("--samples", type=at_least(0), default=0, metavar="N", help="show so many samples (default: 0)")
+    parser.add_argument("--model", choices=("gpt2", "t5"), default="gpt2", help="model family (default: gpt2)")
+    parser.add_argument("--samples", type=at_least(0), default=0, metavar="N", help="samples to show (default: 0)")
     parser.add_argument(
-        "--first", type=at_least(0), default=0, metavar="I", help="number of the first one (default: 0)"
+        "--first", type=at_least(0), default=0, metavar="I", help="index of the first sample (default: 0)"
     )
-    parser.add_argument("--subset", choices=SUBSETS, default="train", help="of this split (default: train)")
+    parser.add_argument("--subset", choices=SUBSETS, default="train", help="split to show (default: train)")
     parser.add_argument(
         "--rows", type=at_least(0), default=6, metavar="N",
-        help="tokens of each sample in a table, and those beside each boundary (default: 6; 0: no table)",
+        help="rows of each sample's token table, and tokens around each boundary (default: 6; 0: no table)",
     )  # fmt: skip
-    parser.add_argument("--top", type=at_least(0), default=0, metavar="N", help="the N commonest tokens; reads all")
+    parser.add_argument("--top", type=at_least(0), default=0, metavar="N", help="show the N most common tokens")
     parser.add_argument("--picture", type=Path, metavar="PNG", help="write a histogram of the documents' lengths")
     return parser
 
@@ -74,9 +74,9 @@ def parse_args(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], lis
         parser.error(f"--picture must end in .png, got {flags.picture}")
     path_flag = next((word for word in training_flags if word.removeprefix("--").replace("-", "_") in PATH_FLAGS), None)
     if bool(prefixes) == bool(path_flag):
-        parser.error(f"give prefixes in front or --data-path, one of them; got {' '.join(prefixes) or 'neither'}")
+        parser.error(f"set either PREFIX arguments or --data-path, got {' '.join(prefixes) or 'neither'}")
     if flags.samples and len(prefixes) > 1:
-        parser.error("samples of several corpora need their weights: --data-path 0.5 a 0.5 b")
+        parser.error("--samples of several corpora requires weights. Use --data-path 0.5 a 0.5 b")
     if len(prefixes) == 1:
         training_flags = ["--data-path", prefixes[0], *training_flags]
     return flags, prefixes, training_flags

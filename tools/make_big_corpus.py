@@ -42,8 +42,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--bytes", type=float, required=True, help="size of the file; it ends with a whole document")
-    parser.add_argument("--output", type=Path, required=True, help="the file to write")
+    parser.add_argument("--bytes", type=float, required=True, help="minimum size of the file")
+    parser.add_argument("--output", type=Path, required=True, help="file to write")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if not 1 <= args.bytes < 1e15:
@@ -67,7 +67,7 @@ def pieces(root: Path) -> list[list[bytes]]:
         for pattern in ("examples/corpus/en/*.txt", "examples/corpus/zh/*.txt", "megatron/**/*.py")
     )
     if not (english and chinese and code):
-        raise DataError(f"{root} must hold examples/corpus/{{en,zh}}/*.txt and megatron/; is the checkout complete?")
+        raise DataError(f"{root} must contain examples/corpus/{{en,zh}}/*.txt and megatron/. Use a complete checkout")
     pieces_by_type = [
         [sentence + " " for text in english for sentence in re.split(r"(?<=[.!?])\s+", text)],
         [sentence for text in chinese for sentence in re.split(r"(?<=[。！？])", text)],

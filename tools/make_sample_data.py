@@ -402,12 +402,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=ROOT / "data" / "sample", help="folder (default: data/sample)")
-    parser.add_argument("--number", type=int, default=10_000, help="stories (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1234, help="of the stories (default: %(default)s)")
-    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="tokens (default: %(default)s)")
-    parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8), help="processes that encode")
+    parser.add_argument("--number", type=int, default=10_000, help="number of stories (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=1234, help="seed of the stories (default: %(default)s)")
+    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="default: %(default)s")
+    parser.add_argument("--workers", type=int, default=min(os.cpu_count() or 1, 8), help="encoding processes")
     parser.add_argument(
-        "--print", choices=("text", "json"), help='write the stories alone; json: lines of {"text": ...}'
+        "--print", choices=("text", "json"), help='only print the stories; json: lines of {"text": ...}'
     )
     args = parser.parse_args(argv)
     if args.number < 1:
@@ -469,7 +469,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.info(f"waiting for another process that makes {folder}")
+            log.info(f"waiting for another process that creates {folder}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -48,7 +48,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         required=True,
         metavar="PREFIX",
-        help="paths without .bin and .idx, in this order; or the one folder of parts, PREFIX.parts",
+        help="paths without .bin and .idx, in this order; or a single folder of parts, PREFIX.parts",
     )
     parser.add_argument(
         "--output-prefix", required=True, metavar="OUT", help="path of the output without .bin/.idx, also s3://..."
@@ -57,7 +57,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--work-dir",
         type=Path,
         default=Path("data"),
-        help="where the output is made before it goes to an --output-prefix of a store (default: data)",
+        help="local folder for the output before it is uploaded to an object store (default: data)",
     )
     return parser.parse_args(argv)
 
@@ -69,11 +69,13 @@ def join_parts(inputs: Sequence[str], output_prefix: str) -> str:
         DataError: there are several inputs, or a part is missing, incomplete or of another job.
     """
     if len(inputs) > 1:
-        raise DataError(f"--input takes one folder of parts alone, got {' '.join(inputs)}. Join them one by one first.")
+        raise DataError(
+            f"--input must be a single folder of parts, got {' '.join(inputs)}. Join each folder separately first."
+        )
     summary = preprocess.join(Path(inputs[0]), output_prefix)
     if summary.bad_path:
         bad_lines = "1 bad line was" if summary.num_bad == 1 else f"{summary.num_bad} bad lines were"
-        log.warning(f"{bad_lines} left out; {summary.bad_path} lists {'it' if summary.num_bad == 1 else 'them'}")
+        log.warning(f"{bad_lines} skipped; {summary.bad_path} lists {'it' if summary.num_bad == 1 else 'them'}")
     return f"{summary.num_documents} documents, {summary.num_tokens} tokens of {summary.num_units} units"
 
 
@@ -111,7 +113,7 @@ def check_output(parts: Sequence[IndexedDataset], output_prefix: str) -> None:
     for part in parts:
         pairs = [(part.token_path, Path(output_prefix + ".bin")), (part.index_path, Path(output_prefix + ".idx"))]
         if any(output_path.exists() and output_path.samefile(path) for path, output_path in pairs):
-            raise DataError(f"--output-prefix must not be an input, got {output_prefix} as both. Give another name.")
+            raise DataError(f"--output-prefix must differ from every --input, got {output_prefix}. Use another name.")
 
 
 def check_alike(parts: Sequence[IndexedDataset]) -> None:
@@ -120,15 +122,15 @@ def check_alike(parts: Sequence[IndexedDataset]) -> None:
     for part in parts:
         if part.dtype != first.dtype:
             raise DataError(
-                f"all inputs must have one token type, got {first.dtype} in {first.prefix} and {part.dtype} in "
-                f"{part.prefix}. Build one of them again with the tokenizer of the other."
+                f"all inputs must have the same token type, got {first.dtype} in {first.prefix} and {part.dtype} in "
+                f"{part.prefix}. Preprocess one of them again with the tokenizer of the other."
             )
     sidecars = [(part.prefix, part.sidecar) for part in parts if part.sidecar]
     for prefix, sidecar in sidecars[1:]:
         if not has_same_vocabulary(sidecar, sidecars[0][1]):
             raise DataError(
-                f"all inputs must have one vocabulary, got {vocabulary(sidecars[0][1])} in {sidecars[0][0]} and "
-                f"{vocabulary(sidecar)} in {prefix}. Build one of them again with the tokenizer of the other."
+                f"all inputs must have the same vocabulary, got {vocabulary(sidecars[0][1])} in {sidecars[0][0]} and "
+                f"{vocabulary(sidecar)} in {prefix}. Preprocess one of them again with the tokenizer of the other."
             )
 
 
@@ -151,7 +153,7 @@ def common_sidecar(parts: Sequence[IndexedDataset]) -> DatasetMetadata | None:
     missing = next((part.prefix for part in parts if part.sidecar is None), None)
     if missing is not None:
         log.warning(
-            f"{missing} has no .meta.json, so the output gets none, and its vocabulary was compared with nothing"
+            f"{missing} has no .meta.json, so the output has none, and its vocabulary was not checked"
         )
         return None
     return parts[0].sidecar
@@ -168,11 +170,12 @@ def common_eod(parts: Sequence[IndexedDataset]) -> int | None:
     if len(prefix_of_id) > 1:
         listed = " and ".join(f"the id {eod_id} in {prefix}" for eod_id, prefix in prefix_of_id.items())
         raise DataError(
-            f"documents of all inputs must end with one token, got {listed}. Build one of them again with --eod-token"
+            f"documents of all inputs must end with the same token, got {listed}. Preprocess one of them again with "
+            "--eod-token"
         )
     if len(ends) > 1 and all(part.sidecar for part in parts):
         log.warning(
-            "documents of some inputs end with the end-of-document token and others do not: neither does the whole"
+            "only some inputs end their documents with an end-of-document token, so the output records none"
         )
     return ends.pop() if len(ends) == 1 else None
 
@@ -190,7 +193,7 @@ def merge_into(inputs: Sequence[str], output_prefix: str, work_dir: Path) -> str
     """
     if remote_input := next(filter(object_store.is_remote, inputs), None):
         raise DataError(
-            f"--input must name files of this machine, got {remote_input}. Copy its .bin, .idx and .meta.json."
+            f"--input must be on this machine, got {remote_input}. Copy its .bin, .idx and .meta.json files."
         )
     is_remote = object_store.is_remote(output_prefix)
     local_prefix = token_upload.local_prefix(output_prefix, work_dir) if is_remote else output_prefix

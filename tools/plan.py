@@ -81,17 +81,18 @@ def rank(planner: Planner, asked: Question, is_json: bool) -> int:
     result = search(planner, asked.wanted)
     if not result.num_candidates:
         raise ConfigError(
-            f"no layout divides {asked.wanted.world_size} devices and {asked.wanted.global_batch_size} samples with "
-            "these sizes and flags. Change --gpus or --global-batch-size, or give fewer flags of the layout"
+            f"no layout divides {asked.wanted.world_size} devices and a global batch of "
+            f"{asked.wanted.global_batch_size} samples with these flags. Change --gpus or --global-batch-size, or set "
+            "fewer layout flags"
         )
     if not result.best and result.smallest is None:
-        raise ConfigError("none of the layouts is one that the training takes. Give fewer flags of the layout")
+        raise ConfigError("training supports none of the layouts. Set fewer layout flags")
     if is_json:
         print_json({"layouts": [report.as_data(estimate, asked) for estimate in result.best]}, asked)
         return 0 if result.best else DOES_NOT_FIT
     print_lines(report.opening(asked, planner))
     if not result.best:
-        print_lines(["", "no layout fits. The one that comes nearest:", ""])
+        print_lines(["", "no layout fits. The closest one:", ""])
         assert result.smallest is not None
         print_lines(report.details(result.smallest, asked))
         excess = overflow(result.smallest, asked.machine.usable_bytes)
@@ -128,7 +129,7 @@ def write_machine(parser: argparse.ArgumentParser, flags: argparse.Namespace) ->
 
     folder = flags.calibrate.absolute().parent
     if flags.calibrate.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        parser.error(f"--calibrate needs a file in a folder that can be written to, got {flags.calibrate}")
+        parser.error(f"--calibrate must be a file in a writable folder, got {flags.calibrate}")
     try:
         machine = calibrate(
             flags.ranks or 0, flags.device or "auto", report=lambda text: print_lines([text], sys.stderr)

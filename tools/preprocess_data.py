@@ -95,24 +95,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--work-dir",
         type=Path,
         default=Path("data"),
-        help="where parts and output are made before they go to an --output-prefix of a store (default: data)",
+        help="local folder for parts and output before they are uploaded to an object store (default: data)",
     )
-    add("--format", choices=preprocess.FORMATS, help="of all inputs (default: each by its name)")
+    add("--format", choices=preprocess.FORMATS, help="format of all inputs (default: by file name)")
     add("--json-key", nargs="+", default=["text"], help="key of the text, a.b for a nested one; several are joined")
-    add("--tokenizer-type", choices=tokenizer.TYPES, help="default: by the files given")
+    add("--tokenizer-type", choices=tokenizer.TYPES, help="default: by the tokenizer files")
     add("--tokenizer-path", help="file of the tokenizer: tokenizers JSON, SentencePiece .model, ...")
     add("--vocab-file", help="vocabulary: vocab.json of a GPT-2 BPE, ...")
     add("--merge-file", help="merges.txt of a GPT-2 BPE")
     add(
-        "--gigatoken", action="store_true", help="encode BPE with gigatoken, if its ids agree on a sample of the corpus"
+        "--gigatoken", action="store_true", help="encode BPE with gigatoken if its ids match on a sample of the corpus"
     )
-    add("--workers", type=at_least(1), help=f"processes that encode (default: one per core, {CORES}, of a cluster all)")
-    add("--eod-token", metavar="NAME", help="end-of-document token (by the tokenizer's folder)")
+    add("--workers", type=at_least(1), help=f"encoding processes (default: one per core, {CORES}; with --cluster all)")
+    add("--eod-token", metavar="NAME", help="end-of-document token (default: from the tokenizer's folder)")
     add("--no-append-eod", action="store_true", help="no end-of-document token after each document")
-    add("--max-document-chars", type=at_least(1), default=0, help="longer documents are bad (default: no limit)")
-    add("--max-bad-lines", type=at_least(0), help="bad lines to leave out before giving up (default: 0)")
-    add("--max-bad-fraction", type=fraction, help="the same as a share of all lines")
-    add("--resume", action="store_true", help="go on with what a job that was cut off has finished")
+    add("--max-document-chars", type=at_least(1), default=0, help="reject longer documents (default: no limit)")
+    add("--max-bad-lines", type=at_least(0), help="maximum number of bad lines to skip (default: 0)")
+    add("--max-bad-fraction", type=fraction, help="maximum fraction of bad lines to skip")
+    add("--resume", action="store_true", help="continue an interrupted job from its finished units")
     add(
         "--unit-bytes",
         type=at_least(1 << 10),
@@ -122,31 +122,31 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--part",
         type=share,
         metavar="K/N",
-        help="encode every N-th unit from the K-th on (K from 1) into PREFIX.parts, which the jobs of all K fill at "
-        "any time and on any machine; tools/merge_data.py joins them. Goes on with what is finished",
+        help="encode every N-th unit starting with the K-th (K from 1) into PREFIX.parts. The N jobs may run at any "
+        "time on any machine; tools/merge_data.py joins their output. A restarted job skips its finished units",
     )
     add(
         "--cluster",
         metavar="ADDRESS",
-        help="encode on the machines of a Ray cluster, which all see inputs and output by the same paths: HOST:PORT, "
-        "or auto for the one that RAY_ADDRESS names, else one of this machine. Units of lost machines go again",
+        help="encode on a Ray cluster whose machines access inputs and output by the same paths: HOST:PORT, or auto "
+        "for the cluster in RAY_ADDRESS, otherwise a local one. Units of lost machines are encoded again",
     )
-    add("--verify", action="store_true", help="read the output through and show some documents; alone without --input")
-    add("--seed", type=int, default=0, help="of the choice of documents that --verify shows (default: 0)")
+    add("--verify", action="store_true", help="verify the output and show some documents; without --input, only verify")
+    add("--seed", type=int, default=0, help="seed for the choice of the documents that --verify shows (default: 0)")
     args = parser.parse_args(argv)
     if not args.input and not args.verify:
-        parser.error("the following arguments are required: --input (or --verify, to check files that are there)")
+        parser.error("the following arguments are required: --input (or --verify, to check existing files)")
     unused = [flag for flag, name in OF_INPUT.items() if getattr(args, name) != parser.get_default(name)]
     if unused and not args.input:
-        parser.error(f"{', '.join(unused)} say how --input is read, so they need it")
+        parser.error(f"{', '.join(unused)} cannot be used without --input. Add --input")
     if args.part and args.cluster:
-        parser.error("--part is for jobs that know nothing of each other, --cluster for machines of one job: give one")
+        parser.error("--part (independent jobs) cannot be combined with --cluster (one job). Remove one of them")
     if args.eod_token and args.no_append_eod:
-        parser.error("--eod-token has no effect with --no-append-eod. Leave one of them out")
+        parser.error("--eod-token has no effect with --no-append-eod. Remove one of them")
     if args.part and args.verify:
-        parser.error("--verify reads the whole output, which is there once tools/merge_data.py has joined all --part")
+        parser.error("--verify requires the complete output, so it cannot be combined with --part. Join the parts")
     if args.verify and object_store.is_remote(args.output_prefix):
-        parser.error("--verify reads files of this machine; what goes to a store is read back there in any case")
+        parser.error("--verify reads only local files. Remove it: uploads to a store are always verified")
     return args
 
 
@@ -196,7 +196,7 @@ def preprocess_corpus(args: argparse.Namespace) -> None:
     summary = preprocess.run(job_of(args))
     if summary.bad_path:
         bad_lines = "1 bad line was" if summary.num_bad == 1 else f"{summary.num_bad} bad lines were"
-        log.warning(f"{bad_lines} left out; {summary.bad_path} lists {'it' if summary.num_bad == 1 else 'them'}")
+        log.warning(f"{bad_lines} skipped; {summary.bad_path} lists {'it' if summary.num_bad == 1 else 'them'}")
     resumed = (
         f", {summary.num_resumed} of {summary.num_units} units were finished before" if summary.num_resumed else ""
     )
@@ -204,7 +204,7 @@ def preprocess_corpus(args: argparse.Namespace) -> None:
     log.info(
         f"{output}: {summary.num_documents} documents, {summary.num_tokens} tokens from "
         f"{summary.num_bytes / 1e6:.1f} MB in {summary.seconds:.1f} s "
-        f"({summary.num_empty} empty and {summary.num_bad} bad left out{resumed})"
+        f"({summary.num_empty} empty and {summary.num_bad} bad skipped{resumed})"
     )
 
 
@@ -215,7 +215,7 @@ def verify_output(args: argparse.Namespace) -> None:
     for document, num_tokens, opening in result.samples:
         log.info(f"document {document}, {num_tokens} tokens: {opening}")
     checked = "sizes, offsets, checksums" if result.has_sidecar else "sizes and offsets (no checksums: no .meta.json)"
-    log.info(f"{args.output_prefix} is whole: {result.num_documents} documents, {result.num_tokens} tokens; {checked}")
+    log.info(f"{args.output_prefix} is valid: {result.num_documents} documents, {result.num_tokens} tokens; {checked}")
 
 
 def stop(number: int, frame: FrameType | None) -> None:

@@ -102,18 +102,18 @@ def _drawable(run: RunFolder, points: int) -> RunFolder:
 
 
 def _without_all(path: Path, name: str, error: Exception) -> RunFolder:
-    return RunFolder(path, name, notes=[f"it is damaged and left out ({type(error).__name__}: {error})"])
+    return RunFolder(path, name, notes=[f"the run is damaged and was skipped ({type(error).__name__}: {error})"])
 
 
 def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, or a folder of run folders")
-    parser.add_argument("-o", "--out", type=Path, help=f"the page (default: {NAME} in the folder of RUN)")
-    parser.add_argument("--title", help="its title (default: the run's name, or Training runs)")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, or a folder of run folders")
+    parser.add_argument("-o", "--out", type=Path, help=f"file to write (default: {NAME} in the folder of RUN)")
+    parser.add_argument("--title", help="title of the report (default: the run's name, or Training runs)")
     parser.add_argument(
         "--points", type=positive, default=POINTS, metavar="N",
-        help=f"draw about so many points of a curve (default {POINTS}); extremes of loss and norm stay",
+        help=f"draw about N points per curve (default {POINTS}); extremes of loss and gradient norm are kept",
     )  # fmt: skip
     return parser.parse_args(words)
 
@@ -171,7 +171,7 @@ def _sections(runs: Sequence[RunFolder]) -> list[Html]:
         *_of_each(runs, "Tokens by expert", "experts", expert_map),
         *_of_each(runs, "Evaluations", "evaluations", evaluation_table),
         *_of_each(runs, "Pipeline", "pipeline", timeline),
-        *_of_each(runs, "Operators that take longest", "operators", operator_table),
+        *_of_each(runs, "Slowest operators", "operators", operator_table),
         *_of_each(runs, "Commands and versions", "commands", _commands),
     ]
 
@@ -374,18 +374,18 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
             yield f"{before}{name}", value
 
 
-STAGE_HEAD = ("stage", "layers", "parameters on a rank", "memory", "work in a step", "idle")
+STAGE_HEAD = ("stage", "layers", "parameters per rank", "memory", "work per step", "idle")
 PARTS = ("weights", "gathered", "gradients", "optimizer", "activations", "logits", "buffers")
 """Parts of the planner's memory estimate, which add up to the estimated bytes on the device."""
 COMPARED = ("estimated", "before the model", "measured", "measured - before - estimated")
 ABOUT = (
-    "Estimated is what the planner counts for the model and its training on one rank: the columns to its left add up "
-    "to it. Measured is the most that a rank has held: on a GPU of torch's allocator, on a CPU the resident size of "
-    "the whole process.",
-    "So they differ by what was there before the model (Python, torch, libraries) and by the last column. Above 0 it "
-    "is what the estimate leaves out: temporary tensors within an operator, memory that the allocator keeps for reuse, "
-    "threads, files and data that are read ahead. Below 0 not all that is counted was held at one time, or it took "
-    "memory that was free already.",
+    "Estimated is the planner's memory estimate for the model and its training on one rank, the sum of the columns to "
+    "its left. Measured is the peak memory of a rank: of torch's allocator on a GPU, the resident size of the process "
+    "on a CPU.",
+    "They differ by the memory in use before the model was built (Python, torch, libraries) and by the last column. "
+    "Above 0, it is memory that the estimate does not include: temporary tensors within an operator, memory cached by "
+    "the allocator, threads, files and prefetched data. Below 0, the estimated tensors were not all allocated at the "
+    "same time, or they reused free memory.",
 )
 MOST_OPERATORS = 20
 SPLITS = {"valid": "validation", "test": "test"}
@@ -473,7 +473,7 @@ def operator_table(run: RunFolder) -> Html | None:
         rows.append(
             [operator.get("name"), *cells, _bar(share), f"{(number(operator.get('calls')) or 0) / num_passes:,.1f}"]
         )
-    text = "Own time of one step of one rank, the mean over {} steps and {} ranks. Traces: {}"
+    text = "Self time per step and rank, averaged over {} steps and {} ranks. Traces: {}"
     about = bilingual(text, run.operators.get("steps"), run.operators.get("ranks"), run.path / "profile")
     return tag("div", tag("p", about), table(head, rows))
 

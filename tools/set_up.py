@@ -53,10 +53,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "purpose", choices=("run", "test", "all", "ask"),
-        help="test: with the optional packages of that name too; all: with those that slow tests alone use, where they "
-        "can be had; ask: print which requirements this Python lacks",
+        help="test: also install the extra test; all: also install the extras of slow tests, if they are available; "
+        "ask: print the requirements that this Python lacks",
     )  # fmt: skip
-    parser.add_argument("requirements", nargs="*", help="of ask")
+    parser.add_argument("requirements", nargs="*", help="requirements to check with ask")
     flags = parser.parse_args()
     if flags.purpose == "ask":
         missing = [requirement for requirement in flags.requirements if not is_met(requirement, any_torch=False)]
@@ -79,7 +79,7 @@ def find_or_make(extra: str) -> str:
     required, index = requirements(extra), torch_index()
     if not lacking(required):
         warn_of_another_torch(required)
-        warn_of_another_build(Path(sys.prefix), index, "install torch there by hand, or leave the variable out")
+        warn_of_another_build(Path(sys.prefix), index, "install torch there manually, or unset the variable")
         return sys.executable
     python = VENV / "bin" / "python"
     # VENV may be a link to an environment that several checkouts share, so the lock is next to its target.
@@ -97,14 +97,14 @@ def find_or_make(extra: str) -> str:
                 owner, missing = f"this Python ({sys.executable})", lacking(required)
                 if starts(python):
                     owner, missing = str(VENV), answer.lacking
-                log(f"{owner} lacks {', '.join(missing[:4])}{' ...' if missing[4:] else ''}: setting up {VENV} once")
+                log(f"{owner} lacks {', '.join(missing[:4])}{' ...' if missing[4:] else ''}: setting up {VENV}")
                 make(python, answer.lacking, extra)
                 log("set-up done")
             elif is_foreign:
-                log(f"using {VENV} as it is: {answer.checkout} has set it up, and its packages fit")
+                log(f"using {VENV} unchanged: it belongs to {answer.checkout}, and its packages fit")
             else:
                 stamp(extra).write_text(fingerprint())
-    warn_of_another_build(VENV, index, f"remove {VENV} to have it made anew, or leave the variable out")
+    warn_of_another_build(VENV, index, f"remove {VENV} to create it again, or unset the variable")
     return str(python)
 
 
@@ -117,7 +117,7 @@ def add(python: str, extra: str) -> None:
     packages = ", ".join(answer.lacking)
     skipped = "tests that need it are skipped"
     if Path(python) != VENV / "bin" / "python" or is_of_another(answer.checkout):
-        log(f"{python} lacks {packages}: {skipped}. {python} -m pip install -e '.[{extra}]' adds it")
+        log(f"{python} lacks {packages}: {skipped}. To install: {python} -m pip install -e '.[{extra}]'")
         return
     with locked(VENV.resolve().parent):
         try:
@@ -146,7 +146,7 @@ def _refusal(found: Answer) -> str:
     return (
         f"{venv_text} must have the packages of {PROJECT}, lacks {', '.join(found.lacking[:4])}, and belongs to "
         f"{found.checkout}, so nothing is installed into it. Remove {VENV} or set MEGATRON_VENV to another folder to "
-        "have one made, or activate it to use it as it is."
+        "create a new environment, or activate this one to use it unchanged."
     )
 
 
@@ -223,8 +223,8 @@ def torch_index() -> str:
         return choice
     if not TORCH_BUILD.fullmatch(choice):
         raise SetUpError(
-            "TORCH_INDEX must be a build of torch, such as cu130, cu128, rocm6.4 or cpu, or the address of an index, "
-            f"got {choice}. Leave it out for the build that pip's own index has (CUDA 13 on Linux)."
+            "TORCH_INDEX must be a build of torch, such as cu130, cu128, rocm6.4 or cpu, or the URL of an index, "
+            f"got {choice}. Unset it to use the build in pip's own index (CUDA 13 on Linux)."
         )
     return TORCH_INDEXES + choice
 
@@ -244,7 +244,7 @@ def warn_of_another_build(prefix: Path, index: str, way_out: str) -> None:
     """Warn if TORCH_INDEX selects another build of torch than the installed one, which is kept."""
     wanted_build, build = index.rstrip("/").rpartition("/")[2], installed_build(prefix)
     if build and TORCH_BUILD.fullmatch(wanted_build) and wanted_build != build:
-        log(f"warning: TORCH_INDEX asks for {wanted_build}, and the torch in {prefix} is of {build}: {way_out}")
+        log(f"warning: TORCH_INDEX selects {wanted_build}, but the torch in {prefix} is a {build} build: {way_out}")
 
 
 @contextmanager
@@ -255,7 +255,7 @@ def locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log("another start is setting up; waiting for it")
+            log("waiting for another process that is setting up")
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -292,8 +292,8 @@ def make(python: Path, missing: list[str], extra: str) -> None:
     """Create the environment, or complete the existing one."""
     if begun().exists() or not starts(python):
         if begun().exists():
-            log("the last set-up was interrupted; beginning anew")
-        run("making the virtual environment", [sys.executable, "-m", "venv", "--clear", str(VENV)])
+            log("the last set-up was interrupted; starting from scratch")
+        run("creating the virtual environment", [sys.executable, "-m", "venv", "--clear", str(VENV)])
     begun().touch()
     # pip would compile on one core and install nothing meanwhile, so the packages are compiled separately.
     pip = [str(python), "-m", "pip", "install", "--no-compile"]
@@ -340,7 +340,7 @@ def run(what: str, command: list[str], without: str | None = None) -> None:
     if code:
         raise SetUpError(
             f"{what} failed with code {code} (see above): {' '.join(command)}. Check the network and the free disk "
-            "space, then start again; or activate a Python that has the packages of pyproject.toml."
+            "space and retry, or activate a Python that has the packages of pyproject.toml."
         )
 
 

@@ -14,7 +14,7 @@ find_python() {
     fi
   done
   echo "error: Python 3.11 or newer is needed, found $("${names[1]:-$PYTHON}" --version 2>&1 || true)." \
-    "Install it, or name one: PYTHON=/path/to/python3.11 bash $0" >&2
+    "Install it, or select one: PYTHON=/path/to/python3.11 bash $0" >&2
   return 1
 }
 

@@ -91,29 +91,29 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         required=True,
         help="files and folders, also s3://..., in this order; - for standard input",
     )
-    add("--output", type=Path, required=True, help="the file to write: .model for unigram, else .json")
-    add("--vocab-size", type=at_least(1), required=True, help="tokens, those that control among them")
+    add("--output", type=Path, required=True, help="file to write: .model for unigram, otherwise .json")
+    add("--vocab-size", type=at_least(1), required=True, help="number of tokens, including control tokens")
     add("--model", choices=tuple(train.MODELS), default="bpe")
-    add("--format", choices=preprocess.FORMATS, help="of all inputs (default: each by its name)")
+    add("--format", choices=preprocess.FORMATS, help="format of all inputs (default: by file name)")
     add("--json-key", nargs="+", default=["text"], help="key of the text, a.b for a nested one; several are joined")
-    add("--sample-bytes", type=at_least(1), help="train on so much text, spread evenly over the input (default: all)")
+    add("--sample-bytes", type=at_least(1), help="bytes of text to train on, sampled evenly (default: all)")
     add(
         "--memory-bytes",
         type=at_least(1 << 24),
         help="memory for the words of the text (bpe, wordpiece), 16777216 or more; those that do not fit are sampled "
-        "(default: half of what is free, at most the largest of 2.7 times the text, 10 kB for each token and 80 MB)",
+        "(default: half of the free memory, at most the largest of 2.7 times the text, 10 kB per token and 80 MB)",
     )
-    add("--special-tokens", nargs="+", default=[], metavar="NAME", help="further control tokens, as <fim_prefix>")
-    add("--num-sentinels", type=at_least(0), default=0, help="control tokens <extra_id_0> and so on, as T5 has (0)")
-    add("--max-bad-lines", type=at_least(0), help="bad lines to leave out; with more, an error names all (0)")
-    add("--max-bad-fraction", type=fraction, help="the same as a share of all lines")
+    add("--special-tokens", nargs="+", default=[], metavar="NAME", help="more control tokens, such as <fim_prefix>")
+    add("--num-sentinels", type=at_least(0), default=0, help="number of T5 sentinels <extra_id_0> ... (default: 0)")
+    add("--max-bad-lines", type=at_least(0), help="maximum number of bad lines to skip (default: 0)")
+    add("--max-bad-fraction", type=fraction, help="maximum fraction of bad lines to skip")
     add(
         "--max-token-length",
         type=at_least(2),
-        help="longest token in bytes of UTF-8 (bpe; a Chinese character takes 3) or in characters (unigram). Without "
-        "it a whole clause of Chinese may become one token (default: no limit; unigram 16)",
+        help="maximum length of a token in UTF-8 bytes (bpe; a Chinese character takes 3) or in characters (unigram). "
+        "Without a limit, a Chinese clause may become a single token (default: no limit; unigram 16)",
     )
-    add("--held-out", type=share, default=0.01, help="share of the text to measure on and not to train on (0.01)")
+    add("--held-out", type=share, default=0.01, help="fraction of the text held out for measurement (default: 0.01)")
     return parser.parse_args(argv)
 
 
@@ -143,7 +143,7 @@ def by_language(held_out: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
 
 def report(rows: Sequence[fertility.Fertility]) -> None:
     """Print a table of the tokens that a text needs."""
-    table = Table(title="documents that were not trained on")
+    table = Table(title="held-out documents")
     for name in ("text", "documents", "MB", "bytes/token", "tokens/character", "tokens/word", "unknown"):
         table.add_column(name, justify="left" if name == "text" else "right", overflow="fold")
     for row in rows:
@@ -164,13 +164,13 @@ def check_output(output: Path, model: str) -> None:
     """Raise DataError if ``output`` does not have the suffix for ``model``, or cannot be written."""
     suffix = ".model" if model == "unigram" else ".json"
     if output.suffix != suffix or output.is_dir():
-        raise DataError(f"--output must be a file that ends in {suffix} with --model {model}, got {output}")
+        raise DataError(f"--output must be a {suffix} file with --model {model}, got {output}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output.parent):
             pass
     except OSError as error:
-        raise DataError(f"--output {output} must be in a folder that can be written to: {error}") from error
+        raise DataError(f"--output {output} must be in a writable folder: {error}") from error
 
 
 def report_bad(text: TrainingText, output: Path) -> None:
@@ -199,22 +199,22 @@ def run(args: argparse.Namespace) -> None:
     seconds = time.monotonic() - started
     if len(text.bad) <= MOST_BAD_SHOWN:
         for bad in text.bad:
-            log.warning(f"left out {bad}")
+            log.warning(f"skipped {bad}")
     held_out = [document for group in text.held_out.values() for document in group]
     num_bytes = text.num_bytes - sum(len(document.encode()) for document in held_out)
     log.info(
         f"{args.output}: {vocab.vocab_size} tokens, trained on {text.num_documents - len(held_out)} documents, "
-        f"{num_bytes / 1e6:.1f} MB in {seconds:.1f} s ({text.num_bad} bad left out, {len(held_out)} kept apart)"
+        f"{num_bytes / 1e6:.1f} MB in {seconds:.1f} s ({text.num_bad} bad skipped, {len(held_out)} held out)"
     )
     if vocab.vocab_size < args.vocab_size:
         log.warning(
-            f"the text gives only {vocab.vocab_size} of the {args.vocab_size} tokens of --vocab-size: there is nothing "
-            "left to join. Give more text, or a smaller --vocab-size."
+            f"the text yields only {vocab.vocab_size} of the {args.vocab_size} tokens of --vocab-size, because nothing "
+            "is left to merge. Use more text or a smaller --vocab-size."
         )
     if text.held_out:
         report(fertility.measure(vocab, by_language(text.held_out)))
     else:
-        log.info("the text is too small to keep some of it apart, so there is nothing to measure on (--held-out)")
+        log.info("the text is too small for held-out documents (--held-out), so token counts are not measured")
 
 
 def main() -> int:

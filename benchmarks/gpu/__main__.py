@@ -52,22 +52,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(NAMES)} (default: all, in this order)")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(NAMES)} (default: all, in this order)")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/gpu"), help="folder of the results (default: %(default)s)"
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the dry form at toy sizes")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose names contain this")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run at toy sizes")
+    parser.add_argument("--only", default="", metavar="TEXT", help="run only cases whose names contain TEXT")
     again = parser.add_mutually_exclusive_group()
     again.add_argument("--again", action="store_const", dest="again", const=FINAL, help="repeat cases with a verdict")
     again.add_argument("--failed", action="store_const", dest="again", const=(FAILED,), help="repeat cases that failed")
     parser.set_defaults(again=())
     parser.add_argument(
-        "--commit", default="", metavar="ID", help="of this code, where there is no git to say it: git rev-parse HEAD"
+        "--commit", default="", metavar="ID", help="commit of this code if git is not available: git rev-parse HEAD"
     )
-    parser.add_argument("--list", action="store_true", help="print the cases and run none")
+    parser.add_argument("--list", action="store_true", help="print the cases and exit")
     parser.add_argument(
-        "--minutes", type=float, default=TOTAL_S / 60, help="for all parts together (default: %(default)g)"
+        "--minutes", type=float, default=TOTAL_S / 60, help="time limit of all parts together (default: %(default)g)"
     )
     args = parser.parse_args(argv)
     if unknown := sorted(set(args.parts) - set(NAMES)):
@@ -95,8 +95,8 @@ def machine_of(kind: str, work: Path, out: Path) -> Machine:
         return Machine(kind, "CPU", True, 1, memory, cores, work, out)
     if not torch.cuda.is_available():
         raise SystemExit(
-            f"error: a GPU and a CUDA build of torch must be there, got torch {torch.__version__} that sees none. "
-            "--device cpu tries the program itself"
+            f"error: a GPU and a CUDA build of torch are required, got torch {torch.__version__} without a GPU. Use "
+            "--device cpu to test this program"
         )
     facts = torch.cuda.get_device_properties(0)
     return Machine(kind, facts.name, False, torch.cuda.device_count(), facts.total_memory, cores, work, out)
@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
         results.save()
         print(f"{machine.name}, commit {facts['commit']}, results in {results.path}", flush=True)
         if facts["commit"] == UNKNOWN:
-            print("git does not say which commit this is: --commit does, and results should have one", flush=True)
+            print("the commit is unknown because git is not available. Set --commit to record it", flush=True)
         parts = [part_of(name) for name in names]
         for part_idx, part in enumerate(parts):
             left_s = args.minutes * 60 - (time.monotonic() - start)

@@ -202,7 +202,7 @@ def suite_cases(machine: Machine) -> list[Case]:
 AT_ONCE = max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 """Number of test files that run at the same time. Each process has its own GPU context of 0.5 GB and small tensors."""
 TESTS_PART = Part(
-    "tests", "the suite's tests on the device, and the suite on this torch", suite_cases, 300.0, at_once=AT_ONCE
+    "tests", "GPU tests on the device, and the ordinary suite with this torch", suite_cases, 300.0, at_once=AT_ONCE
 )
 
 
@@ -259,7 +259,7 @@ def layout_cases(machine: Machine) -> Sequence[Case]:
 
 def _one_process(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
     result = _reference(machine, "gpt2", "fp64")[1]
-    return f"a second start against the first: {_text(result)}", _figures(result)
+    return f"second run compared with the first: {_text(result)}", _figures(result)
 
 
 def _layout(name: str, layout: str) -> Callable[[Machine, Path], tuple[str, dict[str, Any]]]:
@@ -268,7 +268,7 @@ def _layout(name: str, layout: str) -> Callable[[Machine, Path], tuple[str, dict
     def run(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
         reference, _ = _reference(machine, model, dtype)
         result = _compare(machine, folder, model, dtype, f"{layout} --distributed-backend gloo", reference)
-        return f"{result['ranks']} ranks over gloo against one process: {_text(result)}", _figures(result)
+        return f"{result['ranks']} ranks over gloo compared with one process: {_text(result)}", _figures(result)
 
     return run
 
@@ -278,13 +278,13 @@ def _nccl_over_all(axis: str) -> Callable[[Machine, Path], tuple[str, dict[str, 
         _needs_nccl(machine)
         num_gpus = machine.num_devices
         if num_gpus < 2:
-            raise Skip("NCCL gives each rank a GPU of its own; there is one GPU")
+            raise Skip("NCCL requires a separate GPU for each rank; there is one GPU")
         heads = num_gpus * -(-4 // num_gpus)
         sizes = f"--num-layers {heads} --num-attention-heads {heads} --hidden-size {64 * heads}"
         micro = f"--gas {num_gpus}" if axis != "dp" else "--gas 1"
         layout = f"{sizes} {micro} {ALL_GPUS[axis]} {num_gpus} --distributed-backend nccl"
         result = _compare(machine, folder, "gpt2", "fp64", layout)
-        return f"{num_gpus} GPUs against one process: {_text(result)}", _figures(result)
+        return f"{num_gpus} GPUs compared with one process: {_text(result)}", _figures(result)
 
     return run
 
@@ -376,16 +376,16 @@ def try_nccl() -> str:
     for name, operation in operations.items():
         out = torch.zeros_like(tensor)
         operation(out)
-        assert torch.equal(out, expected), f"{name} over NCCL must give back what one rank gave"
+        assert torch.equal(out, expected), f"{name} over NCCL changed the values of a single rank"
     dist.barrier()
     version = ".".join(map(str, torch.cuda.nccl.version()))
     dist.destroy_process_group()
-    return f"NCCL {version} with one rank: {', '.join(operations)} give back what was given"
+    return f"NCCL {version} with one rank: {', '.join(operations)} return their input"
 
 
 LAYOUTS_PART = Part(
     "layouts",
-    "every layout against one process, several ranks on one GPU over gloo",
+    "every layout compared with one process, several ranks on one GPU over gloo",
     layout_cases,
     300.0,
     at_once=3,

@@ -81,12 +81,12 @@ def judge_reads(seen: Mapping[str, Any]) -> str:
     Raises:
         AssertionError: the host waits elsewhere or not exactly once per step, or waits are not detected at all.
     """
-    assert seen["is_noticed"], "a wait that was planted is not noticed: the watch sees nothing"
+    assert seen["is_noticed"], "a deliberate wait was not detected, so the detection does not work"
     counts = {place: count / seen["steps"] for place, count in seen["found"].items()}
     unexpected = {place: count for place, count in counts.items() if not place.endswith(f" in {ONCE}")}
-    assert not unexpected, f"the host waits in each step for {_format_counts(unexpected)}"
-    assert sum(counts.values()) == 1, f"the host reads {sum(counts.values()):g} times a step, not once"
-    return f"one wait a step, in {ONCE}, none in its 4 micro-batches"
+    assert not unexpected, f"unexpected waits of the host per step: {_format_counts(unexpected)}"
+    assert sum(counts.values()) == 1, f"the host waits {sum(counts.values()):g} times per step, not once"
+    return f"one wait per step, in {ONCE}, none in its 4 micro-batches"
 
 
 def _format_counts(places: Mapping[str, float]) -> str:
@@ -95,7 +95,7 @@ def _format_counts(places: Mapping[str, float]) -> str:
 
 def memory_retry(machine: Machine, folder: Path) -> Shown:
     """Check that a step whose allocation fails at first continues with the same losses."""
-    needs_gpu(machine, "torch's allocator keeps freed memory of a GPU alone")
+    needs_gpu(machine, "torch's allocator caches freed memory only on a GPU")
     extra = "--bf16 --deterministic"
     eased, pressed = (worker(machine, folder, mode, "gpt2", extra, PRESSED_SIZES) for mode in ("ease", "pressure"))
     return judge_retry(eased, pressed), {name: pressed[name] for name in ("retries", "peak", "limit")}
@@ -107,10 +107,10 @@ def judge_retry(eased: Mapping[str, Any], pressed: Mapping[str, Any]) -> str:
     Raises:
         AssertionError: there was no retry, or the losses differ from those of a run with sufficient memory.
     """
-    assert pressed["retries"] > 0, f"no allocation was tried again: peak {pressed['peak']}, limit {pressed['limit']}"
-    assert not eased["retries"], "the run with memory to spare tried allocations again"
-    assert pressed["losses"] == eased["losses"], f"losses {pressed['losses']}, with memory to spare {eased['losses']}"
-    return f"{pressed['retries']} allocations tried again, losses of {len(eased['losses'])} steps equal to the bit"
+    assert pressed["retries"] > 0, f"no allocation was retried: peak {pressed['peak']}, limit {pressed['limit']}"
+    assert not eased["retries"], "the run with sufficient memory retried allocations"
+    assert pressed["losses"] == eased["losses"], f"losses {pressed['losses']}, with enough memory {eased['losses']}"
+    return f"{pressed['retries']} allocations retried, losses of {len(eased['losses'])} steps bitwise identical"
 
 
 def needs_gpu(machine: Machine, why: str) -> None:
@@ -154,12 +154,12 @@ def judge_equal(seen: Mapping[str, Sequence[str]]) -> str:
     )
     for name, losses in other_runs:
         assert losses == expected, f"{name}: losses {losses}, {first}: {expected}"
-    return f"{', '.join(seen)}: losses of {len(expected)} steps equal to the bit"
+    return f"{', '.join(seen)}: losses of {len(expected)} steps bitwise identical"
 
 
 def launch_blocking(machine: Machine, folder: Path) -> Shown:
     """Check that a run with CUDA_LAUNCH_BLOCKING=1 has the same losses as one without."""
-    needs_gpu(machine, "a CPU launches nothing")
+    needs_gpu(machine, "a CPU launches no kernels")
     extra = "--bf16 --deterministic"
     plain = train(machine, "gpt2", folder / "plain", extra)
     blocked = train(machine, "gpt2", folder / "blocked", extra, env={"CUDA_LAUNCH_BLOCKING": "1"})
@@ -168,7 +168,7 @@ def launch_blocking(machine: Machine, folder: Path) -> Shown:
 
 def too_large(machine: Machine, folder: Path) -> Shown:
     """Check how a run ends whose batch does not fit in memory."""
-    needs_gpu(machine, "a batch for all memory of the host would bring the host down")
+    needs_gpu(machine, "a batch that exceeds the host's memory would crash the host")
     per_token = 34 * WIDE * DEEP  # bytes that the backward of each layer needs, in 16 bits
     batch = math.ceil(1.5 * machine.memory_bytes / per_token / LONG)
     sizes = f"--num-layers {DEEP} --hidden-size {WIDE} --num-attention-heads 16 --seq-length {LONG}"
@@ -186,11 +186,11 @@ def judge_out_of_memory(done: Done) -> str:
     """
     done.check(1)
     line = the_line(done, "out of memory")
-    assert re.search(r"could not allocate [\d.]+ ?\w+", line), f"the bytes must be named: {line}"
+    assert re.search(r"could not allocate [\d.]+ ?\w+", line), f"the message does not contain the bytes: {line}"
     assert re.search(r"step 1, (forward|backward) of micro-batch \d", line), (
-        f"step and micro-batch must be named: {line}"
+        f"the message does not contain step and micro-batch: {line}"
     )
-    assert "Lower --batch-size" in line, f"what to do must be said: {line}"
+    assert "Lower --batch-size" in line, f"the message does not contain the fix: {line}"
     return f"code 1: {line[:200]}"
 
 
@@ -201,7 +201,7 @@ def the_line(done: Done, sign: str) -> str:
         AssertionError: no line contains it.
     """
     lines = [line for line in done.text.splitlines() if sign in line]
-    assert lines, f'"{sign}" is not said: {done.text[-900:]}'
+    assert lines, f'the output does not contain "{sign}": {done.text[-900:]}'
     return lines[0]
 
 
@@ -232,16 +232,16 @@ def judge_shared(done: Done) -> str:
         AssertionError: the code is not 2, a rank or the device is not named, or it took too long.
     """
     done.check(2)
-    the_line(done, "each rank must have a GPU of its own")
+    the_line(done, "each rank must have a separate GPU")
     line = the_line(done, "GPU-")
-    assert "rank 0" in line and "rank 1" in line, f"both ranks must be named: {line}"
-    assert done.seconds <= QUICK_S, f"refused only after {done.seconds:.0f} s"
+    assert "rank 0" in line and "rank 1" in line, f"the message does not name both ranks: {line}"
+    assert done.seconds <= QUICK_S, f"rejected only after {done.seconds:.0f} s"
     return f"code 2 after {done.seconds:.0f} s: {line.strip()[:200]}"
 
 
 def no_such_device(machine: Machine, folder: Path) -> Shown:
     """Check that a rank without a device is rejected."""
-    needs_gpu(machine, "a CPU has no numbers")
+    needs_gpu(machine, "CPU devices have no index")
     env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": str(machine.num_devices)}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     process = start(machine, "gpt2", folder / "run", "--bf16", env=env)
@@ -256,8 +256,8 @@ def judge_no_device(done: Done, number: int) -> str:
     """
     done.check(2)
     line = the_line(done, "LOCAL_RANK must be below")
-    assert f"got {number} and {number}" in line, f"both numbers must be named: {line}"
-    assert done.seconds <= QUICK_S, f"refused only after {done.seconds:.0f} s"
+    assert f"got {number} and {number}" in line, f"the message does not contain both numbers: {line}"
+    assert done.seconds <= QUICK_S, f"rejected only after {done.seconds:.0f} s"
     return f"code 2 after {done.seconds:.0f} s: {line[:160]}"
 
 
@@ -298,8 +298,8 @@ def judge_death(code: int, seconds: float, text: str) -> str:
         AssertionError: the code is not 4, it took too long, or the rank is not named.
     """
     assert code == 4, f"ended with code {code}, not 4: {text[-900:]}"
-    assert seconds <= DEATH_S, f"the others ended only after {seconds:.1f} s"
-    assert re.search(r"rank 1\b.*SIGKILL|SIGKILL.*rank 1\b", text), f"the dead rank is not named: {text[-900:]}"
+    assert seconds <= DEATH_S, f"the other ranks ended only after {seconds:.1f} s"
+    assert re.search(r"rank 1\b.*SIGKILL|SIGKILL.*rank 1\b", text), f"dead rank not named: {text[-900:]}"
     return f"code 4 {seconds:.1f} s after SIGKILL of rank 1"
 
 
@@ -320,7 +320,7 @@ def judge_ended(done: Done, run: Run) -> str:
     """
     done.check(5)
     line = the_line(done, f"step {SPOILED} ")
-    assert "micro-batch" in line, f"the micro-batch must be named: {line}"
+    assert "micro-batch" in line, f"the message does not name the micro-batch: {line}"
     assert run.steps == (*range(1, SPOILED),), f"{len(run.steps)} steps were recorded, not {SPOILED - 1}"
     return f"code 5: {line[:200]}"
 
@@ -334,9 +334,9 @@ def judge_skipped(done: Done, run: Run) -> str:
     done.check()
     assert run.steps == (*range(1, STEPS + 1),), f"{len(run.steps)} steps were recorded, not {STEPS}"
     non_finite_steps = [step for step, loss in zip(run.steps, run.losses, strict=True) if not math.isfinite(loss)]
-    assert non_finite_steps == [SPOILED], f"the steps {non_finite_steps} have no loss, not {SPOILED} alone"
-    assert run.losses[-1] < run.losses[0], "the loss must fall behind the step that was left out"
-    return f"step {SPOILED} left out, {STEPS} steps done, {run.losses[0]:.3f} to {run.losses[-1]:.3f}"
+    assert non_finite_steps == [SPOILED], f"the steps {non_finite_steps} have no loss, not only {SPOILED}"
+    assert run.losses[-1] < run.losses[0], "the loss must decrease after the skipped step"
+    return f"step {SPOILED} skipped, {STEPS} steps run, loss {run.losses[0]:.3f} to {run.losses[-1]:.3f}"
 
 
 def cases(machine: Machine) -> Sequence[Case]:
@@ -372,7 +372,7 @@ def cases(machine: Machine) -> Sequence[Case]:
 
 PART = Part(
     "faults",
-    "waits of the host, memory that runs out, ranks that die or share a GPU, numbers that are none",
+    "host waits, out-of-memory errors, ranks that die or share a GPU, losses that are not finite",
     cases,
     budget_s=240.0,
     at_once=max(1, min(6, len(os.sched_getaffinity(0)) // 2)),

@@ -217,7 +217,7 @@ def _judge(case: Case, machine: Machine, part: Part, latest: float, end: float) 
     """
     start = time.monotonic()
     if start >= latest:
-        return Verdict(NOT_RUN, f"the part's {part.budget_s:.0f} s were over; a second start goes on here")
+        return Verdict(NOT_RUN, f"not started within the part's {part.budget_s:.0f} s; the next start runs it")
     folder = machine.work / part.name / "".join(c if c.isalnum() else "-" for c in case.name)
     folder.mkdir(parents=True, exist_ok=True)
     own_end = start + case.limit_s
@@ -233,7 +233,7 @@ def _judge(case: Case, machine: Machine, part: Part, latest: float, end: float) 
         verdict = Verdict(FAILED, _line(f"{type(error).__name__}: {error}"))
     now = time.monotonic()
     if verdict.status == FAILED and end < own_end and now >= end:  # it may have failed only for lack of time
-        why = f"cut off when the part's {part.budget_s:.0f} s were over; a second start repeats it: {verdict.text}"
+        why = f"killed at the end of the part's {part.budget_s:.0f} s; the next start repeats it: {verdict.text}"
         verdict = Verdict(NOT_RUN, why)
     return replace(verdict, seconds=round(now - start, 2))
 

@@ -24,18 +24,17 @@ ROOT = Path(__file__).resolve().parents[2]
 SEEN = Path("benchmarks/gpu/seen")
 PAGES = {
     "docs/accelerators.md": (
-        "Nothing yet: every figure and every test of this repository is from a CPU. The code for CUDA and NCCL is "
-        "written, but has not run\non a GPU. `bash benchmarks/gpu/run.sh` is the one command that shows it, on any "
-        "GPU from 16 GB.",
-        "MFU is relative to the matrix products of the same run and counts half of causal attention; `of the sheet` is "
-        "relative to the peak of the data sheet. `memory` and `planner` are the estimates of `--dry-run` and of the "
-        "planner over the measurements.",
+        "There are no results yet: all figures and tests of this repository come from CPUs. The code for CUDA and NCCL "
+        "is written, but has not run\non a GPU. `bash benchmarks/gpu/run.sh` tests it on any GPU with at least 16 GB.",
+        "MFU is relative to the matrix products of the same run and counts half of causal attention; `MFU (sheet)` is "
+        "relative to the peak in the data sheet. `memory` and `planner` are the estimates of `--dry-run` and of the "
+        "planner relative to the measurements.",
     ),
     "docs/zh/accelerators.md": (
         "还没有：本仓库的每一个数字、每一项测试都来自 CPU。CUDA 与 NCCL 的代码已经写好，"
         "但还没有在 GPU 上运行过。只要一条命令就能验证，\n"
         "任何 16 GB 以上的 GPU 都可以：`bash benchmarks/gpu/run.sh`。",
-        "MFU 以同一次运行里的矩阵乘法为 1，因果注意力只计一半；`of the sheet` 以厂商标称的峰值为 1。"
+        "MFU 以同一次运行里的矩阵乘法为 1，因果注意力只计一半；`MFU (sheet)` 以厂商标称的峰值为 1。"
         "`memory` 和 `planner` 是 `--dry-run` 和规划工具的估计与实测之比。",
     ),
 }
@@ -89,7 +88,7 @@ def speeds_table(content: Mapping[str, Any]) -> str:
                 number(row.get("memory_ratio"), 2),
                 number(row.get("planner_ratio"), 2),
             ])  # fmt: skip
-    heads = ["model", "tokens x sequences", "contender", "ms", "tokens/s", "MFU", "of the sheet"]
+    heads = ["model", "tokens x sequences", "contender", "ms", "tokens/s", "MFU", "MFU (sheet)"]
     return table([*heads, "GiB allocated, reserved", "memory", "planner"], rows)
 
 
@@ -133,7 +132,7 @@ def with_block(text: str, new: str) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end or BEGIN in rest or END in after:
-        raise ValueError(f"a page must have {BEGIN} and after it {END} once each")
+        raise ValueError(f"a page must contain {BEGIN} and after it {END}, once each")
     return f"{before}{begin}\n\n{new}\n\n{end}{after}"
 
 
@@ -142,10 +141,10 @@ def problem_of(path: Path) -> str | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["is_dry"] or content["kind"] != "cuda":
-            return f"results must be of a GPU, got a dry run or a CPU's: {path}"
+            return f"results must come from a GPU, not from a dry run or a CPU, got {path}"
         block("docs/accelerators.md", [content])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"results must be a file that benchmarks/gpu/run.sh wrote, got {path}: {type(error).__name__}: {error}"
+        return f"results must be a file written by benchmarks/gpu/run.sh, got {path}: {type(error).__name__}: {error}"
     return None
 
 
@@ -162,7 +161,7 @@ def write_tables(machine: Machine, folder: Path) -> tuple[str, dict[str, Any]]:
 
 PART = Part(
     name="tables",
-    about="the tables of the results so far",
+    about="tables of the results so far",
     cases=lambda machine: [Case("tables", write_tables)],
     budget_s=20.0,
     is_always=True,
@@ -177,7 +176,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("results", nargs="*", type=Path, metavar="RESULTS.json", help="files that run.sh has written")
+    parser.add_argument("results", nargs="*", type=Path, metavar="RESULTS.json", help="files written by run.sh")
     args = parser.parse_args(argv)
     for path in args.results:
         if problem := problem_of(path):

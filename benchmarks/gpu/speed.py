@@ -274,7 +274,7 @@ def require_bf16() -> None:
     import torch
 
     if not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise Skip("times are those of bf16, which this GPU does not have")
+        raise Skip("the benchmark uses bf16, which this GPU does not support")
 
 
 def room_for(model: Model, machine: Machine) -> Fitted:
@@ -381,11 +381,13 @@ def check(figures: Mapping[str, Any], kind: str) -> None:
         AssertionError: a figure is not plausible.
     """
     for name, row in figures["contenders"].items():
-        assert math.isfinite(row["last_loss"]), f"the loss of {name} must be a number, got {row['last_loss']}"
-        assert 0.0 < row["mfu"] < 1.0, f"MFU of {name} must be between 0 and 1, got {row['mfu']}: products or FLOPs"
+        assert math.isfinite(row["last_loss"]), f"the loss of {name} must be finite, got {row['last_loss']}"
+        assert 0.0 < row["mfu"] < 1.0, f"MFU of {name} must be between 0 and 1, got {row['mfu']}"
         if kind != "cpu":
             allocated, reserved = row["allocated_bytes"], row["reserved_bytes"]
-            assert 0 < allocated <= reserved, f"{name} must reserve what it allocates, got {reserved} and {allocated}"
+            assert 0 < allocated <= reserved, (
+                f"{name} must reserve at least the {allocated} allocated bytes, got {reserved}"
+            )
 
 
 def line_of(figures: Mapping[str, Any]) -> str:
@@ -450,7 +452,7 @@ def planned_of(machine: Machine, planned: Planned) -> Iterator[tuple[str, dict[s
 
 PART = Part(
     name="speed",
-    about="MFU, tokens/s and memory of ours, Hugging Face's and a plain loop; kernels; estimates against measurement",
+    about="MFU, tokens/s and memory of ours, Hugging Face's and a plain loop; kernels; accuracy of the estimates",
     cases=cases,
     budget_s=400.0,
 )

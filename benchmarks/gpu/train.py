@@ -180,7 +180,7 @@ def worst(run: Run, other: Run) -> float:
     Raises:
         AssertionError: they have different steps, or a loss is not finite.
     """
-    assert run.steps == other.steps, f"the steps {spans(run.steps)} were done, against {spans(other.steps)}"
+    assert run.steps == other.steps, f"the steps {spans(run.steps)} were run, expected {spans(other.steps)}"
     assert run.steps, "no step was recorded"
     assert all(map(math.isfinite, run.losses + other.losses)), f"a loss is not finite: {run.losses}"
     return max(abs(loss - other_loss) for loss, other_loss in zip(run.losses, other.losses, strict=True))
@@ -201,11 +201,11 @@ def judge_losses(run: Run, other: Run, allowed: float, fall: float = 0.3) -> str
         AssertionError: the difference exceeds ``allowed``, the losses have not decreased, or a step was skipped.
     """
     largest = worst(run, other)
-    assert not run.num_skipped, f"{run.num_skipped} steps were left out for an overflow"
+    assert not run.num_skipped, f"{run.num_skipped} steps were skipped due to an overflow"
     fallen = run.losses[0] - run.losses[-1]
-    summary = f"losses within {largest:.2g} of {len(run.steps)} steps, {allowed:.2g} allowed"
-    assert largest <= allowed, f"{summary}: got {_row(run.losses)} against {_row(other.losses)}"
-    assert fallen >= fall, f"the loss must fall by {fall:g}, got {run.losses[0]:.4f} to {run.losses[-1]:.4f}"
+    summary = f"losses of {len(run.steps)} steps within {largest:.2g}, allowed {allowed:.2g}"
+    assert largest <= allowed, f"{summary}: got {_row(run.losses)}, expected {_row(other.losses)}"
+    assert fallen >= fall, f"the loss must decrease by {fall:g}, got {run.losses[0]:.4f} to {run.losses[-1]:.4f}"
     return f"{summary}; {run.losses[0]:.3f} to {run.losses[-1]:.3f}"
 
 
@@ -219,11 +219,11 @@ def judge_bits(run: Run, other: Run) -> str:
     Raises:
         AssertionError: the runs differ; the message has the first step that differs.
     """
-    assert run.steps == other.steps, f"the steps {spans(run.steps)} were done, against {spans(other.steps)}"
+    assert run.steps == other.steps, f"the steps {spans(run.steps)} were run, expected {spans(other.steps)}"
     assert run.steps, "no step was recorded"
     for bits, other_bits in zip(run.bits, other.bits, strict=True):
-        assert bits == other_bits, f"step {bits[0]} has loss and norm {bits[1:]}, against {other_bits[1:]}"
-    return f"losses and norms of {len(run.steps)} steps equal to the bit"
+        assert bits == other_bits, f"step {bits[0]} has loss and norm {bits[1:]}, expected {other_bits[1:]}"
+    return f"losses and norms of {len(run.steps)} steps bitwise identical"
 
 
 def judge_weights(machine: Machine, one: Path, other: Path) -> str:
@@ -236,7 +236,7 @@ def judge_weights(machine: Machine, one: Path, other: Path) -> str:
     assert process.code == 0, (
         f"the checkpoints differ or were not compared (code {process.code}): {process.text[-600:]}"
     )
-    return "weights and moments equal to the bit"
+    return "weights and moments bitwise identical"
 
 
 @dataclass
@@ -261,7 +261,7 @@ class Live:
             assert self.process.poll() is None, (
                 f"ended with {self.process.returncode} before {what}: {self.text[-900:]}"
             )
-            assert time.monotonic() < self.end, f"{what} did not come in time: {self.text[-900:]}"
+            assert time.monotonic() < self.end, f"timed out before {what}: {self.text[-900:]}"
             time.sleep(0.005)
 
     def signal(self, number: signal.Signals) -> None:
@@ -344,10 +344,10 @@ def same_masks(machine: Machine, folder: Path) -> Shown:
     plain, other = reference(machine, "gpt2"), reference(machine, "gpt2", DROPOUT)
     difference = worst(plain, other)
     assert difference > 2 * TOLERANCES["fp32"] or machine.is_dry, (
-        f"dropout changes the losses by no more than {difference:.2g}"
+        f"dropout changes the losses only by {difference:.2g}"
     )
     text, figures = compared(run, other, TOLERANCES["fp32"], machine)
-    return f"{text}; without dropout they are {difference:.2g} apart", figures
+    return f"{text}; without dropout they differ by {difference:.2g}", figures
 
 
 def compiled(machine: Machine, folder: Path, *, family: str) -> Shown:
@@ -398,9 +398,9 @@ def saved_beside(machine: Machine, folder: Path) -> Shown:
     run, other = train(machine, "gpt2", folder / "run", repeated_flags(machine, "--async-save")), whole(machine)
     text, figures = same_bits(machine, run, other)
     name = f"checkpoints/step-{num_steps(machine) // 2:08d}"
-    assert (run.folder / name).is_dir(), f"there is no {name} in mid-run"
+    assert (run.folder / name).is_dir(), f"the checkpoint {name} does not exist"
     judge_weights(machine, run.folder / name, other.folder / name)
-    return f"{text}; so are those of the middle, written while training went on", figures
+    return f"{text}; so is the checkpoint {name}, written during training", figures
 
 
 def cut_off(
@@ -424,10 +424,10 @@ def cut_off(
     finally:
         live.close()
     last = last_step(run)
-    assert last < num_steps(machine), f"all {last} steps were done before {number.name} came"
+    assert last < num_steps(machine), f"all {last} steps were run before {number.name} arrived"
     train(machine, "gpt2", run, extra)
     text, figures = same_bits(machine, read_run(run), whole(machine))
-    return f"{number.name} behind step {last}, code {exit_code}; resumed: {text}", figures | {"cut": last}
+    return f"{number.name} after step {last}, code {exit_code}; resumed: {text}", figures | {"cut": last}
 
 
 def is_under_way(machine: Machine, run: Path) -> bool:
@@ -465,7 +465,7 @@ def cases(machine: Machine) -> Sequence[Case]:
 
 PART = Part(
     "train",
-    "the training scripts against the CPU in fp32; to the bit, stopped, killed, resumed, compiled",
+    "training scripts compared with the CPU in fp32; repeated bitwise, stopped, killed, resumed, compiled",
     cases,
     budget_s=300.0,
     at_once=max(1, min(8, len(os.sched_getaffinity(0)) // 2)),

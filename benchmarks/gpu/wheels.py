@@ -121,7 +121,7 @@ class Wheel:
             return f"{self.path.name} does not install on Python {target.python} on x86-64 Linux"
         if not self.python.contains(f"{target.python}.0"):
             return f"{self.path.name} requires Python {self.python}, the machine has {target.python}"
-        return f"{self.path.name} must not be carried, but be there" if NEVER.fullmatch(self.name) else ""
+        return f"{self.path.name} must be installed already, not collected" if NEVER.fullmatch(self.name) else ""
 
 
 def required(root: Path = ROOT) -> list[Requirement]:
@@ -171,24 +171,24 @@ def amiss(
         if version == "" or (version and requirement.specifier.contains(version, prereleases=True)):
             continue
         if NEVER.fullmatch(name):
-            problems.append(f"{required_by} requires {text}, which is not carried and must be there" + _but(version))
+            problems.append(f"{required_by} requires {text}, which must be installed already" + _but(version))
             continue
         if fetch is not None and name not in wheels_in(folder):
             fetch(requirement)
         wheels = wheels_in(folder).get(name, [])
         if not wheels:
-            problems.append(f"{required_by} requires {text}, which is neither carried nor there" + _but(version))
+            problems.append(f"{required_by} requires {text}, which is neither collected nor installed" + _but(version))
         for wheel in wheels:
             if not requirement.specifier.contains(wheel.version, prereleases=True):
-                problems.append(f"{required_by} requires {text}, carried is {wheel.version}")
+                problems.append(f"{required_by} requires {text}, collected is {wheel.version}")
             if (name, *sorted(requirement.extras)) not in met:
                 queue += [(need, name) for need in wheel.requires if target.needs(need, sorted(requirement.extras))]
         met.add((name, *sorted(requirement.extras)))
     carried = wheels_in(folder)
     reached = {name for name, *_ in met}
-    problems += [f"{name} is carried, but nothing requires it" for name in carried if name not in reached]
+    problems += [f"{name} is collected, but nothing requires it" for name in carried if name not in reached]
     problems += [
-        f"{name} is carried {len(package_wheels)} times"
+        f"{name} is collected {len(package_wheels)} times"
         for name, package_wheels in carried.items()
         if len(package_wheels) > 1
     ]
@@ -197,7 +197,7 @@ def amiss(
 
 
 def _but(version: str | None) -> str:
-    return f" (there: {version})" if version else ""
+    return f" (installed: {version})" if version else ""
 
 
 def exact(requirement: Requirement) -> str:
@@ -225,7 +225,7 @@ def fetch_into(folder: Path, target: Target) -> Fetch:
             source = ["--no-deps", "--no-binary", requirement.name, "--wheel-dir", str(folder)]
             errors += _run([*pip, "wheel", *source, spec])
             if not any(canonicalize_name(requirement.name) == name for name in wheels_in(folder)):
-                raise SystemExit(f"error: {spec} can neither be fetched nor built:\n{errors}")
+                raise SystemExit(f"error: {spec} can neither be downloaded nor built:\n{errors}")
 
     return fetch
 
@@ -247,18 +247,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     out = Path(os.environ.get("GPU_WHEELS") or ROOT / ".gpu-wheels")
-    parser.add_argument("--python", default="3.12", metavar="X.Y", help="the other Python (default: %(default)s)")
+    parser.add_argument(
+        "--python", default="3.12", metavar="X.Y", help="Python version of the target machine (default: %(default)s)"
+    )
     parser.add_argument("--out", type=Path, default=out, help="folder of the wheels (default: %(default)s)")
     parser.add_argument(
         "--have", type=Path, metavar="FILE",
-        help="what is there, a line NAME or NAME==VERSION for each package (default: what such machines usually have)",
+        help="packages of the target machine, one NAME or NAME==VERSION per line (default: a list of common packages)",
     )  # fmt: skip
-    parser.add_argument("--check", action="store_true", help="fetch nothing; judge the folder as it is")
+    parser.add_argument("--check", action="store_true", help="download nothing; only check the folder")
     args = parser.parse_args(argv)
     if not re.fullmatch(r"3\.\d+", args.python):
         parser.error(f"--python must be a version such as 3.12, got {args.python}")
     if args.have and not args.have.is_file():
-        parser.error(f"--have must be a file with a package a line, got {args.have}")
+        parser.error(f"--have must be a file with one package per line, got {args.have}")
     return args
 
 
@@ -285,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
             path.unlink()
         for path in folder.glob("*.whl"):
             path.rename(args.out / path.name)
-        print(f"in {args.out}; benchmarks/gpu/run.sh installs them where they are needed")
+        print(f"written to {args.out}; benchmarks/gpu/run.sh installs them on the target machine")
     if not args.check:
         scratch.cleanup()
     return int(bool(problems))

@@ -77,7 +77,7 @@ def collect(
         scanned.problems += [model_choice.NOT_ACCEPTED] if explicit.get(model_choice.FIELD) else []
     weaker = choice.layers(script, program)
     if values_of(weaker).get("config"):
-        scanned.problems.append("--config is read from the command line alone, got it in the defaults. Move it there")
+        scanned.problems.append("--config is accepted on the command line only, got it in the defaults. Move it there")
     _drop(("config",), weaker)
     if file.is_of_run:  # the config.json of a run has every setting
         weaker = [layer for layer in weaker if layer.source is MODEL and choice.source is COMMAND_LINE]
@@ -88,7 +88,7 @@ def collect(
     if file.json:
         if json:
             scanned.problems.append(
-                "the file of --config has keys of DeepSpeed's JSON, got --deepspeed_config too. Leave one out"
+                "the file of --config has keys of DeepSpeed's JSON, got --deepspeed_config too. Remove one of them"
             )
         json = file.json
     stated_json = {} if file.deepspeed else json  # a config.json already contains the values of the run's JSON
@@ -100,7 +100,7 @@ def collect(
 
     if implied := {name: value for name, value in scanned.implied.items() if name not in values_of(weaker)}:
         listed = ", ".join(f"{name} {text_of_value(value)}" for name, value in implied.items())
-        scanned.notes.append(f"DeepSpeed's defaults for what the JSON's optimizer section omits: {listed}")
+        scanned.notes.append(f"DeepSpeed's defaults for parameters missing from the JSON's optimizer section: {listed}")
     weaker.append(Layer(DEEPSPEED_DEFAULT, scanned.implied))
     extra = extras.values(scanned)
     typed = {name: value for name, value in scanned.values.items() if name not in scanned.from_file}

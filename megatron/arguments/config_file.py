@@ -88,7 +88,7 @@ def _read_toml(path: str) -> FileText:
         line = text.splitlines()[int(match[1]) - 1].strip() if match else ""
         location = f"{path}:{match[1]}" if match else path
         if "overwrite" in str(error) or "twice" in str(error):
-            raise ConfigError(f"{location}: a key may stand once, got {line!r} again. Remove one") from error
+            raise ConfigError(f"{location}: a key may occur only once, got {line!r} again. Remove one") from error
         raise ConfigError(f"{location}: must be TOML, got {error}") from error
     lines: dict[tuple[str, ...], int] = {}
     heading: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ def _read_yaml(path: str) -> FileText:
     except (yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{path}: must be YAML, got {error}") from error
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{path}:1: must hold keys with values, one a line as in num-layers: 4. Write so")
+        raise ConfigError(f"{path}:1: must contain keys with values, one per line, such as num-layers: 4")
     lines: dict[tuple[str, ...], int] = {}
     return FileText(path, _mapping(root, (), path, lines, set()), lines)
 
@@ -136,10 +136,12 @@ def _mapping(node: Any, keys: tuple[str, ...], path: str, lines: dict[tuple[str,
         if node.style is None and node.tag.startswith("tag:yaml.org,2002:"):
             return next((make(node.value) for pattern, make in _CORE if pattern.fullmatch(node.value)), node.value)
         if not node.tag.startswith("tag:yaml.org,2002:"):
-            raise ConfigError(f"{location}: a value must have no tag, got {node.tag}. Remove it")
+            raise ConfigError(f"{location}: YAML tags are not supported, got {node.tag}. Remove it")
         return node.value
     if id(node) in seen:
-        raise ConfigError(f"{location}: lists and mappings must be written out, got an alias for one. Write it out")
+        raise ConfigError(
+            f"{location}: YAML aliases of lists and mappings are not supported, got one. Write the list or mapping out"
+        )
     seen.add(id(node))
     if node.id == "sequence":
         return [_mapping(item, keys, path, lines, seen) for item in node.value]
@@ -151,7 +153,7 @@ def _mapping(node: Any, keys: tuple[str, ...], path: str, lines: dict[tuple[str,
         key = key_node.value
         if key in values:
             raise ConfigError(
-                f"{path}:{line}: a key may stand once, got {key!r} again (first on line {lines[(*keys, key)]}). "
+                f"{path}:{line}: a key may occur only once, got {key!r} again (first on line {lines[(*keys, key)]}). "
                 "Remove one"
             )
         lines[(*keys, key)] = line
@@ -312,9 +314,9 @@ class _Reader:
     def _check_family(self, family: str) -> None:
         if family == self.family:
             return
-        program = f"use {FAMILIES[family].command}" if family in FAMILIES else "another program has written it"
+        program = f"use {FAMILIES[family].command}" if family in FAMILIES else "it was written by another program"
         self.problems.append(
-            f"{self.text.where(OF_RUN)}: the file must be of a run of {FAMILIES[self.family].title}, got family "
+            f"{self.text.where(OF_RUN)}: the file must be from a run of {FAMILIES[self.family].title}, got family "
             f"{family}: {program}"
         )
 
@@ -325,7 +327,7 @@ class _Reader:
             self.rest += _words(self.extras.get(name, f"--{key}"), value) if name in self.extras else []
         elif name == "config":
             if not self.is_of_run:
-                self.problems.append(f"{location}: {key} must stand on the command line alone. Remove it here")
+                self.problems.append(f"{location}: {key} is accepted on the command line only. Remove it here")
         elif name in self.known:
             self._take(*self.known[name], key, location, value)
         elif not (self.is_of_run and (name in self.foreign or key in UNNAMED)):
@@ -342,7 +344,7 @@ class _Reader:
             return
         if option.name in self.places and option.name not in self.yielded:
             self.problems.append(
-                f"{label} says what {self.places[option.name]} has said: a flag may stand once. Remove one"
+                f"{label} sets the same field as {self.places[option.name]}: a flag may occur only once. Remove one"
             )
             return
         self.places[option.name] = label
@@ -364,7 +366,7 @@ class _Reader:
         """
         if value is None:
             if option.default is not None:
-                raise ValueError(f"{option.rule()}, got no value. Give one, or leave the key out")
+                raise ValueError(f"{option.rule()}, got no value. Add a value, or remove the key")
             return self.is_of_run, None
         if flag in option.constants:
             if not isinstance(value, bool):
@@ -377,7 +379,7 @@ class _Reader:
         if option.join is not None and not self.is_of_run:
             words = value if isinstance(value, list) else [value]
             if any(isinstance(word, (dict, list, bool)) or word is None for word in words) or not words:
-                raise ValueError(f"a text, or a list of texts and numbers, got {_shown(value)}")
+                raise ValueError(f"a string, or a list of strings and numbers, got {_shown(value)}")
             return True, option.join([str(word) for word in words])
         if isinstance(value, (dict, list)):
             raise ValueError(f"{option.rule()}, got {_shown(value)}")
@@ -389,7 +391,7 @@ class _Reader:
         if option.kind == "float" and isinstance(value, int) and not isinstance(value, bool):
             return True, float(value)
         if option.kind == "str" and not isinstance(value, str):
-            raise ValueError(f"{option.rule()}, got {_shown(value)}. Write it in quotes if it is meant so")
+            raise ValueError(f"{option.rule()}, got {_shown(value)}. Quote it if it is meant as a string")
         return True, value
 
     def _pass_on(self, name: str, key: str, place: str, value: Any) -> None:
@@ -425,7 +427,7 @@ class _Reader:
             if name in plain and name in self.places and self.values.get(name, converted) != converted:
                 self.problems.append(
                     f"{place}: {key} must agree with {self.places[name]}, got {name.replace('_', ' ')} {converted} and "
-                    f"{self.values[name]}. Leave one of them out"
+                    f"{self.values[name]}. Remove one of them"
                 )
             else:
                 self.values[name], self.places[name] = converted, f"{place}: {key}"
@@ -523,7 +525,9 @@ def _former_defaults(saved: Mapping[str, Any], found: Scan) -> dict[str, Any]:
     former = {name: value for name, value in former_defaults(saved).items() if name in options.keys() - found.values}
     defaults = {name: option.default for name, option in options.items()}
     if changed := list(describe_kept(former, defaults)):
-        found.notes.append(f"settings of that run, which had no such entry yet: {', '.join(changed)}")
+        found.notes.append(
+            f"former defaults of settings that did not exist when that run was saved: {', '.join(changed)}"
+        )
     return former
 
 

@@ -56,9 +56,9 @@ def read_json(path: str, flag: str = "--deepspeed_config") -> JsonText:
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
     except RecursionError as error:
-        raise ConfigError(f"{path}: must be nested less deeply") from error
+        raise ConfigError(f"{path}: is nested too deeply") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}:1:1: must hold one JSON object {{...}}, got {type(values).__name__}")
+        raise ConfigError(f"{path}:1:1: must contain one JSON object {{...}}, got {type(values).__name__}")
     return JsonText(path, values, _key_places(path, text))
 
 
@@ -87,8 +87,8 @@ def text_of(path: str, flag: str, what: str = "one JSON object {...}") -> str:
             f"{path}:{line}:1: must be UTF-8, got byte {raw[error.start]:#x}. Save it as UTF-8"
         ) from error
     if not text.strip():
-        cure = "Write {} for no settings" if path.endswith("json") else "Leave the flag out for no settings"
-        raise ConfigError(f"{path}:1:1: must hold {what}, got an empty file. {cure}")
+        cure = "Write {} for no settings" if path.endswith("json") else "Remove the flag for no settings"
+        raise ConfigError(f"{path}:1:1: must contain {what}, got an empty file. {cure}")
     return text
 
 
@@ -124,8 +124,8 @@ def _key_places(path: str, text: str) -> dict[tuple[str, ...], tuple[int, int]]:
             position = _line_and_column(text, previous[1])
             if keys in positions and "" not in keys:
                 raise ConfigError(
-                    f"{path}:{position[0]}:{position[1]}: a key may stand once, got {keys[-1]!r} again "
-                    f"(first on line {positions[keys][0]}). Remove one"
+                    f"{path}:{position[0]}:{position[1]}: a key may occur only once, got {keys[-1]!r} again (first on "
+                    f"line {positions[keys][0]}). Remove one"
                 )
             positions[keys] = position
             pending = keys[-1]
@@ -294,7 +294,7 @@ def _section_problems(
         elif inner in known:
             yield from _value_problems(location, full_name, known[inner], value)
         else:
-            rule = deepspeed_keys.REJECTED_IN.get(name) or f"it takes {', '.join(known)}"
+            rule = deepspeed_keys.REJECTED_IN.get(name) or f"supported keys are {', '.join(known)}"
             yield f"{location}: {unknown('key', inner, known).partition('; --help-all')[0]} in {name}: {rule}"
 
 
@@ -334,13 +334,16 @@ def _optimizer_problems(text: JsonText, section: dict[str, Any]) -> Iterator[str
     optimizer, params = section.get("type", "AdamW"), section.get("params", {})
     if isinstance(params, dict) and "max_grad_norm" in params:
         location = text.where("optimizer", "params", "max_grad_norm")
-        yield f"{location}: optimizer.params.max_grad_norm is rejected, as by DeepSpeed. Use gradient_clipping"
+        yield f"{location}: optimizer.params.max_grad_norm is not supported, as in DeepSpeed. Use gradient_clipping"
     if isinstance(optimizer, str) and optimizer.lower() in deepspeed_keys.OPTIMIZER_TYPES and isinstance(params, dict):
         rejected = deepspeed_keys.OTHER_PARAMS[deepspeed_keys.OPTIMIZER_TYPES[optimizer.lower()]]
         for name in params:
             if name in rejected:
                 location = text.where("optimizer", "params", name)
-                yield f"{location}: optimizer.params.{name} is no parameter of {optimizer} in DeepSpeed. Remove the key"
+                yield (
+                    f"{location}: optimizer.params.{name} is not a parameter of {optimizer} in DeepSpeed. Remove the "
+                    "key"
+                )
     if isinstance(optimizer, str) and optimizer.lower() not in deepspeed_keys.OPTIMIZER_TYPES:
         yield (
             f"{text.where('optimizer', 'type')}: optimizer.type must be AdamW, Adam (which DeepSpeed runs as AdamW), "

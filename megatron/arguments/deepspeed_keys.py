@@ -38,10 +38,10 @@ POSITIVE = "a positive integer"
 INTEGER = "an integer of at least 0"
 NUMBER = "a number of at least 0"
 BOOLEAN = "true or false"
-TEXT = "a text"
+TEXT = "a string"
 OBJECT = "an object {...}"
-TEXT_OR_NULL = "a text or null"
-TEXTS = "a list of texts"
+TEXT_OR_NULL = "a string or null"
+TEXTS = "a list of strings"
 DEPTH = "an integer of at least -1"
 INTEGERS = (POSITIVE, INTEGER, DEPTH)
 BETAS = "two numbers"
@@ -247,17 +247,17 @@ PASSED = {
         needs_deepspeed=_is_true,
     ),
     "memory_breakdown": Key(
-        BOOLEAN, about="DeepSpeed's memory lines, seen with --verbose-deepspeed", needs_deepspeed=_is_true
+        BOOLEAN, about="DeepSpeed's memory lines, shown with --verbose-deepspeed", needs_deepspeed=_is_true
     ),
     "dump_state": Key(
-        BOOLEAN, about="DeepSpeed prints its configuration, seen with --verbose-deepspeed", needs_deepspeed=_is_true
+        BOOLEAN, about="DeepSpeed prints its configuration, shown with --verbose-deepspeed", needs_deepspeed=_is_true
     ),
-    "disable_python_gc": Key(
-        BOOLEAN, about="DeepSpeed turns Python's garbage collection off", needs_deepspeed=_is_true
+    "disable_python_gc": Key(BOOLEAN, about="DeepSpeed disables Python's garbage collection", needs_deepspeed=_is_true),
+    "log_level": Key(
+        TEXT, about=("level of DeepSpeed's log, shown with --verbose-deepspeed"), needs_deepspeed=_is_stated
     ),
-    "log_level": Key(TEXT, about="level of DeepSpeed's log, seen with --verbose-deepspeed", needs_deepspeed=_is_stated),
     "zero_allow_untested_optimizer": Key(
-        BOOLEAN, about="lets DeepSpeed take an optimizer of ours with ZeRO", without_pipeline=_ANY_OPTIMIZER
+        BOOLEAN, about="allows our optimizers with DeepSpeed's ZeRO", without_pipeline=_ANY_OPTIMIZER
     ),
     "tensorboard": Key(OBJECT, about="DeepSpeed's monitor", needs_deepspeed=_is_enabled),
     "wandb": Key(OBJECT, about="DeepSpeed's monitor", needs_deepspeed=_is_enabled),
@@ -272,7 +272,7 @@ PASSED = {
     "comms_logger": Key(OBJECT, about="DeepSpeed's record of its own communication", needs_deepspeed=_is_enabled),
     "timers": Key(
         OBJECT,
-        about="DeepSpeed's timers; throughput, for which it waits for the device, only if stated",
+        about="DeepSpeed's timers; the throughput timer, which synchronizes with the device, only if stated",
         needs_deepspeed=_times_throughput,
     ),
 }
@@ -292,10 +292,10 @@ def engine_features(json: Mapping[str, Any]) -> list[str]:
 
 NOT_READ = {
     "stages": "stages are set by --pipe-parallel-size",
-    "partition": "stages are cut by --partition-method",
-    "seed_layers": "initial values come from a counter, the same in every layout",
-    "pipe_partitioned": "a layer says itself whether its output travels cut over the tensor ranks",
-    "grad_partitioned": "a layer says itself whether its output travels cut over the tensor ranks",
+    "partition": "layers are assigned to stages by --partition-method",
+    "seed_layers": "weights are initialized from a counter-based generator, the same in every layout",
+    "pipe_partitioned": "each layer determines whether its output is sent sharded over the tensor ranks",
+    "grad_partitioned": "each layer determines whether its output is sent sharded over the tensor ranks",
     "overlap_forward_backward": "each stage runs one forward or backward at a time",
 }
 """Keys of "pipeline" that have no effect, and the reason; they are accepted with a note."""
@@ -306,15 +306,18 @@ INNER = {
     "zero_optimization.offload_optimizer": OFFLOAD,
     "zero_optimization.offload_param": OFFLOAD,
     "pipeline": {
-        "activation_checkpoint_interval": Key(INTEGER, about="layers between two kept inputs; 0: as the flags say"),
+        "activation_checkpoint_interval": Key(INTEGER, about="layers between two saved inputs; 0: as the flags set it"),
         "use_reentrant": Key(BOOLEAN, about="false: recompute without re-entering autograd"),
         **PIPELINE,
-        "trace_steps": Key(POSITIVE, about="steps in the trace, the first ones of the run; 20 by default"),
-        "p2p_max_ctas": Key(INTEGER, about="CTAs of a message on a GPU; 0: as NCCL chooses; 4 by default"),
+        "trace_steps": Key(POSITIVE, about="number of steps in the trace, from the start of the run; default 20"),
+        "p2p_max_ctas": Key(INTEGER, about="CTAs per message on a GPU; 0: chosen by NCCL; default 4"),
         "backward_split": Key(
             TEXT,
             choices=("auto", "linear", "graph"),
-            about="what zb-h1 puts off: linear layers alone, or what autograd's graph allows, too",
+            about=(
+                "weight gradients that zb-h1 defers: those of linear layers only, or also others that the autograd "
+                "graph allows"
+            ),
         ),
         "stages": Key(POSITIVE),
         "partition": Key(TEXT),
@@ -418,18 +421,21 @@ REJECTED = {
 }
 """Keys of DeepSpeed that would change the results; a disabled section is accepted."""
 
-_OFFLOAD = "offload here takes device and pin_memory, and goes to the CPU, not to disks"
+_OFFLOAD = "supported keys are device and pin_memory; offload goes to the CPU, not to disks"
 REJECTED_IN = {
-    "fp16": "fp16 here takes enabled, loss_scale, initial_scale_power, loss_scale_window, hysteresis, min_loss_scale",
-    "bf16": "bf16 here takes enabled: master weights and optimizer states are fp32",
+    "fp16": (
+        "supported keys are enabled, loss_scale, initial_scale_power, loss_scale_window, hysteresis, min_loss_scale"
+    ),
+    "bf16": "the supported key is enabled; main params and optimizer states are fp32",
     "zero_optimization": (
-        "ZeRO here takes stage, offload_optimizer, offload_param, and the keys of DeepSpeed that only tune"
+        "supported keys are stage, offload_optimizer, offload_param, and DeepSpeed's tuning keys, which have no "
+        "effect on results"
     ),
     "zero_optimization.offload_optimizer": _OFFLOAD,
     "zero_optimization.offload_param": _OFFLOAD,
-    "optimizer": "the optimizer section takes type and params",
-    "activation_checkpointing": f"activation_checkpointing takes {', '.join(ACTIVATIONS)}",
-    "optimizer.params": "the optimizer's params are lr, weight_decay, betas and eps of AdamW, momentum of SGD and Muon",
+    "optimizer": "supported keys are type and params",
+    "activation_checkpointing": f"supported keys are {', '.join(ACTIVATIONS)}",
+    "optimizer.params": "supported keys are lr, weight_decay, betas and eps of AdamW, momentum of SGD and Muon",
 }
 """Text to append to the message about an unknown key; messages about other sections list their keys."""
 

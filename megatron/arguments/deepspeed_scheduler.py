@@ -58,7 +58,7 @@ def problems(section: Mapping[str, Any]) -> Iterator[str]:
     for key, value in params.items():
         full_key = f"scheduler.params.{key}"
         if key not in known:
-            yield f"{full_key} is no parameter of {name}: it takes {', '.join(known)}"
+            yield f"{full_key} is not a parameter of {name}, whose parameters are {', '.join(known)}"
         elif key == "warmup_type" or value == AUTO:
             continue
         elif not isinstance(value, (int, float)) or isinstance(value, bool):

@@ -72,8 +72,8 @@ def resolve_batch_size(
     default_pair = (max_micro, defaults.get("gas", BatchConfig().gas))
     if (size, samples // size) != default_pair:
         found.notes.append(
-            f"a global batch of {total} on {d} replica{'' if d == 1 else 's'} is --batch-size {size} x --gas "
-            f"{samples // size}, in place of {default_pair[0]} x {default_pair[1]}; give one of the two to choose"
+            f"a global batch of {total} on {d} replica{'' if d == 1 else 's'} becomes --batch-size {size} x --gas "
+            f"{samples // size} instead of {default_pair[0]} x {default_pair[1]}; set one of the two to change this"
         )
     return {"batch_size": size, "gas": samples // size}
 
@@ -115,13 +115,13 @@ def resolve_chunks(found: Scan, explicit: Mapping[str, Any], defaults: Mapping[s
     if layers % (stages * size):
         found.problems.append(
             f"{name} must be a multiple of --pipe-parallel-size x {FLAG}, got {layers} and {stages} x {size} = "
-            f"{stages * size}. Change one of them, or use --pipeline-chunks, which takes any number of layers"
+            f"{stages * size}. Change one of them, or use --pipeline-chunks, which supports any number of layers"
         )
         return {}
     chunks = layers // (stages * size)
     if explicit.get("pipeline_chunks", chunks) != chunks:
         found.problems.append(
             f"{FLAG} and --pipeline-chunks must agree, got {layers} layers / ({stages} stages x {size}) = {chunks} and "
-            f"{explicit['pipeline_chunks']}. Leave one of them out"
+            f"{explicit['pipeline_chunks']}. Remove one of them"
         )
     return {"pipeline_chunks": chunks}

@@ -29,6 +29,6 @@ def fit_to_ranks(config: Config, span: elastic.Span, num_ranks: int) -> tuple[Co
         problems = problems or layout_problems
     raise_all([f"with {num_ranks} of {span.most} ranks: {problem}" for problem in problems])
     raise ConfigError(
-        f"no number of replicas on {num_ranks} of {span.most} ranks shares out the global batch by micro-batches of "
+        f"no number of replicas on {num_ranks} of {span.most} ranks divides the global batch into micro-batches of "
         f"{config.batch.batch_size}. Lower --batch-size, or choose a global batch with more divisors"
     )

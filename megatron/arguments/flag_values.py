@@ -201,7 +201,7 @@ def _values_after(words: list[str]) -> list[str]:
 def _take(found: Scan, option: Option, flag: str, text: str | None, words: list[str]) -> None:
     takes_value = option.kind != "bool" and flag not in option.constants
     if not takes_value and text is not None:
-        found.problems.append(f"{flag} takes no value, got {text!r}. Write {flag} alone, or leave it out")
+        found.problems.append(f"{flag} takes no value, got {text!r}. Remove the value, or the flag")
         return
     if takes_value and text is None and words and not words[0].startswith("--"):
         text = words.pop(0) if option.join is None else option.join(_values_after(words))
@@ -226,7 +226,7 @@ def _store(found: Scan, option: Option, flag: str, value: Any, spelling: str) ->
     if option.name in found.values:
         if option.name == "dtype" and found.values["dtype"] != value:
             found.problems.append(
-                f"give one number format, got {found.spelling['dtype']} and {spelling}. Leave one out"
+                f"only one number format may be set, got {found.spelling['dtype']} and {spelling}. Remove one of them"
             )
         if flag not in found.repeated:
             found.repeated.append(flag)

@@ -24,7 +24,7 @@ take effect is an error or, if published scripts pass it in every run, a note at
 
 ## Sources of a value
 
-The first source in this table that gives a value decides it. `megatron/arguments/sources.py` has the table and the
+The first source in this table that sets a value determines it. `megatron/arguments/sources.py` has the table and the
 function that applies it.
 
 {sources}
@@ -38,7 +38,7 @@ The run uses 1e-4. The key `optimizer.params.lr` of the JSON is listed as ignore
 the run uses 2e-4 with a note about the JSON; without the file 3e-4; without the JSON 4e-4.
 
 Run scripts use two variables: MEGATRON_DEFAULTS holds their recipe, written as flags, and MEGATRON_VARIABLES holds
-`flag=NAME` for each flag that a variable of theirs sets, so that messages name both.
+`flag=NAME` for each flag that one of their variables sets, so that messages name both.
 """
 
 OTHER_HEAD = """# Flags of other trainers
@@ -140,7 +140,10 @@ def lines() -> Iterator[str]:
     """Yield the lines of docs/flags.md."""
     yield HEAD.format(sources="\n".join(_source_rows()))
     yield "## What can be set\n"
-    yield "A flag of some models only names them. `--help` shows the flags that people set, `--help-all` every one.\n"
+    yield (
+        "Flags that apply to some models only list these models. `--help` shows the most common flags, `--help-all` "
+        "every one.\\n"
+    )
     yield "| flag | other names | model | value | default | meaning |"
     yield "|---|---|---|---|---|---|"
     for section, option in all_options():
@@ -149,13 +152,13 @@ def lines() -> Iterator[str]:
         families, default = _names(section, option), _cell(option.shown_default)
         yield f"| {names[0]} | {' '.join(names[1:])} | {families} | {value} | {default} | {_cell(option.help)} |"
     yield "\n## Keys of DeepSpeed's JSON\n" + JSON_HEAD
-    yield "| key | value | what happens |"
+    yield "| key | value | effect |"
     yield "|---|---|---|"
     yield from _json_rows()
 
 
 def _source_rows() -> Iterator[str]:
-    yield "| | source | values | overrides | if a source above gives another value |"
+    yield "| | source | values | overrides | if a source above has another value |"
     yield "|---|---|---|---|---|"
     for rank, source in enumerate(SOURCES, 1):
         cells = (source.name, source.about, source.overrides, source.conflict)
@@ -178,7 +181,7 @@ def _json_rows() -> Iterator[str]:
         effect = _json_ignored(key) or (f"as `{flags[key.field]}`" if key.field else SAID.get(name, ""))
         yield f"| `{name}` | {_json_value(key)} | {effect} |"
     for name, key in deepspeed_keys.PASSED.items():
-        yield f"| `{name}` | {key.kind} | handed to DeepSpeed: {key.about} |"
+        yield f"| `{name}` | {key.kind} | passed to DeepSpeed: {key.about} |"
         yield from _inner_rows(name)
     for name, key in deepspeed_keys.IGNORED.items():
         yield f"| `{name}` | {_json_value(key)} | {_json_ignored(key)} |"

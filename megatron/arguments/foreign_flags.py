@@ -93,11 +93,11 @@ class ForeignFlag:
     def count_problem(self, values: list[str]) -> str | None:
         """Return the problem with the number of words after the flag, or None."""
         if not self.value and values:
-            return f"{self.flag} takes no value, got {values[0]!r}. Write {self.flag} alone, or leave it out"
+            return f"{self.flag} takes no value, got {values[0]!r}. Remove the value, or the flag"
         if self.value == "any":
             return None
         if self.value and not values:
-            return f"{self.flag} needs a value, got none. Write {self.flag} VALUE, or leave it out"
+            return f"{self.flag} needs a value, got none. Write {self.flag} VALUE, or remove it"
         if self.value != "str*" and len(values) > 1:
             return f"every value must follow a flag that takes one, got {values[1]!r} on its own. Remove it"
         return None

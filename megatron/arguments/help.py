@@ -56,7 +56,7 @@ def help_text(
         add_help=False,
         formatter_class=argparse.HelpFormatter if is_whole else partial(argparse.HelpFormatter, max_help_position=36),
     )
-    parser.add_argument("-h", "--help", action="help", help="show the flags that people set, and exit")
+    parser.add_argument("-h", "--help", action="help", help="show the most common flags, and exit")
     parser.add_argument("--help-all", action="help", help="show every flag, and exit")
     for name, section in all_sections().items():
         options = [option for option in options_of(section) if takes(family, name, option)]

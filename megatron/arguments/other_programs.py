@@ -77,8 +77,8 @@ def defaults_of(found: Scan, defaults: Mapping[str, Any]) -> Mapping[str, Any]:
     if FAMILIES[found.family].kind == "encoder-decoder" and is_megatron and "max_position_embeddings" in found.values:
         if "position_embedding_type" not in found.values:
             found.notes.append(
-                "read as a script of Megatron's T5: learned positions, layer norms, biases; T5's own relative "
-                "positions come with --position-embedding-type relative"
+                "parsed as a script for Megatron's T5: learned positions, layer norms, biases; for T5's own relative "
+                "positions add --position-embedding-type relative"
             )
         defaults = T5
     found.follows_megatron = any(dict(defaults) == dict(known) for known in (GPT, BERT, T5))
@@ -109,6 +109,6 @@ def notes(config: Config, found: Scan) -> Iterator[str]:
     multiple = config.model.make_vocab_size_divisible_by * config.parallel.model_parallel_size
     if config.model.vocab_size is None or config.model.vocab_size % multiple:
         yield (
-            f"rows that pad the vocabulary to a multiple of {multiple} stay outside the softmax; in Megatron-LM they "
-            "take part in it"
+            f"rows that pad the vocabulary to a multiple of {multiple} are excluded from the softmax; Megatron-LM "
+            "includes them"
         )

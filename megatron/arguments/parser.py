@@ -151,9 +151,9 @@ def _add_local_rank(values: dict[str, Any], env: Mapping[str, str]) -> list[str]
     values["local_rank"] = int(launched)
     if flag_value in (None, int(launched)):
         return []
-    return [f"--local_rank must agree with LOCAL_RANK, got {flag_value} and {launched}. Leave the flag out"]
+    return [f"--local_rank must agree with LOCAL_RANK, got {flag_value} and {launched}. Remove the flag"]
 
 
 def _with_notes(config: Config, notes: list[str], world_size: int) -> Config:
-    repeated = [f"{flag} was given more than once; the last value holds" for flag in config.repeated]
+    repeated = [f"{flag} was given more than once; the last value is used" for flag in config.repeated]
     return replace(config, notes=tuple(notes + repeated + notes_of(config, world_size)))

@@ -139,14 +139,18 @@ def drop_contradicting_defaults(defaults: dict[str, Any], explicit: Mapping[str,
     if "sample_prompts" in defaults and splitting:
         del defaults["sample_prompts"]
         flag = f"--{splitting[0].replace('_', '-')}"
-        notes.append(f"no text is shown at the end with {flag}; tools/generate.py shows some from the checkpoint")
+        notes.append(
+            f"--sample-prompts of the defaults has no effect with {flag}; use tools/generate.py on the checkpoint"
+        )
     merged = {**defaults, **explicit}
     if defaults.get("optimizer") == "adafactor" and (
         "optimizer" in explicit or merged.get("model_parallel_size", 1) > 1 or merged.get("zero_stage", 0)
     ):
         for name in ("optimizer", "lr"):  # a learning rate for Adafactor is far above one for AdamW
             defaults.pop(name, None)
-        notes.append("the default --optimizer adafactor and its --lr do not go with what was given, and are left out")
+        notes.append(
+            "the default --optimizer adafactor and its --lr are incompatible with the given flags and are dropped"
+        )
     if "dec_seq_length" in explicit:  # the default values may produce longer targets
         for name in ("noise_density", "mean_span_length"):
             defaults.pop(name, None)

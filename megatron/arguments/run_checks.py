@@ -20,20 +20,20 @@ def debug_problems(config: Config) -> Iterator[str]:
     debug = config.debug
     flags = [_flag(name) for name in DUMP_ONLY if name in config.given]
     if flags and debug.debug_dump is None:
-        yield f"{', '.join(flags)} acts with --debug-dump only. Add --debug-dump FOLDER, or leave it out"
+        yield f"{', '.join(flags)} has no effect without --debug-dump. Add --debug-dump FOLDER, or remove it"
     if debug.debug_nan and config.stability.is_guarded:
         yield (
-            f"--debug-nan ends the run at the first NaN, --stability-guard {config.stability.stability_guard} goes on "
-            "behind it. Leave one of them out; --debug-dump names the module, too, and lets the guard go on"
+            f"--debug-nan ends the run at the first NaN, but --stability-guard {config.stability.stability_guard} "
+            "continues after it. Remove one of them; --debug-dump also names the module and works with the guard"
         )
     yield from _dumped_beyond_run(config)
     flags = [_flag(name) for name in DEBUG_IN_TRAINING if name in config.given]
     if flags and config.checkpoint.eval_only:
-        yield f"{', '.join(flags)} acts in training only, got --eval-only. Leave one out"
+        yield f"{', '.join(flags)} applies to training only, got --eval-only. Remove one of them"
     if debug.is_on and config.parallel.compile:
         yield (
-            f"{'--debug-dump' if debug.debug_dump else '--debug-nan'} looks into layers, and compiled ones have no "
-            "modules within, got --compile. Leave one of them out"
+            f"{'--debug-dump' if debug.debug_dump else '--debug-nan'} inspects the modules within layers, which "
+            "compiled layers do not have, got --compile. Remove one of them"
         )
 
 
@@ -52,7 +52,7 @@ def _dumped_beyond_run(config: Config) -> Iterator[str]:
     if first > last:
         yield (
             f"--debug-dump-steps must name a step of the run, got {debug.debug_dump_steps} and --train-iters {last}: "
-            "nothing would be written. Name earlier steps, or train for longer"
+            "nothing would be written. Name earlier steps, or raise --train-iters"
         )
 
 
@@ -65,16 +65,15 @@ def logging_problems(config: Config) -> Iterator[str]:
     seeing = config.seeing
     flags = [_flag(name) for name in WANDB_ONLY if name in config.given]
     if flags and not seeing.wandb_project:
-        yield f"{', '.join(flags)} acts with --wandb-project only. Add --wandb-project NAME, or leave it out"
+        yield f"{', '.join(flags)} has no effect without --wandb-project. Add --wandb-project NAME, or remove it"
     if seeing.wandb_project and os.environ.get("RANK", "0") == "0" and not _has("wandb"):  # only rank 0 imports it
         yield (
-            "--wandb-project needs the package wandb, which is not installed here. Run pip install "
-            "-e '.[wandb]' or pip install wandb, or leave the flag out: metrics.jsonl and TensorBoard's files "
-            "are written anyway"
+            "--wandb-project needs the package wandb, which is not installed. Run pip install -e '.[wandb]' or pip "
+            "install wandb, or remove the flag: metrics.jsonl and TensorBoard's files are always written"
         )
     flags = [_flag(name) for name in LOGGING_IN_TRAINING if name in config.given]
     if flags and config.checkpoint.eval_only:
-        yield f"{', '.join(flags)} acts in training only, got --eval-only. Leave one out"
+        yield f"{', '.join(flags)} applies to training only, got --eval-only. Remove one of them"
     parallel = config.parallel
     split_by = {
         "--sequence-parallel": parallel.sequence_parallel,
@@ -82,11 +81,11 @@ def logging_problems(config: Config) -> Iterator[str]:
     }
     for flag in (name for name, cuts in split_by.items() if cuts and seeing.sample_prompts):
         yield (
-            f"--sample-prompts reads one new token at a time, which {flag} cannot cut over the ranks. Leave the "
-            "prompts out, and use tools/generate.py on the run's checkpoint"
+            f"--sample-prompts generates one token at a time, which {flag} cannot split over the ranks. Remove "
+            "--sample-prompts, and use tools/generate.py on the run's checkpoint"
         )
     if not seeing.prompt_bos and seeing.sample_prompts is None and seeing.eval_tasks is None:
-        yield "--no-prompt-bos has no effect without --sample-prompts or --eval-tasks. Add one, or leave it out"
+        yield "--no-prompt-bos has no effect without --sample-prompts or --eval-tasks. Add one, or remove it"
     yield from _task_problems(config)
     yield from _profiled_beyond_run(config)
 
@@ -96,19 +95,22 @@ def _task_problems(config: Config) -> Iterator[str]:
     seeing = config.seeing
     if seeing.eval_tasks is None:
         if "eval_tasks_interval" in config.given:
-            yield "--eval-tasks-interval acts with --eval-tasks FILE only. Add it, or leave the interval out"
+            yield (
+                "--eval-tasks-interval has no effect without --eval-tasks FILE. Add --eval-tasks, or remove the "
+                "interval"
+            )
         return
     if not os.path.isfile(seeing.eval_tasks):
-        yield f"--eval-tasks must be a file that names tasks, got {seeing.eval_tasks}, which is none"
+        yield f"--eval-tasks must name a file of tasks, got {seeing.eval_tasks}, which is not a file"
     if os.environ.get("RANK", "0") == "0" and not _has("lm_eval"):  # only rank 0 imports it
         yield (
-            "--eval-tasks needs the package lm_eval, which is not installed here. Run pip install -e '.[eval]', or "
-            "leave the flag out and evaluate the run's checkpoints with tools/evaluate.py elsewhere"
+            "--eval-tasks needs the package lm_eval, which is not installed. Run pip install -e '.[eval]', or remove "
+            "the flag and evaluate the run's checkpoints with tools/evaluate.py on another machine"
         )
     if config.parallel.context_parallel_size > 1:
         yield (
-            "--eval-tasks reads texts of any length, which --context-parallel-size cannot cut over the ranks. Leave "
-            "the tasks out, and use tools/evaluate.py on the run's checkpoint"
+            "--eval-tasks evaluates texts of any length, which --context-parallel-size cannot split over the ranks. "
+            "Remove --eval-tasks, and use tools/evaluate.py on the run's checkpoint"
         )
 
 
@@ -119,8 +121,8 @@ def _profiled_beyond_run(config: Config) -> Iterator[str]:
         return
     if seeing.profiled()[-1] > last:
         yield (
-            f"--profile must name steps of the run, got {seeing.profile} and --train-iters {last}. Name earlier steps, "
-            "or train for longer"
+            f"--profile must name steps of the run, got {seeing.profile} and --train-iters {last}. Name earlier "
+            "steps, or raise --train-iters"
         )
 
 
@@ -133,14 +135,14 @@ def stability_problems(config: Config) -> Iterator[str]:
     stability, checkpoint = config.stability, config.checkpoint
     if "stability_patience" in config.given and not stability.is_guarded:
         yield (
-            "--stability-patience acts with --stability-guard skip or rollback only, got --stability-guard off. Leave "
-            "it out, or add --stability-guard"
+            "--stability-patience has no effect without --stability-guard skip or rollback, got --stability-guard "
+            "off. Remove it, or add --stability-guard"
         )
     has_saves = checkpoint.save_interval or checkpoint.minutes
     if stability.goes_back and not has_saves and not checkpoint.eval_only:
         yield (
-            "--stability-guard rollback goes back to a checkpoint of this run, got --save-interval-minutes 0: there is "
-            "none before the end. Add --save-interval N, or use --stability-guard skip"
+            "--stability-guard rollback needs a checkpoint of this run, got --save-interval-minutes 0, so that none "
+            "is saved before the end. Add --save-interval N, or use --stability-guard skip"
         )
 
 

@@ -39,9 +39,9 @@ def variables_text(env: Mapping[str, str]) -> str:
     flags = {name: flag for flag, _, name in (pair.partition("=") for pair in env.get(FLAGS, "").split())}
     width = max(shutil.get_terminal_size().columns - 2, _COLUMN + 20)
     lines = [
-        "variables, set in front of the command or at the top of the script:",
+        "variables, set before the command or at the top of the script:",
         f"  NLAYERS=12 {command(env)}",
-        "A variable sets the flag that it names; the flag itself wins over it.",
+        "A variable sets the flag next to it; the flag itself takes precedence.",
         "",
     ]
     for name, about in variables_of(Path(path)):

@@ -73,7 +73,7 @@ class Scan:
         if self.values.get(field, value) != value:
             self.problems.append(
                 f"{spelling} must agree with {self.spelling[field]}, got {field.replace('_', ' ')} {value} and "
-                f"{self.values[field]}. Leave one of them out"
+                f"{self.values[field]}. Remove one of them"
             )
             return
         self.values[field] = value

@@ -47,7 +47,7 @@ def of_environment(env: Mapping[str, str], found: Scan, extra_flags: Iterable[st
     try:
         words = shlex.split(text)
     except ValueError as error:
-        found.problems.append(f"{VARIABLE} must be flags as a shell reads them, got {text!r}: {error}")
+        found.problems.append(f"{VARIABLE} must be flags in shell syntax, got {text!r}: {error}")
         return {}
     defaults = scan(words, extra_flags, family or found.family)
     found.problems += [f"{VARIABLE}: {problem}" for problem in defaults.problems]

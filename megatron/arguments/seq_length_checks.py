@@ -29,16 +29,15 @@ def schedule_problems(config: Config) -> Iterator[str]:
 def _order_problems(steps: tuple[tuple[int, int], ...]) -> Iterator[str]:
     if steps[0][0]:
         yield (
-            f"{FLAG} must say the length from the first token on, got {steps[0][0]} tokens in its first entry. Let it "
-            f"begin with 0: {steps[0][1]}"
+            f"{FLAG} must start at 0 tokens, got {steps[0][0]} tokens in its first entry. Start with 0: {steps[0][1]}"
         )
     for (before, shorter), (after, longer) in zip(steps, steps[1:], strict=False):
         if after <= before:
-            yield f"tokens of {FLAG} must rise, got {after} behind {before}. Put its entries in order"
+            yield f"tokens of {FLAG} must increase, got {after} after {before}. Sort its entries"
         if longer <= shorter:
             yield (
-                f"lengths of {FLAG} must rise, got {longer} behind {shorter}. Leave one of the two out, or let the "
-                "later one be the longer"
+                f"lengths of {FLAG} must increase, got {longer} after {shorter}. Remove one of the two, or raise the "
+                "later one"
             )
 
 
@@ -48,13 +47,14 @@ def _size_problems(steps: tuple[tuple[int, int], ...], full: int) -> Iterator[st
         divisors = [each for each in range(1, full + 1) if full % each == 0]
         nearest = sorted(sorted(divisors, key=lambda each: abs(each - length))[:3])
         yield (
-            f"each length of {FLAG} must divide --seq-length, so that a sample is cut into whole pieces, got {length} "
-            f"and {full} ({full} / {length} = {full / length:g}). Near it are {', '.join(map(str, nearest))}"
+            f"each length of {FLAG} must divide --seq-length, so that a sample is split into equal chunks, got "
+            f"{length} and {full} ({full} / {length} = {full / length:g}). The nearest valid lengths are "
+            f"{', '.join(map(str, nearest))}"
         )
     if largest > full:
         yield (
-            f"no length of {FLAG} may be more than --seq-length, the length of a sample, got {largest} and {full}. "
-            f"Use --seq-length {largest}, or a shorter length"
+            f"no length of {FLAG} may exceed --seq-length, the length of a sample, got {largest} and {full}. Use "
+            f"--seq-length {largest}, or a shorter length"
         )
     elif steps[-1][1] < full and largest < full:
         yield (

@@ -96,12 +96,12 @@ SHADOWS = (
     Shadow(
         ("lr_warmup_rounding",),
         lambda config: _has_warmup_length(config) or config.optimizer.lr_follows_samples,
-        "the warm-up is no fraction of steps",
+        "the warm-up is not a fraction of steps",
     ),
     Shadow(
         ("wsd_decay_fraction",),
         lambda config: config.optimizer.lr_decay_style == "wsd" and _has_wsd_length(config),
-        "the decay of wsd has a length in steps or samples",
+        "the wsd decay has a length in steps or samples",
     ),
     Shadow(
         ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style"),
@@ -170,7 +170,7 @@ SHADOWS = (
     Shadow(
         ("window_size", "rotary_local_base"),
         _has_unused_window,
-        "--window-attn-skip-freq gives no layer a window",
+        "--window-attn-skip-freq leaves all layers without a window",
     ),
     Shadow(
         (
@@ -185,7 +185,7 @@ SHADOWS = (
             "rotary_attention_factor",
         ),
         _has_local_base_everywhere,
-        "all layers have a window, whose frequencies follow --rotary-local-base",
+        "all layers have a window and use the frequencies of --rotary-local-base",
     ),  # fmt: skip
     # data
     Shadow(
@@ -203,7 +203,7 @@ SHADOWS = (
         lambda config: _reads_one_file(config) and config.data.tokenizer_path is not None,
         "the tokenizer is read from --tokenizer-path",
     ),
-    Shadow(("merge_file",), _reads_one_file, "--tokenizer-type has no file of merges"),
+    Shadow(("merge_file",), _reads_one_file, "--tokenizer-type has no merges file"),
     Shadow(
         ("tokenizer_path",),
         lambda config: _reads_bpe_files(config) and config.data.vocab_file is not None,

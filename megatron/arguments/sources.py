@@ -38,13 +38,13 @@ CHECKPOINT_SCHEDULE = Source(
     name="checkpoint's schedule",
     about=(
         "only with --use-checkpoint-opt_param-scheduler: learning rate, its schedule and weight decay of the run that "
-        "--load or --resume continues"
+        "--load or --resume resumes"
     ),
     conflict="",
 )
 COMMAND_LINE = Source(
     name="command line",
-    about="flags as typed; of a repeated flag the last one",
+    about="flags as typed; if a flag is repeated, the last one",
     overrides="all sources below, except for the loss scale of the JSON",
     conflict="the flag is ignored, and listed at the start",
 )
@@ -52,12 +52,12 @@ CONFIG_FILE = Source(
     name="--config",
     about="a file of flags (YAML, TOML, JSON), a GPT-NeoX YAML, or the config.json of a run",
     overrides="all sources below; the config.json of a run also removes MEGATRON_DEFAULTS and the program's defaults",
-    conflict="the command line decides, also if it gives a related flag, such as samples for a length in steps",
+    conflict="the command line decides, also if it sets a related flag, such as samples for a length in steps",
 )
 DEEPSPEED_JSON = Source(
     name="DeepSpeed JSON",
     about=(
-        '--deepspeed_config, or its keys in the file of --config; "auto" gives no value; the learning rate of the '
+        '--deepspeed_config, or its keys in the file of --config; "auto" sets no value; the learning rate of the '
         "scheduler section (of a WarmupDecayLR without warmup_max_lr: 1e-3) replaces that of the optimizer section"
     ),
     conflict=(
@@ -69,11 +69,11 @@ DEEPSPEED_JSON = Source(
 CHECKPOINT = Source(
     name="checkpoint",
     about=(
-        "sizes, architecture, vocabulary and data that --load or --resume reads from a checkpoint or a folder; of a "
-        "continued run also the parameters that DeepSpeed's default would give, and settings whose default changed"
+        "sizes, architecture, vocabulary and data that --load or --resume reads from a checkpoint or a folder; for a "
+        "resumed run also parameters that would otherwise have DeepSpeed's default, and settings whose default changed"
     ),
     conflict=(
-        "an error (exit code 3) if the command line or --config gives other weights; the stronger source decides "
+        "an error (exit code 3) if the command line or --config requires other weights; the stronger source decides "
         "fields that fit the same weights"
     ),
     is_default=True,
@@ -211,12 +211,12 @@ SCHEDULE_REPLACES = "the schedule of the checkpoint replaces it"
 
 def _flag_and_json(name: str, flag: Setting, json: Setting, found: Scan) -> Setting:
     if name in SCALING:
-        found.ignored[flag.written] = f"DeepSpeed's engine scales the loss as {json.key} of the JSON says"
+        found.ignored[flag.written] = f"{json.key} of the JSON sets the loss scale of DeepSpeed's engine"
         return json
     if json.key.startswith("optimizer."):
-        found.ignored[json.key] = "the flags give the optimizer and its numbers"
+        found.ignored[json.key] = "the flags set the optimizer and its parameters"
         return flag
-    cure = "leave the key out" if json.key.startswith("pipeline.") else 'write "auto" in the JSON'
+    cure = "remove the key" if json.key.startswith("pipeline.") else 'write "auto" in the JSON'
     found.problems.append(
         f"the command line and the JSON must agree, got {flag.written} and {json.written}. "
         f"Change one of them, or {cure}"
@@ -230,7 +230,7 @@ def _checkpoint_and_json(name: str, saved: Setting, json: Setting, found: Scan) 
 
 
 def _file_and_json(name: str, file: Setting, json: Setting, found: Scan) -> Setting:
-    found.notes.append(f"{file.written} holds, and {json.written} of the JSON does not")
+    found.notes.append(f"{file.written} overrides {json.written} of the JSON")
     return file
 
 

@@ -110,7 +110,7 @@ def _remote_device(found: Scan, value: str, spelling: str) -> None:
         found.set("offload_parameters", True, spelling)
     else:
         found.problems.append(
-            f"--remote-device must be one of cpu, got {value!r}. Use cpu, with --zero-stage 3, or leave it out"
+            f"--remote-device must be none or cpu, got {value!r}. Use cpu with --zero-stage 3, or remove it"
         )
 
 
@@ -192,13 +192,13 @@ def _zero_stage(found: Scan) -> None:
                 f"--data-parallel-sharding-strategy must be one of {', '.join(SHARDING)}, got {strategy!r}"
             )
     elif strategy is not None:
-        found.ignored["--data-parallel-sharding-strategy"] = "it acts with --use-megatron-fsdp only"
+        found.ignored["--data-parallel-sharding-strategy"] = "it needs --use-megatron-fsdp"
     if stage == 0 and "--use-distributed-optimizer" in converted:
         stage, origin = 1, "--use-distributed-optimizer"
     if stage > 0 and "zero_stage" not in found.values:
         found.set("zero_stage", stage, origin)
     elif "--use-distributed-optimizer" in converted and origin != "--use-distributed-optimizer":
-        found.ignored["--use-distributed-optimizer"] = "the ZeRO stage is said otherwise"
+        found.ignored["--use-distributed-optimizer"] = "another flag sets the ZeRO stage"
 
 
 def _profile_steps(found: Scan) -> None:
@@ -208,14 +208,14 @@ def _profile_steps(found: Scan) -> None:
     if not flags:
         return
     if "profile" not in found.values:
-        found.ignored |= dict.fromkeys(flags, "it acts with --profile only")
+        found.ignored |= dict.fromkeys(flags, "it needs --profile")
         return
     start, end = found.converted.get(first, 10), found.converted.get(last, 12)
     steps = f"{start + 1}-{end}"
     if found.values["profile"] not in (PROFILE_ALONE, steps):
         found.problems.append(
             f"{' and '.join(flags)} must agree with --profile, got the steps {steps} and {found.values['profile']}. "
-            "Leave one out"
+            "Remove one of them"
         )
     found.values["profile"], found.spelling["profile"] = steps, f"--profile {steps}"
 
@@ -297,7 +297,7 @@ def lengths(found: Scan, values: dict[str, Any], world_size: int) -> dict[str, A
     has_decay = "--lr-decay-tokens" in length_flags or found.values.keys() & {"lr_decay_iters", "lr_decay_samples"}
     if "train_tokens_lr_unit" in found.values and (has_decay or not is_by_tokens):
         found.ignored[found.spelling["train_tokens_lr_unit"]] = (
-            "it acts where --train-tokens is the only length of the run and of the decay"
+            "it needs --train-tokens as the only length of the run and of the decay"
         )
     if not length_flags and not in_samples:
         return {}
@@ -364,12 +364,13 @@ def _train_iters(
         first = sizes.at(0)
         if samples and not steps:
             found.problems.append(
-                f"--train-samples must hold a step, got {samples} samples and {first} in the first step. Raise it"
+                f"--train-samples must be enough for one step, got {samples} samples and {first} in the first step. "
+                "Raise it"
             )
         if explicit not in (None, steps):
             found.problems.append(
                 f"--train-iters and --train-samples must agree, got {explicit} steps and {samples} samples, which are "
-                f"{steps} steps of {sizes.full}. Leave one of them out"
+                f"{steps} steps of {sizes.full}. Remove one of them"
             )
     last = steps
     if limit is not None:
@@ -411,7 +412,7 @@ def _in_samples(
         if samples not in (None, converted):
             found.problems.append(
                 f"--lr-wsd-decay-iters and --lr-wsd-decay-samples must agree, got {steps} steps, which are the last "
-                f"{converted:g} samples of the decay, and {samples:g} samples. Leave one of them out"
+                f"{converted:g} samples of the decay, and {samples:g} samples. Remove one of them"
             )
         values["lr_wsd_decay_samples"] = converted
         values["lr_wsd_decay_iters"] = None
@@ -432,12 +433,12 @@ def _samples(found: Scan, name: str, in_tokens: int | None, sizes: BatchSizes, t
     if in_tokens is not None:
         overridden = found.spelling.get(f"lr_{name}_samples") or found.spelling.get(f"lr_{name}_iters")
         if overridden:
-            found.ignored[overridden] = f"--lr-{name}-tokens takes its place"
+            found.ignored[overridden] = f"--lr-{name}-tokens overrides it"
         return in_tokens / tokens
     if steps is not None and samples is not None and sizes.consumed_after(steps) != samples:
         found.problems.append(
             f"--lr-{name}-iters and --lr-{name}-samples must agree, got {steps} steps, which are "
-            f"{sizes.consumed_after(steps)} samples, and {_number(Fraction(samples))} samples. Leave one of them out"
+            f"{sizes.consumed_after(steps)} samples, and {_number(Fraction(samples))} samples. Remove one of them"
         )
     if samples is not None:
         return Fraction(samples)
@@ -474,8 +475,8 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
         values["add_qkv_bias"] = False
         found.ignored["--add-qkv-bias"] = "all linear layers have biases"
     for name, why in (
-        ("sequence_parallel", "one tensor rank has the whole sequence"),
-        ("partition_activations", "one tensor rank keeps the inputs whole"),
+        ("sequence_parallel", "there is only one tensor rank"),
+        ("partition_activations", "there is only one tensor rank"),
     ):
         if name in found.values and values.get(name) and t == 1:
             values[name] = False
@@ -484,7 +485,7 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
     for name in OF_RECOMPUTED if not recomputes else ():
         if name in found.values and found.spelling[name] not in found.ignored:
             del values[name], found.values[name]
-            found.ignored[found.spelling[name]] = "no layers are computed again"
+            found.ignored[found.spelling[name]] = "no layers are recomputed"
     if values.get("dtype") not in (None, "fp16"):
         if "--initial-loss-scale" in converted and "initial_scale_power" not in found.values:
             found.ignored[f"--initial-loss-scale {converted['--initial-loss-scale']}"] = (
@@ -518,29 +519,29 @@ def what_holds(found: Scan, values: dict[str, Any], family: str) -> None:
         for name in [name for name in found.values if name.startswith(f"{optimizer}_")]:
             values.pop(name, None)
             del found.values[name]
-            found.ignored[found.spelling[name]] = f"it acts with --optimizer {optimizer} only"
+            found.ignored[found.spelling[name]] = f"it needs --optimizer {optimizer}"
     for name in OF_TOKEN_FILES if values.get("data_path") == MOCK_DATA else ():
         if name in found.values:
-            found.ignored[found.spelling[name]] = "random tokens come from no file"
+            found.ignored[found.spelling[name]] = "random tokens are not read from files"
     if "--no-pipeline-parallel" in converted:
         stages = values.get("pipe_parallel_size", 0)
         if stages > 1:
             found.problems.append(
-                f"--no-pipeline-parallel needs one stage, got --pipe-parallel-size {stages}. Leave one of them out"
+                f"--no-pipeline-parallel needs one stage, got --pipe-parallel-size {stages}. Remove one of them"
             )
         found.ignored["--no-pipeline-parallel"] = "there is no pipeline"
     if "--num-unique-layers" in converted:
         layers = values.get("num_layers")
         if layers is not None and converted["--num-unique-layers"] != layers:
             found.problems.append(
-                f"--num-unique-layers must be --num-layers, for layers share no weights, got "
-                f"{converted['--num-unique-layers']} and {layers}. Leave it out"
+                "--num-unique-layers must equal --num-layers, because layers do not share weights, got "
+                f"{converted['--num-unique-layers']} and {layers}. Remove it"
             )
         found.ignored["--num-unique-layers"] = "layers share no weights"
     relative = values.get("position_embedding_type", "relative") == "relative"
     if FAMILIES[family].kind == "encoder-decoder" and relative and "max_position_embeddings" in found.values:
         del values["max_position_embeddings"]
-        found.ignored["--max-position-embeddings"] = "relative positions have no end"
+        found.ignored["--max-position-embeddings"] = "relative positions have no maximum length"
 
 
 def _tokenizer_type(found: Scan, values: Mapping[str, Any]) -> None:
@@ -550,8 +551,8 @@ def _tokenizer_type(found: Scan, values: Mapping[str, Any]) -> None:
         found.ignored[f"--tokenizer-type {name}"] = "the files of --tokenizer-path determine the type"
     elif name:
         found.problems.append(
-            f"--tokenizer-type must be one of {', '.join(TOKENIZERS)}, got {name!r}. With --tokenizer-path it can be "
-            "left out"
+            f"--tokenizer-type must be one of {', '.join(TOKENIZERS)}, got {name!r}. It is optional with "
+            "--tokenizer-path"
         )
 
 
@@ -572,13 +573,13 @@ def _mup(found: Scan, values: dict[str, Any], family: str) -> None:
     """Apply Megatron's muP, which uses the model itself as the base and divides scores by the head size."""
     recipe = found.converted.get("--scaling-recipe", "none")
     if recipe not in ("none", "mup"):
-        found.problems.append(f"--scaling-recipe must be mup or none, got {recipe!r}. Leave it out")
+        found.problems.append(f"--scaling-recipe must be mup or none, got {recipe!r}. Remove it")
     if recipe != "mup" and "--use-mup" not in found.converted:
         if "--scaling-recipe" in found.converted:
             found.ignored["--scaling-recipe"] = "there is no muP"
         return
     if FAMILIES[family].kind != "decoder":
-        found.problems.append("--use-mup is for decoders; leave it out")
+        found.problems.append("--use-mup is supported in decoders only; remove it")
         return
     values.setdefault("mup_base_hidden_size", values.get("hidden_size", ModelConfig.hidden_size))
     if "softmax_scale" not in values:
@@ -597,7 +598,7 @@ def _linear_biases(found: Scan, values: dict[str, Any]) -> None:
     if attention != mlp:
         found.problems.append(
             f"--use-bias-in-attn-linear and --use-bias-in-mlp must be equal, got {_word(attention)} and {_word(mlp)} "
-            "(a missing one is true): --hidden-bias gives all linear layers biases. Set both to the same value"
+            "(a missing one is true): --hidden-bias adds biases to all linear layers. Set both to the same value"
         )
         return
     _set_agreeing(found, values, "hidden_bias", attention, f"{flags[0]} {_word(attention)}")
@@ -620,7 +621,7 @@ def _norm_bias(found: Scan, values: dict[str, Any], family: str) -> None:
 def _set_agreeing(found: Scan, values: dict[str, Any], field: str, value: bool, spelling: str) -> None:
     """Set a field from a converted flag, or add a problem if the field's own flag has a different value."""
     if field in found.values and found.values[field] != value:
-        found.problems.append(f"{spelling} must agree with {found.spelling.get(field, field)}. Leave one out")
+        found.problems.append(f"{spelling} must agree with {found.spelling.get(field, field)}. Remove one of them")
     else:
         values[field] = value
 
@@ -640,4 +641,4 @@ def _gelu(found: Scan, values: dict[str, Any]) -> None:
         if "activation" not in found.values and values.get("activation", "gelu") == before:
             values["activation"] = after
         else:
-            found.ignored[flag] = "the activation is said otherwise"
+            found.ignored[flag] = "another flag sets the activation"

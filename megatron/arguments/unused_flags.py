@@ -43,35 +43,38 @@ def data_problems(config: Config) -> Iterator[str]:
     yield from _sft_problems(config)
     flags = [*_flags(config, OF_TOKEN_FILES), *_flags(config, ("mixture_schedule",))]
     if flags and data.is_own:
-        yield f"{', '.join(flags)} acts on token files only, got --data-path {OWN_DATA}. Leave it out, or give a path"
+        yield (
+            f"{', '.join(flags)} applies to token files only, got --data-path {OWN_DATA}. Remove it, or set "
+            "--data-path to token files"
+        )
     elif "mixture_schedule" in given and data.training_path is None:
         yield (
-            "--mixture-schedule changes the weights of several corpora, got no --data-path. Leave it out, or give "
-            "several as 0.7 a 0.3 b"
+            "--mixture-schedule needs several corpora, got no --data-path. Remove it, or list several corpora with "
+            "weights, such as 0.7 a 0.3 b"
         )
     if "prefetch_factor" in given and not data.reading_processes:
-        yield "--prefetch-factor acts with --num-workers 1 or more, got 0. Leave it out, or add --num-workers"
+        yield "--prefetch-factor has no effect without --num-workers 1 or more, got 0. Remove it, or add --num-workers"
     if "fim_spm_rate" in given and not data.fim_rate:
-        yield "--fim-spm-rate acts with --fim-rate above 0 only. Leave it out, or add --fim-rate"
+        yield "--fim-spm-rate has no effect without --fim-rate above 0. Remove it, or add --fim-rate"
     checkpoint = config.checkpoint
     restart_flag = "--finetune" if checkpoint.finetune else "--eval-only" if checkpoint.eval_only else None
     if checkpoint.allow_data_change and restart_flag:
         yield (
-            "--allow-data-change acts where the samples of a checkpoint go on, got "
-            f"{restart_flag}, which reads none of them. Leave it out"
+            f"--allow-data-change has no effect with {restart_flag}, which does not continue at the checkpoint's "
+            "samples. Remove it"
         )
 
 
 def data_notes(config: Config, world_size: int) -> Iterator[str]:
     """Yield notes about data settings that scripts pass for several runs and that have no effect in this one."""
     data, reads = config.data, splits_read(config)
-    paths, flag = data.corpora, "set beside --valid-sft" if data.sft else "--test-data-path"
+    paths, flag = data.corpora, "test set with --valid-sft" if data.sft else "--test-data-path"
     if reads["test_data_path"] and paths["valid_data_path"] and not (paths["data_path"] or paths["test_data_path"]):
-        yield f"nothing is tested at the end: there is no {flag}"
+        yield f"the test evaluation at the end is skipped: there is no {flag}"
     yield from _empty_split_notes(config)
     unread = [flag for name, flag in PATHS.items() if name in config.given and not reads.get(name, True)]
     if unread:
-        yield f"{', '.join(unread)} has no effect: this run reads no such split"
+        yield f"{', '.join(unread)} has no effect: this run does not read these splits"
     if data.mixture_schedule is not None and data.training_path is not None and not config.checkpoint.eval_only:
         yield from _late_step_notes(config, world_size)
     if config.batch.seq_length_schedule is not None and not config.checkpoint.eval_only:
@@ -81,9 +84,9 @@ def data_notes(config: Config, world_size: int) -> Iterator[str]:
 def _empty_split_notes(config: Config) -> Iterator[str]:
     """Yield notes about evaluations that are skipped because --split assigns no documents to them."""
     reads, shares = splits_read(config), config.data.split_shares
-    for name, share, event in zip(EACH[1:], shares[1:], ("validated", "tested at the end"), strict=True):
+    for name, share, event in zip(EACH[1:], shares[1:], ("validation", "the test evaluation at the end"), strict=True):
         if reads[name] and not share and not config.checkpoint.eval_only:
-            yield f"nothing is {event}: --split {config.data.split} gives that split no documents"
+            yield f"{event} is skipped: --split {config.data.split} assigns no documents to that split"
 
 
 def splits_read(config: Config) -> dict[str, bool]:
@@ -99,17 +102,20 @@ def _sft_problems(config: Config) -> Iterator[str]:
     if data.sft is None:
         flags = _flags(config, OF_CONVERSATIONS)
         if flags:
-            yield f"{', '.join(flags)} acts with --sft only. Leave it out, or add --sft FILE"
+            yield f"{', '.join(flags)} has no effect without --sft. Remove it, or add --sft FILE"
         return
     flags = _flags(config, NOT_OF_CONVERSATIONS)
     if flags:
         yield (
-            f"{', '.join(flags)} acts on token files, got --sft: conversations are packed best-fit, kept apart, each "
-            "with positions from 0. Leave it out"
+            f"{', '.join(flags)} applies to token files only, got --sft: conversations are packed best-fit and kept "
+            "separate, with positions from 0 in each. Remove it"
         )
     flags = _flags(config, ("split", "split_by")) if data.valid_sft is not None else []
     if flags:
-        yield f"{', '.join(flags)} cuts the files of --sft, got --valid-sft too, which is read whole. Leave one out"
+        yield (
+            f"{', '.join(flags)} divides the files of --sft, got --valid-sft too, which sets the validation split. "
+            "Remove one of them"
+        )
 
 
 def _path_problems(config: Config) -> Iterator[str]:
@@ -119,18 +125,18 @@ def _path_problems(config: Config) -> Iterator[str]:
         return
     if flags:
         yield (
-            f"{', '.join(flags)} acts on --data-path only, got a path for each split. Leave it out, or give --data-path"
+            f"{', '.join(flags)} applies to --data-path only, got a path for each split. Remove it, or use --data-path"
         )
     missing = [PATHS[name] for name, is_read in splits_read(config).items() if is_read and name not in given_paths]
     # As in Megatron, a run without test data skips the test at its end.
     if "valid_data_path" in given_paths and not config.checkpoint.eval_only:
         missing = [flag for flag in missing if flag != PATHS["test_data_path"]]
     if missing:
-        off = "" if missing == [PATHS["train_data_path"]] else ", or turn off what reads it (--eval-iters 0)"
+        off = "" if missing == [PATHS["train_data_path"]] else ", or disable evaluation (--eval-iters 0)"
         got, them = ", ".join(PATHS[name] for name in given_paths), "them" if len(missing) > 1 else "it"
         yield (
-            f"each split that is read must have its path, got {got} without {' and '.join(missing)}. "
-            f"Give {them} too{off}, or give --data-path, which --split cuts into three"
+            f"each split that is read needs a path, got {got} without {' and '.join(missing)}. Add {them} too{off}, "
+            "or use --data-path, which --split divides into three splits"
         )
 
 
@@ -210,8 +216,8 @@ def unused_flag_problems(config: Config) -> Iterator[str]:
     yield from scaling_problems(config)
     if "wsd_decay_fraction" in given and optimizer.lr_decay_style != "wsd":
         yield (
-            "--wsd-decay-fraction acts with --lr-decay-style wsd only, got --lr-decay-style "
-            f"{optimizer.lr_decay_style}. Leave it out, or change the style"
+            "--wsd-decay-fraction has no effect without --lr-decay-style wsd, got --lr-decay-style "
+            f"{optimizer.lr_decay_style}. Remove it, or change the style"
         )
     if optimizer.optimizer not in ("adamw", "muon"):
         params = config.deepspeed.get("optimizer", {}).get("params", {})
@@ -219,36 +225,36 @@ def unused_flag_problems(config: Config) -> Iterator[str]:
         flags = [*_flags(config, ADAM), *json_keys]
         if flags:
             got = f"got --optimizer {optimizer.optimizer}"
-            yield f"{', '.join(flags)} acts on AdamW only, {got}. Leave it out, or use --optimizer adamw"
+            yield f"{', '.join(flags)} applies to AdamW only, {got}. Remove it, or use --optimizer adamw"
     yield from data_problems(config)
     model = config.model
     if model.layout_independent_dropout and not (model.attention_dropout or model.hidden_dropout):
         yield (
-            "--layout-independent-dropout needs something to drop, got --attention-dropout 0 and --hidden-dropout 0. "
-            "Leave it out, or raise one of the two"
+            "--layout-independent-dropout has no effect without dropout, got --attention-dropout 0 and "
+            "--hidden-dropout 0. Remove it, or raise one of the two"
         )
     if model.layout_independent_dropout and config.parallel.compile:
         yield (
-            "--compile cannot take --layout-independent-dropout, whose masks are computed step by step to compare "
-            "layouts. Leave one out"
+            "--compile does not support --layout-independent-dropout, whose masks are computed step by step to "
+            "compare layouts. Remove one of them"
         )
     yield from format_problems(config)
     if config.checkpoint.eval_only and config.batch.eval_iters == 0:
-        yield "--eval-only needs steps to evaluate, got --eval-iters 0. Raise --eval-iters"
+        yield "--eval-only needs at least one evaluation step, got --eval-iters 0. Raise --eval-iters"
     flags = [flag for name, flag in PIPELINE.items() if name in given]
     if flags and not config.parallel.has_pipeline:
         yield (
-            f"{', '.join(flags)} acts on a pipeline only, got --pipe-parallel-size "
-            f"{config.parallel.pipe_parallel_size}. Leave it out, or use --pipe-parallel-size 2 or more"
+            f"{', '.join(flags)} has no effect without a pipeline, got --pipe-parallel-size "
+            f"{config.parallel.pipe_parallel_size}. Remove it, or use --pipe-parallel-size 2 or more"
         )
     has_steps = config.parallel.has_pipeline and "trace_steps" in config.deepspeed.get("pipeline", {})
     if has_steps and not config.parallel.pipeline_trace:
-        yield "pipeline.trace_steps in the JSON acts with a trace only. Add --pipeline-trace FOLDER"
+        yield "pipeline.trace_steps in the JSON has no effect without a trace. Add --pipeline-trace FOLDER"
     if config.checkpoint.eval_only and "pipeline_trace" in given:
-        yield "--pipeline-trace shows training steps, got --eval-only. Leave one out"
+        yield "--pipeline-trace records training steps only, got --eval-only. Remove one of them"
     flags = _flags(config, IN_TRAINING) if config.checkpoint.eval_only else []
     if flags:
-        yield f"{', '.join(flags)} acts in training only, got --eval-only. Leave one out"
+        yield f"{', '.join(flags)} applies to training only, got --eval-only. Remove one of them"
 
 
 def format_problems(config: Config) -> Iterator[str]:
@@ -258,24 +264,24 @@ def format_problems(config: Config) -> Iterator[str]:
     for name in ("async_save", "keep_every", "no_save_optim", "export_hf_interval", "save_remote"):
         if getattr(config.checkpoint, name):
             yield (
-                f"--{name.replace('_', '-')} acts on --checkpoint-format native only, got deepspeed. Leave one of them "
-                "out; in a folder with checkpoints in DeepSpeed's layout also give --save another folder"
+                f"--{name.replace('_', '-')} needs --checkpoint-format native, got deepspeed. Remove one of them; if "
+                "the run folder has checkpoints in DeepSpeed's layout, also set --save to another folder"
             )
     by_name = ("lr_embedding", "lr_head", "decoupled_lr", "lr_by_name", "weight_decay_by_name")
     if flags := _flags(config, by_name):
         yield (
-            "--checkpoint-format deepspeed holds states by their number in groups of one rate, got "
-            f"{', '.join(flags)}, which makes other groups. Use --checkpoint-format native, or leave it out"
+            "--checkpoint-format deepspeed stores optimizer states by index in groups with one learning rate, got "
+            f"{', '.join(flags)}, which changes the groups. Use --checkpoint-format native, or remove it"
         )
     if config.optimizer.zero_stage:
         yield (
-            "--checkpoint-format deepspeed holds whole optimizer states, got --zero-stage "
-            f"{config.optimizer.zero_stage}, which cuts them over the replicas. Use --zero-stage 0, or "
+            "--checkpoint-format deepspeed stores unsharded optimizer states, got --zero-stage "
+            f"{config.optimizer.zero_stage}, which shards them over the replicas. Use --zero-stage 0, or "
             "--checkpoint-format native"
         )
     if config.stability.stability_guard == "rollback":
         yield (
-            "--stability-guard rollback goes back to checkpoints of our own format, got --checkpoint-format deepspeed. "
+            "--stability-guard rollback needs checkpoints in the native format, got --checkpoint-format deepspeed. "
             "Use --stability-guard skip, or --checkpoint-format native"
         )
 
@@ -296,8 +302,8 @@ def scaling_problems(config: Config) -> Iterator[str]:
     names = _flags(config, ("initial_scale_power", *SCALING_COURSE)) if fixed and _may_be_fp16(config) else []
     if names:
         yield (
-            f"{', '.join(names)} acts on a dynamic loss scale only, got the fixed {_scale_text(config)}. Leave one of "
-            "them out"
+            f"{', '.join(names)} applies to a dynamic loss scale only, got the fixed {_scale_text(config)}. Remove "
+            "one of them"
         )
 
 
@@ -314,8 +320,8 @@ def notes(config: Config, world_size: int) -> Iterator[str]:
         yield f"{', '.join(defaults)} in the defaults has no effect without a pipeline"
     if parallel.gradient_accumulation_fusion and parallel.device == "cpu" and config.precision.dtype == "bf16":
         yield (
-            "--gradient-accumulation-fusion has no effect in bf16 on a CPU, which has no product of bf16 with a sum in "
-            "fp32; with --fp32 it has"
+            "--gradient-accumulation-fusion has no effect in bf16 on a CPU, which cannot accumulate products of bf16 "
+            "in fp32; it takes effect with --fp32"
         )
     if not parallel.has_pipeline:
         yield from _single_stage_notes(config)
@@ -347,10 +353,10 @@ def scaling_notes(config: Config) -> Iterator[str]:
         [name for name in _stated_scaling(config.deepspeed) if name != fixed] if config.precision.loss_scale else []
     )
     if dynamic_keys and _may_be_fp16(config):
-        yield f"{', '.join(dynamic_keys)} in the JSON: no effect with the fixed {_scale_text(config)}"
+        yield f"{', '.join(dynamic_keys)} in the JSON has no effect with the fixed {_scale_text(config)}"
     unused = [*_flags(config, (*SCALING, *SCALING_COURSE)), *_stated_scaling(config.deepspeed)]
     if unused and dtype not in (None, "fp16"):
-        yield f"{', '.join(unused)}: no effect, for only fp16 has a loss scale and this run is {dtype}"
+        yield f"{', '.join(unused)} has no effect: only fp16 has a loss scale, and this run is {dtype}"
 
 
 def _may_be_fp16(config: Config) -> bool:

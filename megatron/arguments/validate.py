@@ -33,36 +33,36 @@ def zero_problems(config: Config) -> Iterator[str]:
     stage = optimizer.zero_stage
     if stage > 1 and parallel.has_pipeline:
         yield (
-            f"{_name(config)} {stage} cannot be in a pipeline, got --pipe-parallel-size "
-            f"{parallel.pipe_parallel_size}: {_why_not_in_a_pipeline(stage)}. Use --zero-stage 1 with the pipeline, "
-            "which cuts the fp32 masters and the optimizer's states, most of the bytes; or leave the pipeline out"
+            f"{_name(config)} {stage} is not supported in a pipeline, got --pipe-parallel-size "
+            f"{parallel.pipe_parallel_size}: {_why_not_in_a_pipeline(stage)}. Use --zero-stage 1, which shards the "
+            "fp32 main params and the optimizer states, most of the memory; or remove the pipeline"
         )
     if stage > 1 and not parallel.overlap_grad_reduce:
         yield (
-            f"{_name(config)} {stage} sums gradients while backward runs, so that no replica holds all of them, got "
-            "--no-overlap-grad-reduce. Leave it out, or use --zero-stage 1"
+            f"{_name(config)} {stage} reduces gradients during the backward pass, so that no replica holds all of "
+            "them, got --no-overlap-grad-reduce. Remove it, or use --zero-stage 1"
         )
     if stage > 1 and parallel.gradient_accumulation_fusion:
         yield (
-            f"--gradient-accumulation-fusion adds to whole gradients where they lie, got {_name(config)} {stage}, "
-            "which sums them over the replicas in each micro-batch and keeps its parts alone. Use --zero-stage 1, or "
-            "leave --gradient-accumulation-fusion out"
+            f"--gradient-accumulation-fusion accumulates into unsharded gradients in place, got {_name(config)} "
+            f"{stage}, which reduces them over the replicas in each micro-batch and stores only shards. Use "
+            "--zero-stage 1, or remove --gradient-accumulation-fusion"
         )
     if stage == CUT_WEIGHTS and getattr(parallel, "compile", False):
         yield (
-            "--compile cannot take --zero-stage 3, which gathers the weights of a layer by hooks around it that a "
-            "compiled layer would not run in their place. Use --zero-stage 2, or leave --compile out"
+            "--compile does not support --zero-stage 3, which gathers the weights of a layer in module hooks that a "
+            "compiled layer does not run at the right time. Use --zero-stage 2, or remove --compile"
         )
     asks_for_drift = "drift_interval" in config.given and config.stability.drift_interval
     if stage == CUT_WEIGHTS and asks_for_drift and parallel.model_parallel_size == 1:
         yield (
-            "--drift-interval compares the copies of a weight, of which --zero-stage 3 leaves one, cut over the "
-            "replicas. Leave it out, or use --zero-stage 2"
+            "--drift-interval compares the copies of a weight, of which --zero-stage 3 stores only one, sharded over "
+            "the replicas. Remove it, or use --zero-stage 2"
         )
     if optimizer.offload_parameters and stage != CUT_WEIGHTS:
         yield (
-            f"--offload-parameters keeps the parts of weights that --zero-stage 3 makes on the CPU, got --zero-stage "
-            f"{stage}. Add --zero-stage 3, or use --offload-optimizer alone"
+            f"--offload-parameters stores the weight shards of --zero-stage 3 on the CPU, got --zero-stage {stage}. "
+            "Add --zero-stage 3, or use only --offload-optimizer"
         )
     if optimizer.cpu_adam == "deepspeed" and optimizer.offload_optimizer:
         yield from _adam_problems(config)
@@ -70,7 +70,7 @@ def zero_problems(config: Config) -> Iterator[str]:
     if "no_pin_memory" in config.given and optimizer.offload_parameters:
         flags.remove(OFFLOAD["no_pin_memory"])
     if flags and not optimizer.offload_optimizer:
-        yield f"{', '.join(flags)} acts with --offload-optimizer only. Add that flag, or leave this one out"
+        yield f"{', '.join(flags)} has no effect without --offload-optimizer. Add --offload-optimizer, or remove it"
 
 
 def _name(config: Config) -> str:
@@ -78,20 +78,26 @@ def _name(config: Config) -> str:
 
 
 def _why_not_in_a_pipeline(stage: int) -> str:
-    gathered = " and weights that are gathered again for every one of them" if stage == CUT_WEIGHTS else ""
+    gathered = " and the weights gathered again" if stage == CUT_WEIGHTS else ""
     return (
-        "a stage adds to all of its gradients until its last micro-batch is through, so cut ones would have to be "
-        f"summed over the replicas for each micro-batch{gathered}: many times the traffic, to save what the pipeline "
-        "has divided already"
+        "a stage accumulates all of its gradients until its last micro-batch, so sharded gradients would have to be "
+        f"reduced over the replicas in each micro-batch{gathered}: many times the traffic, to save memory that the "
+        "pipeline has divided already"
     )
 
 
 def _adam_problems(config: Config) -> Iterator[str]:
     got = config.optimizer.optimizer
     if got != "adamw":
-        yield f"--cpu-adam deepspeed is an AdamW, got --optimizer {got}. Use --optimizer adamw, or --cpu-adam torch"
+        yield (
+            f"--cpu-adam deepspeed implements AdamW only, got --optimizer {got}. Use --optimizer adamw, or --cpu-adam "
+            "torch"
+        )
     if config.precision.dtype == "fp64":
-        yield "--cpu-adam deepspeed updates fp32 numbers, got --fp64. Use --cpu-adam torch, or another number format"
+        yield (
+            "--cpu-adam deepspeed supports fp32 main params only, got --fp64. Use --cpu-adam torch, or another number "
+            "format"
+        )
 
 
 def zero_notes(config: Config, world_size: int) -> Iterator[str]:
@@ -101,7 +107,7 @@ def zero_notes(config: Config, world_size: int) -> Iterator[str]:
     if optimizer.zero_stage and replicas == 1 and not optimizer.offload_parameters:
         yield f"ZeRO {optimizer.zero_stage} has no effect with one replica"
     if replicas == 1 and not config.parallel.overlap_grad_reduce:
-        yield "--no-overlap-grad-reduce has no effect with one replica, which has no sums to make"
+        yield "--no-overlap-grad-reduce has no effect with one replica, which reduces no gradients"
     for name in ("offload_optimizer", "offload_param"):
         section = json.get(name) or {}
         if "pin_memory" in section and section.get("device", "none") == "none":
@@ -121,20 +127,20 @@ def sequence_parallel_problems(config: Config) -> Iterator[str]:
     t = parallel.model_parallel_size
     if t == 1:
         yield (
-            "--sequence-parallel cuts over the tensor ranks, got --model-parallel-size 1. Leave it out, or use "
-            "--model-parallel-size 2 or more"
+            "--sequence-parallel shards activations over the tensor ranks, got --model-parallel-size 1. Remove it, or "
+            "use --model-parallel-size 2 or more"
         )
     if parallel.partition_activations and parallel.checkpoint_activations:
         yield (
-            "with --sequence-parallel each tensor rank has 1/t of the inputs of layers anyway, got "
-            "--partition-activations too. Leave --partition-activations out"
+            "--partition-activations has no effect with --sequence-parallel, which already shards the inputs of "
+            "layers over the tensor ranks. Remove --partition-activations"
         )
     flags = ("--enc-seq-length", "--dec-seq-length") if config.own.is_encoder_decoder else ("--seq-length",)
     for flag, length in zip(flags, config.sequence_lengths, strict=True):
         if length % t:
             yield (
                 f"with --sequence-parallel {flag} must be a multiple of --model-parallel-size, got {length} and {t} "
-                f"({length} / {t} = {length / t:g}). Use {flag} {-(-length // t) * t}, or leave --sequence-parallel out"
+                f"({length} / {t} = {length / t:g}). Use {flag} {-(-length // t) * t}, or remove --sequence-parallel"
             )
 
 
@@ -150,16 +156,16 @@ def context_parallel_problems(config: Config) -> Iterator[str]:
     got = f"got --context-parallel-size {c}"
     if config.own.is_encoder_decoder:
         yield (
-            f"--context-parallel-size cuts one sequence over ranks, {got} and T5, whose decoder looks from its own "
-            "pieces into another sequence and whose biases go by distances within one. Use --sequence-parallel, which "
-            "cuts all but attention, or leave it out"
+            f"--context-parallel-size does not support T5, {got}: it splits one sequence, but T5's decoder also "
+            "attends to the encoder's sequence, and its biases depend on distances within a sequence. Use "
+            "--sequence-parallel, which splits everything except attention, or remove it"
         )
         return
     length, parts = config.batch.seq_length, 2 * c * (t if parallel.sequence_parallel else 1)
     if length % parts:
         tensor = f" x --model-parallel-size {t}" if parallel.sequence_parallel else ""
         yield (
-            f"--seq-length must be a multiple of 2 x --context-parallel-size{tensor}, two pieces for each rank, got "
+            f"--seq-length must be a multiple of 2 x --context-parallel-size{tensor}, two chunks per rank, got "
             f"{length} and 2 x {c}{f' x {t}' if tensor else ''} = {parts} ({length} / {parts} = {length / parts:g}). "
             f"Use --seq-length {-(-length // parts) * parts}, or another --context-parallel-size"
         )
@@ -170,16 +176,16 @@ def context_parallel_problems(config: Config) -> Iterator[str]:
         for flag, count in heads.items():
             if count % (t * c):
                 yield (
-                    f"--cp-comm-type a2a gives each context rank a share of the heads of its tensor rank, so {flag} "
+                    f"--cp-comm-type a2a distributes the heads of a tensor rank over the context ranks, so {flag} "
                     f"must be a multiple of {t} x {c} = {t * c}, got {count}. Use --cp-comm-type all_gather, which "
-                    "cuts queries and no heads"
+                    "splits queries instead of heads"
                 )
     if parallel.compile:
-        yield (f"--compile compiles layers that exchange no keys, {got}. Leave one of them out")
+        yield (f"--compile does not support the exchange of keys and values within a layer, {got}. Remove one of them")
     if config.debug.debug_dump is not None:
         yield (
-            f"--debug-dump writes hidden states that tools/compare_dumps.py takes for whole sequences, {got}. Leave "
-            "one of them out; --debug-nan works with both"
+            f"--debug-dump writes hidden states that tools/compare_dumps.py interprets as full sequences, {got}. "
+            "Remove one of them; --debug-nan works with context parallelism"
         )
 
 
@@ -189,7 +195,7 @@ def context_parallel_notes(config: Config) -> Iterator[str]:
     if "cp_comm_type" in config.given and parallel.context_parallel_size == 1:
         yield f"--cp-comm-type {parallel.cp_comm_type} has no effect with --context-parallel-size 1"
     elif parallel.cp_comm_type == "p2p" and parallel.context_parallel_size > 1:
-        yield "--cp-comm-type p2p: keys and values are gathered, as with all_gather; the numbers are the same"
+        yield "--cp-comm-type p2p: keys and values are gathered, as with all_gather; the results are the same"
 
 
 # Checks that need more than one section. All problems are collected, then raised at once.
@@ -262,7 +268,7 @@ def _ramp_problems(config: Config, replicas: int) -> Iterator[str]:
     invalid = run_length.indivisible(sizes, micro * replicas)
     if invalid:
         yield (
-            f"every size on the way of --rampup-batch-size {config.batch.rampup_batch_size} must be a multiple of "
+            f"every batch size of --rampup-batch-size {config.batch.rampup_batch_size} must be a multiple of "
             f"micro-batch x replicas = {micro} x {replicas} = {micro * replicas}, got {', '.join(map(str, invalid))} "
             f"among {', '.join(map(str, sizes))}. Change START or INCREMENT, or lower --batch-size"
         )
@@ -278,14 +284,14 @@ def _order_problems(config: Config) -> Iterator[str]:
         if count != m or config.batch.rampup_batch_size is not None:
             yield (
                 f"--pipeline-schedule-file {parallel.pipeline_schedule_file} is for steps of {count} micro-batches, "
-                f"got --gas {m}{'' if count != m else ' and a batch that grows'}. Use --gas {count}, or another file"
+                f"got --gas {m}{'' if count != m else ' and a batch ramp-up'}. Use --gas {count}, or another file"
             )
     if parallel.pipeline_layout is not None:
         layers = num_layers(parse_layout(parallel.pipeline_layout))
         if config.own.is_encoder_decoder:
-            yield f"{LAYOUT_FLAG} is for models of one stack of layers. Use --partition-method, or leave it out"
+            yield f"{LAYOUT_FLAG} does not support encoder-decoder models. Use --partition-method, or remove it"
         elif layers != config.total_layers:
-            yield f"{LAYOUT_FLAG} must have all layers, got {layers} t and --num-layers {config.total_layers}"
+            yield f"{LAYOUT_FLAG} must contain all layers, got {layers} t and --num-layers {config.total_layers}"
 
 
 def _stage_problems(config: Config) -> Iterator[str]:
@@ -298,14 +304,14 @@ def _stage_problems(config: Config) -> Iterator[str]:
     if p > layers:
         allowed = f"0 to {layers}" if layers > 1 else "0 or 1"
         yield (
-            f"every pipeline stage must hold a layer, got {got} on --pipe-parallel-size {p}. "
-            f"Use --pipe-parallel-size {allowed}, or {minimum}"
+            f"every pipeline stage must have at least one layer, got {got} on --pipe-parallel-size {p}. Use "
+            f"--pipe-parallel-size {allowed}, or {minimum}"
         )
     elif chunks > 1 and p * chunks > layers:
         allowed = f"1 to {layers // p}" if layers // p > 1 else "1"
         yield (
-            f"every chunk of every pipeline stage must hold a layer, got {got} on --pipe-parallel-size {p} x "
-            f"--pipeline-chunks {chunks} = {p * chunks}. Use --pipeline-chunks {allowed}, or {minimum}"
+            f"every chunk of every pipeline stage must have at least one layer, got {got} on --pipe-parallel-size {p} "
+            f"x --pipeline-chunks {chunks} = {p * chunks}. Use --pipeline-chunks {allowed}, or {minimum}"
         )
 
 
@@ -345,7 +351,7 @@ def _cross_problems(config: Config) -> Iterator[str]:
     if not config.run.dry_run:
         yield from config.data.missing_files(reads_span_files=config.own.READS_SPAN_FILES)
     if config.run.check_paths and not config.run.dry_run:
-        yield "--check-paths acts with --dry-run only; a run checks its paths in any case. Leave it out"
+        yield "--check-paths has no effect without --dry-run, because a run always checks its paths. Remove it"
     precision = config.precision
     is_too_high = precision.is_dynamic and precision.min_scale > 2.0**precision.initial_scale_power
     if precision.dtype in (None, "fp16") and is_too_high:
@@ -359,13 +365,12 @@ def _cross_problems(config: Config) -> Iterator[str]:
     if config.parallel.fused_kernels == "apex" and config.parallel.device not in ("auto", "cuda"):
         yield (
             f"--fused-kernels apex needs a GPU, got --device {config.parallel.device}: apex has kernels for CUDA only. "
-            "Leave it out"
+            "Remove it"
         )
     if config.optimizer.optimizer == "adafactor" and t > 1:
         yield (
-            "--optimizer adafactor needs whole matrices for the means of their rows and columns, got "
-            f"--model-parallel-size {t}, which cuts them. Use --optimizer adamw, or --pipe-parallel-size in place of "
-            "--model-parallel-size"
+            "--optimizer adafactor averages over the rows and columns of full matrices, got --model-parallel-size "
+            f"{t}, which shards them. Use --optimizer adamw, or --pipe-parallel-size instead of --model-parallel-size"
         )
     yield from _tied_rate_problems(config)
     yield from sequence_parallel_problems(config)
@@ -386,8 +391,8 @@ def _tied_rate_problems(config: Config) -> Iterator[str]:
         return
     embedding = settings.lr if settings.lr_embedding is None else settings.lr_embedding
     yield (
-        "--lr-head acts on a head with weights of its own, and this one's are those of the word embedding, got "
-        f"--lr-head {settings.lr_head:g} and {embedding:g} for the word embedding. Give --lr-embedding alone, or "
+        "--lr-head needs an untied output head, but this head shares the weights of the word embedding, got --lr-head "
+        f"{settings.lr_head:g} and {embedding:g} for the word embedding. Use only --lr-embedding, or add "
         "--untie-embeddings-and-output-weights"
     )
 
@@ -412,7 +417,7 @@ def _cpu_problems(config: Config) -> Iterator[str]:
             "Use --bf16 (same memory, no loss scale; slow on CPUs without bf16 instructions) or --fp32"
         )
     if config.parallel.distributed_backend == "nccl":
-        yield "--distributed-backend nccl needs GPUs, got a CPU. Use gloo, or leave the flag out"
+        yield "--distributed-backend nccl needs GPUs, got a CPU. Use gloo, or remove the flag"
 
 
 def check_device(config: Config, has_gpu: bool, has_bf16: bool = True) -> None:
@@ -437,7 +442,7 @@ def resolve_dtype(config: Config, device_default: str) -> Config:
     if dtype != device_default:
         left_out = ", ".join(f"{name}.enabled false" for name in excluded)
         notes.append(
-            f"number format: {dtype}, for this device would take {device_default} and the JSON says {left_out}"
+            f"number format: {dtype}; the default of this device is {device_default}, but the JSON has {left_out}"
         )
     config = replace(config, precision=replace(config.precision, dtype=dtype))
     raise_all(list(unused_flags.scaling_problems(config)))
@@ -457,7 +462,7 @@ def notes_of(config: Config, world_size: int) -> list[str]:
     p, m = config.parallel.num_stages, config.batch.gas
     if config.parallel.micro_batch_group_size and not config.parallel.group_size:
         notes.append(
-            "--microbatch-group-size-per-virtual-pipeline-stage acts on several chunks in a loop: nothing changes"
+            "--microbatch-group-size-per-virtual-pipeline-stage has no effect without several chunks in a loop"
         )
     if config.parallel.has_pipeline and m < p and config.parallel.pipeline_schedule_file is None:
         idle, less = expected_bubble(config), expected_bubble(config, 4 * p)
@@ -468,16 +473,17 @@ def notes_of(config: Config, world_size: int) -> list[str]:
     decay_iters = config.optimizer.lr_decay_iters
     if config.optimizer.lr_decay_style == "inverse-square-root" and 0 < decay_iters < config.batch.train_iters:
         notes.append(
-            f"--lr-decay-style inverse-square-root continues to fall after --lr-decay-iters {decay_iters}; Megatron-LM "
-            "stays at --min-lr from there on"
+            f"--lr-decay-style inverse-square-root continues to decay after --lr-decay-iters {decay_iters}; "
+            "Megatron-LM stays at --min-lr from there on"
         )
     if config.batch.train_iters == 0:
-        notes.append("--train-iters 0: no training step; the model is evaluated and saved as it starts")
+        notes.append("--train-iters 0: no training step; the initial model is evaluated and saved")
     beta2 = config.optimizer.adam_beta2
     if "exp_avg_sq" in config.optimizer.bf16_states and 1 - beta2 < 2**-8:
         notes.append(
-            f"warning: --exp-avg-sq-dtype bf16 has 8 bits, and by --adam-beta2 {beta2:g} a mean of squares falls by "
-            f"{1 - beta2:g} of itself a step, which they do not show: it may not fall at all. Use 0.99 or less, or fp32"
+            "warning: --exp-avg-sq-dtype bf16 has 8 bits of precision, too few for the decay of the second moment by "
+            f"{1 - beta2:g} per step with --adam-beta2 {beta2:g}: the moment may not decay at all. Use --adam-beta2 "
+            "0.99 or less, or fp32"
         )
     return [
         *notes,

@@ -65,7 +65,7 @@ def with_weights(text: str, notes: list[str]) -> str:
     words = [word for weight, path in zip(weights, paths, strict=True) for word in (str(weight), path)]
     shares = ", ".join(f"{path} {weight / sum(weights):.1%}" for weight, path in zip(weights, paths, strict=True))
     rule = "by the sizes of their .bin files" if is_known else "equally, since the size of a .bin file is unknown"
-    notes.append(f"paths without weights are mixed {rule}: {shares}")
+    notes.append(f"paths without weights are weighted {rule}: {shares}")
     return shlex.join(words)
 
 
@@ -124,7 +124,7 @@ def _parts(flag: str, texts: list[str]) -> list[Part]:
         words = entry.split()
         if len(words) != 3:
             is_group = any(word.endswith(":") for word in words)
-            several = ", where a second group begins. Evaluate the others by --eval-only --test-data-path"
+            several = ", which has a second group. Evaluate the others with --eval-only --test-data-path"
             raise ConfigError(message + (several if is_group else ""))
         weight, bounds, path = words
         try:
@@ -133,7 +133,7 @@ def _parts(flag: str, texts: list[str]) -> list[Part]:
         except (ValueError, ZeroDivisionError):
             is_valid = False
         if not is_valid:
-            raise ConfigError(f"{message}, where {entry.strip()!r} is none of these")
+            raise ConfigError(f"{message}, where {entry.strip()!r} is invalid")
         parts.append(Part(weight, (start, end), path))
     return parts
 
@@ -148,9 +148,9 @@ def _one_mixture(splits: Mapping[str, list[Part]]) -> dict[str, str]:
     is_row = all(start == before for (start, _), before in zip(bounds, expected_starts, strict=False))
     if any(len(values) > 1 for values in ranges.values()) or len(mixtures) > 1 or not is_row:
         raise ConfigError(
-            f"{flags} must take the same ranges of the same corpora with the same weights, one behind the other from "
-            "0 on, or all documents of each (0:1), got others: --split cuts all corpora alike. Give "
-            f"{', '.join('--' + name.replace('_', '-') for name in EACH)} token files of their own"
+            f"{flags} must use consecutive ranges, from 0 on, of the same corpora with the same weights, or all "
+            "documents of each corpus (0:1), because --split divides all corpora equally. Use separate token files "
+            f"with {', '.join('--' + name.replace('_', '-') for name in EACH)}"
         )
     shares = {split: end - start for split, (start, end) in zip(splits, bounds, strict=True)}
     remainder = 1 - bounds[-1][1]

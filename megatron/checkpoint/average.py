@@ -43,7 +43,9 @@ def newest_of(run: Path, count: int) -> list[Checkpoint]:
     paths = newest_first(list_checkpoints(checkpoints_in(run)))
     if len(paths) < count:
         names = ", ".join(path.name for path in reversed(paths)) or "none"
-        raise CheckpointError(f"--last {count} needs so many checkpoints in {run}, got {names}. Ask for fewer")
+        raise CheckpointError(
+            f"--last {count} exceeds the number of checkpoints in {run}: {names}. Use a smaller --last"
+        )
     return [open_checkpoint(path, SINGLE) for path in reversed(paths[:count])]
 
 
@@ -59,7 +61,7 @@ def of_steps(run: Path, steps: Sequence[int]) -> list[Checkpoint]:
     missing = [str(step) for step in sorted(set(steps)) if step not in by_step]
     if missing:
         available = ", ".join(map(str, sorted(by_step))) or "none"
-        raise CheckpointError(f"--steps {' '.join(missing)}: no such checkpoint in {run}; it has those of {available}")
+        raise CheckpointError(f"--steps {' '.join(missing)}: not found in {run}. Available steps: {available}")
     return [open_checkpoint(by_step[step], SINGLE) for step in sorted(set(steps))]
 
 
@@ -106,14 +108,18 @@ def _check_same(one: Checkpoint, other: Checkpoint, names: Sequence[str]) -> Non
         compare_model_config(one.metadata["model"], other.metadata["model"])
     except CheckpointError as error:
         table = "\n".join(str(error).splitlines()[1:-1])
-        raise CheckpointError(f"{one.path} and {other.path} must be of one model to be averaged:\n{table}") from error
+        raise CheckpointError(
+            f"only checkpoints of the same model can be averaged, got {one.path} and {other.path}:\n{table}"
+        ) from error
     if one.metadata.get("tokenizer") != other.metadata.get("tokenizer"):
-        raise CheckpointError(f"{one.path} and {other.path} must have one tokenizer to be averaged, got two")
+        raise CheckpointError(
+            f"only checkpoints with the same tokenizer can be averaged, got {one.path} and {other.path}"
+        )
     different = set(names) ^ {name for name in one.names() if name.startswith(WEIGHTS)}
     different |= {name for name in names if name not in different and one.shape(name) != other.shape(name)}
     if different:
         raise CheckpointError(
-            f"{one.path} and {other.path} must hold the same weights to be averaged, got other ones: "
+            f"only checkpoints with the same weights can be averaged, but {one.path} and {other.path} differ in: "
             f"{', '.join(sorted(different))}"
         )
 

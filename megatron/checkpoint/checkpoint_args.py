@@ -75,7 +75,7 @@ def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str,
         if problem and not (flags.get("dry_run") or flags.get("load_if_exists")):
             raise CheckpointError(problem)
         if path is not None:
-            found.notes.append(f"{path} holds no model yet, so the sizes are those of the flags")
+            found.notes.append(f"{path} contains no model yet, so the flags define the model")
         return {}
     _require_fixed(found, source)
     settings = source.sizes()
@@ -83,7 +83,7 @@ def bring(found: Scan, defaults: Mapping[str, Any], name: str = "") -> dict[str,
         del settings["vocab_size"]
     _require_agreement(found, source, settings, is_anew=bool(flags.get("finetune")))
     brought = {field: value for field, value in settings.items() if field not in found.values}
-    found.notes.append(f"sizes of {source.place}: {shlex.join(words_of(brought, source.config))}")
+    found.notes.append(f"model settings of {source.place}: {shlex.join(words_of(brought, source.config))}")
     starts_new_run = flags.get("finetune") or flags.get("load_weights_only")
     if starts_new_run or not source.optimizer:
         found.ignored |= dict.fromkeys(schedule_flags, "no learning-rate schedule is loaded")
@@ -226,8 +226,8 @@ def _require_fixed(found: Scan, source: Source) -> None:
     ]
     if differing:
         raise CheckpointError(
-            f"{source.place} does not hold a model of --model {found.values['architecture']}: {', '.join(differing)}. "
-            "Leave --model out to continue with the settings of the checkpoint, or name another folder"
+            f"{source.place} does not match --model {found.values['architecture']}: {', '.join(differing)}. "
+            "Omit --model to continue with the settings of the checkpoint, or choose another folder"
         )
 
 
@@ -255,17 +255,17 @@ def _require_agreement(found: Scan, source: Source, sizes: Mapping[str, Any], *,
         differing["num_layers"] = ", ".join(other_sides)
     if not differing:
         return
-    fixes = ["Leave them out: what nobody gives comes from the checkpoint"]
+    fixes = ["Omit these flags to use the values of the checkpoint"]
     if not is_anew and any(name in refitted for name in differing):
-        fixes.append("add --finetune, which starts anew from the weights with others of --rotary-base and its like")
+        fixes.append("add --finetune, which starts a new run and allows other values of settings such as --rotary-base")
     if is_anew and "vocab_size" in differing:
-        fixes.append("add --resize-vocab, which takes tables of another size")
+        fixes.append("add --resize-vocab, which allows another vocabulary size")
     table = "\n".join(
-        f"  {name}: saved {value}, now {found.values[name]} ({found.spelling.get(name, 'given')})"
+        f"  {name}: saved {value}, now {found.values[name]} ({found.spelling.get(name, 'set by the user')})"
         for name, value in differing.items()
     )
     raise CheckpointError(
-        f"sizes must be those of the checkpoint, {len(differing)} differ from {source.place}:\n{table}\n"
+        f"the model settings must match the checkpoint, {len(differing)} differ from {source.place}:\n{table}\n"
         f"{', or '.join(fixes)}"
     )
 

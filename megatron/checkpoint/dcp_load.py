@@ -96,7 +96,7 @@ class ShardReader(StorageReader):
         expected = tuple(cut.stop - cut.start for cut in cuts)
         if tuple(values.shape) != expected:
             raise CheckpointError(
-                f"{self._path / piece.file}: {piece.key} gave {tuple(values.shape)} instead of {expected}"
+                f"{self._path / piece.file}: {piece.key} has the shape {tuple(values.shape)}, expected {expected}"
             )
         return values
 
@@ -152,7 +152,7 @@ class RecordLoadPlanner(LoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Raise TypeError: checkpoints of this project have no byte entries, only tensors and a JSON manifest."""
-        raise TypeError("a checkpoint holds no bytes beside tensors")
+        raise TypeError("a checkpoint contains only tensors, no byte entries")
 
     def _items(self, place: int) -> list[ReadItem]:
         name, shard = self._records[place].name, self._records[place].shard

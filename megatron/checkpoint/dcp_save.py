@@ -98,8 +98,8 @@ class ShardWriter(StorageWriter):
             free = files.free_bytes(self._root)
             if self._num_bytes > free:
                 raise CheckpointError(
-                    f"need {_format_bytes(self._num_bytes)}, free {_format_bytes(free)}. "
-                    "Free some space, lower --keep-last or move --save."
+                    f"it needs {_format_bytes(self._num_bytes)}, but only {_format_bytes(free)} are free. "
+                    "Free some space, lower --keep-last, or set --save to another disk."
                 )
             self._temporary = folders.temporary_name(folders.free_name(self._root, self._step))
             files.make_folder(self._temporary)
@@ -145,7 +145,7 @@ class ShardWriter(StorageWriter):
         with suppress(OSError):
             files.remove_tree(self._temporary)
         if f"[Errno {errno.EFBIG}]" in why:
-            return f" (a file of it is {files.too_large_message()})"
+            return f" (one of its files is {files.too_large_message()})"
         if not any(f"[Errno {code}]" in why for code in _NO_ROOM):
             return ""
         with suppress(OSError):

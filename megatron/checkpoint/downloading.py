@@ -65,7 +65,7 @@ def _fetch(one: RemoteCheckpoint, root: Path, world: Group) -> Path:
     gather_verdict(world, lambda: [text for name in local_names if (text := _download(one, name, temporary))], commit)
     if world.rank == 0:
         total = sum(size for size, _ in one.files.values())
-        log.info(f"downloaded {one.path} to {target}: {total / 1e6:.1f} MB, all checksums fit")
+        log.info(f"downloaded {one.path} to {target}: {total / 1e6:.1f} MB, all checksums match")
     return target
 
 
@@ -74,4 +74,4 @@ def _download(one: RemoteCheckpoint, name: str, folder: Path) -> str:
     size, crc32 = one.files[name]
     chunks = object_store.read_chunks(object_store.join(one.path, name), size)
     _, actual_crc32 = files.write_chunks(folder / name, chunks)
-    return "" if actual_crc32 == crc32 else f"{name} was altered: its checksum does not fit"
+    return "" if actual_crc32 == crc32 else f"{name} was altered: its checksum does not match"

@@ -107,7 +107,7 @@ def commit_checkpoint(temporary: Path, target: Path) -> None:
     except OSError as error:
         if temporary.exists() or not target.exists():
             raise
-        log.warning(f"{target} is complete, but its name may not have reached the disk: {error}")
+        log.warning(f"{target} is complete, but the rename may not have been flushed to the disk: {error}")
 
 
 def remove_stale(root: Path, prefixes: tuple[str, ...] = _STALE) -> None:
@@ -117,7 +117,7 @@ def remove_stale(root: Path, prefixes: tuple[str, ...] = _STALE) -> None:
             try:
                 files.remove_tree(path) if path.is_dir() else files.remove_file(path)
             except OSError as error:
-                log.warn_once(f"{path}, which a killed save or removal has left, cannot be deleted: {error}")
+                log.warn_once(f"{path}, which is left over from a killed save or deletion, cannot be deleted: {error}")
 
 
 def write_latest(root: Path, path: Path) -> None:
@@ -125,7 +125,7 @@ def write_latest(root: Path, path: Path) -> None:
     try:
         files.replace_bytes(root / LATEST, f"{path.name}\n".encode())
     except OSError as error:
-        log.warning(f"the hint {root / LATEST} could not be written ({error}); the checkpoint {path} is complete")
+        log.warning(f"the file {root / LATEST} could not be written ({error}); the checkpoint {path} is complete")
 
 
 def read_latest(root: Path) -> str | None:
@@ -151,4 +151,4 @@ def check_writable(root: Path) -> None:
             with suppress(FileNotFoundError):  # another job may have removed the probe file as a leftover
                 os.unlink(probe)
     except OSError as error:
-        raise ConfigError(f"--save must name a folder that can be written, got {root}: {error}") from error
+        raise ConfigError(f"--save must be a writable folder, got {root}: {error}") from error

@@ -46,14 +46,14 @@ def read_huggingface(path: Path, family: str, model: str) -> Source:
     model_type = hf_config.get("model_type")
     if model_type not in family_of_type:
         raise CheckpointError(
-            f"{path / CONFIG}: model_type must be one of {', '.join(family_of_type)}, got {model_type!r}. Its "
-            "architecture is not here"
+            f"{path / CONFIG}: model_type must be one of {', '.join(family_of_type)}, got {model_type!r}. This "
+            "architecture is not supported"
         )
     require_family(family_of_type[model_type], family, f"{path / CONFIG}: model_type {model_type}", model)
     if model and model not in (model_type, family_of_type[model_type]):
         raise CheckpointError(
-            f"{path / CONFIG}: model_type {model_type} is not --model {model}. Use --model {model_type}, or name "
-            "another folder"
+            f"{path / CONFIG} has the model_type {model_type}, but --model is {model}. Use --model {model_type}, or "
+            "choose another folder"
         )
     try:
         config = config_from_huggingface(hf_config)
@@ -89,12 +89,11 @@ def read_headers(folder: Path) -> dict[str, Header]:
     index = read_json(folder, INDEX).get("weight_map")
     if not isinstance(index, dict) or not all(Path(str(name)).name == name for name in index.values()):
         raise CheckpointError(
-            f"{folder / INDEX} is not an index of safetensors: weight_map must say which file of the folder has which "
-            "tensor"
+            f"{folder / INDEX} is not a safetensors index: weight_map must map each tensor to a file of the folder"
         )
     headers_of_file = {name: _header_of(folder, name) for name in sorted(set(index.values()))}
     if missing := sorted(key for key, name in index.items() if key not in headers_of_file[name]):
-        raise CheckpointError(f"{folder}: the files lack what the index says they hold: {', '.join(missing)}")
+        raise CheckpointError(f"{folder}: the files lack tensors that the index lists: {', '.join(missing)}")
     return {key: headers_of_file[name][key] for key, name in index.items()}
 
 
@@ -120,7 +119,7 @@ def _header_of(folder: Path, name: str) -> dict[str, Header]:
         }
         end = max((header.stop for header in headers.values()), default=8 + length)
         if end != size:
-            raise ValueError(f"it has {size} bytes, and {end} by its header")
+            raise ValueError(f"it has {size} bytes, but its header requires {end}")
         return headers
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
@@ -192,8 +191,8 @@ def _misfit(path: Path, theirs: Mapping[str, Any], config: Config, tensors: Mapp
         got = ", ".join(f"{key} {theirs[key]}" for key in fixes)
         suggestion = " or ".join(f"{key} {other}" for key, other in fixes.items())
         return (
-            f"{path / CONFIG}: the sizes must be those of the tensors, got {got}, and the tensors are those of "
-            f"{suggestion}. Fetch the folder again, or correct the key"
+            f"{path / CONFIG} does not match the tensors of its folder: it has {got}, but the tensors have "
+            f"{suggestion}. Download the folder again, or correct config.json"
         )
     expected, headers = _expected(config), _found(config, tensors)
     problems = [f"{name}: missing" for name in sorted(expected - headers.keys())]
@@ -201,8 +200,8 @@ def _misfit(path: Path, theirs: Mapping[str, Any], config: Config, tensors: Mapp
     shapes = [f"{name} {list(header.shape)} in {header.file.name}" for name, header in headers.items()]
     description = "; ".join(problems[:8] or [f"the shapes {', '.join(shapes[:8])}"])
     more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-    advice = missing_head(expected - headers.keys(), config) or ". Fetch the folder again"
-    return f"{path / CONFIG} does not describe the tensors of its folder: {description}{more}{advice}"
+    advice = missing_head(expected - headers.keys(), config) or ". Download the folder again"
+    return f"{path / CONFIG} does not match the tensors of its folder: {description}{more}{advice}"
 
 
 def _mended(theirs: Mapping[str, Any], config: Config, tensors: Mapping[str, Header]) -> Iterator[tuple[str, int]]:

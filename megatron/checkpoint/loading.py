@@ -94,11 +94,11 @@ def first_that_verifies(
             raise
         except CheckpointError as error:
             if strict:
-                raise CheckpointError(f"the newest checkpoint must verify, none older is taken: {error}") from error
+                raise CheckpointError(f"the newest checkpoint must verify with --strict-load: {error}") from error
             reasons.append(str(error))
             continue
         if reasons and world.rank == 0:
-            log.warning(f"going back to {name}, since: " + " | ".join(reasons))
+            log.warning(f"falling back to {name}, because: " + " | ".join(reasons))
         return result
     raise CheckpointError(f"no checkpoint in {root} verifies: " + " | ".join(reasons))
 
@@ -106,8 +106,8 @@ def first_that_verifies(
 def _candidates(root: Path, accept: Callable[[Path], bool] | None) -> list[Path]:
     """Return the checkpoints in ``root`` in the order in which to try them, newest first. Rank 0 only."""
     if not root.is_dir():
-        actual = "a file" if root.exists() else "not there"
-        raise CheckpointError(f"checkpoints must lie in a folder; {root} is {actual}")
+        actual = "is a file" if root.exists() else "does not exist"
+        raise CheckpointError(f"{root} {actual}; a folder with checkpoints is required")
     if (root / metadata.MANIFEST_NAME).exists():
         return [root]
     checkpoints = [path for path in folders.in_turn(folders.list_checkpoints(root)) if accept is None or accept(path)]
@@ -125,22 +125,24 @@ def _deepspeed_hint(root: Path) -> str:
     if with_manifest:
         return f". {in_deepspeed_format(with_manifest[0])}"
     if engine_folders:
-        return f"; {engine_folders[0].name} was written by DeepSpeed: tools/import_checkpoint.py takes its weights"
+        return (
+            f"; {engine_folders[0].name} was written by DeepSpeed: import its weights with tools/import_checkpoint.py"
+        )
     return ""
 
 
 def in_deepspeed_format(path: Path) -> str:
     """Return the error message for a checkpoint in DeepSpeed's format where the native format is needed."""
     return (
-        f"{path} is in DeepSpeed's format, which only training reads. Resume it in a new run folder, which gets a "
-        f"checkpoint that every tool reads: --load {path} --checkpoint-format native --save NEW_FOLDER"
+        f"{path} is in DeepSpeed's format, which only the training scripts can read. Resume it in a new run folder to "
+        f"save it in the native format: --load {path} --checkpoint-format native --save NEW_FOLDER"
     )
 
 
 def _compare_hint(root: Path, found: Checkpoint) -> None:
     hint = folders.read_latest(root)
     if hint != found.path.name:
-        log.warning(f"{root / folders.LATEST} says {hint!r}; the newest complete checkpoint is {found.path.name}")
+        log.warning(f"{root / folders.LATEST} names {hint!r}, but the newest complete checkpoint is {found.path.name}")
 
 
 @marked(is_of_this_rank=False)
@@ -174,4 +176,6 @@ def _warn_foreign(path: Path, content: Manifest) -> None:
         child.name for child in path.iterdir() if child.name not in {*content.files, metadata.MANIFEST_NAME}
     )
     if foreign:
-        log.warn_once(f"{path} also holds files that are not part of it; they are ignored: {', '.join(foreign)}")
+        log.warn_once(
+            f"{path} contains files that are not part of the checkpoint; they are ignored: {', '.join(foreign)}"
+        )

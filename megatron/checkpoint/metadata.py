@@ -96,18 +96,18 @@ def manifest_from_bytes(content: bytes, path: Path) -> Manifest:
         CheckpointError: the manifest is truncated or altered, or its content is not valid.
     """
     if not is_whole(content):
-        raise CheckpointError(f"{path} is damaged: its checksum does not fit ({len(content)} bytes)")
+        raise CheckpointError(f"{path} is damaged: its checksum does not match ({len(content)} bytes)")
     try:
         fields = json.loads(content)
         version = fields["format_version"]
         if version > FORMAT_VERSION:
             raise NewerFormatError(
-                f"{path} has the format version {version}; this program reads up to {FORMAT_VERSION}. "
+                f"{path} has the format version {version}; this program supports versions up to {FORMAT_VERSION}. "
                 "Install the version that wrote it, or a later one."
             )
         if unknown := sorted(fields.keys() - _FIELDS):
             raise NewerFormatError(
-                f"{path} has fields that this program does not know: {', '.join(unknown)}. "
+                f"{path} has fields that this program does not support: {', '.join(unknown)}. "
                 "Install the version that wrote it, or a later one."
             )
         return Manifest(
@@ -128,7 +128,7 @@ def _plain(name: str) -> str:
         ValueError: ``name`` has a path separator, or is the name of the manifest.
     """
     if Path(name).name != name or name == MANIFEST_NAME:
-        raise ValueError(f"a shard must be a plain file name, got {name!r}")
+        raise ValueError(f"the file of a shard must be a plain file name, got {name!r}")
     return name
 
 

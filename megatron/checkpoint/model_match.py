@@ -29,8 +29,8 @@ def compare_model_config(saved: dict[str, Any], now: dict[str, Any]) -> None:
     if different:
         table = "\n".join(f"  {key}: saved {saved.get(key, _ABSENT)}, now {now.get(key, _ABSENT)}" for key in different)
         raise CheckpointError(
-            f"the checkpoint is of another model, {len(different)} values differ:\n{table}\n"
-            "Start with the saved values, or name another folder with --load."
+            f"the checkpoint contains another model, {len(different)} values differ:\n{table}\n"
+            "Use the saved values, or choose another checkpoint with --load."
         )
 
 
@@ -60,5 +60,5 @@ def check_model(saved: Mapping[str, Any], config: Config) -> None:
         if not refittable or flags.finetune:
             raise
         raise CheckpointError(
-            f"{error} The weights fit another {', '.join(refittable)} as well: --finetune starts anew from them so"
+            f"{error} The weights also fit other values of {', '.join(refittable)}: add --finetune to start a new run"
         ) from None

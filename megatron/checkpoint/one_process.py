@@ -36,9 +36,9 @@ def open_folder(path: Path, world: Group = SINGLE, *, any_format: bool = False) 
         CheckpointError: ``path`` has no checkpoint, or none that verifies.
     """
     if not path.is_dir():
-        actual = "a file" if path.exists() else "not there"
+        actual = "is a file" if path.exists() else "does not exist"
         raise CheckpointError(
-            f"{path} is {actual}: name a run folder, its checkpoints folder, or one checkpoint.{hub.advice(path)}"
+            f"{path} {actual}. Use a run folder, its checkpoints folder, or one checkpoint.{hub.advice(path)}"
         )
     checkpoint = open_latest(checkpoints_in(path), world)
     if checkpoint.metadata.get("format") == DEEPSPEED and not any_format:

@@ -83,7 +83,7 @@ class Checkpoint:
             elif any(
                 not 0 <= start <= stop <= size for (start, stop), size in zip(spans(shard), entry.shape, strict=True)
             ):
-                problems.append(f"{name}: {shard} reaches beyond the tensor")
+                problems.append(f"{name}: {shard} exceeds the bounds of the tensor")
         if problems:
             raise CheckpointError(
                 f"{self.path} does not fit this model ({len(problems)} tensors): " + "; ".join(problems)

@@ -70,14 +70,14 @@ def _read(path: str, held: dict[str, int]) -> RemoteCheckpoint | None:
     content = object_store.read_range(object_store.join(path, MANIFEST_NAME), 0, held[MANIFEST_NAME])
     sequence = sequence_in(content)
     if sequence is None:
-        log.warning(f"{path} is not whole and is passed over: its {MANIFEST_NAME} does not fit its checksum")
+        log.warning(f"{path} is incomplete and is skipped: the checksum of its {MANIFEST_NAME} does not match")
         return None
     fields = json.loads(content)
     expected = {name: (int(size), int(crc, 16)) for name, (size, crc) in fields["files"].items()}
     missing = {name: size for name, (size, _) in expected.items() if held.get(name) != size}
     problems = [f"{name} has {held.get(name, 0)} of {size} bytes" for name, size in missing.items()]
     if problems:
-        log.warning(f"{path} is not whole and is passed over: {', '.join(problems)}")
+        log.warning(f"{path} is incomplete and is skipped: {', '.join(problems)}")
         return None
     return RemoteCheckpoint(path, sequence, int(fields["step"]), content, expected)
 
@@ -100,8 +100,8 @@ def require(source: str) -> list[RemoteCheckpoint]:
         raise CheckpointError(str(error)) from error
     if not checkpoints:
         raise CheckpointError(
-            f"no whole checkpoint found in {source}: one is a folder like {CHECKPOINTS}/step-00000020 with a "
-            f"{MANIFEST_NAME}, which is uploaded last"
+            f"no complete checkpoint found in {source}: a checkpoint is a folder like {CHECKPOINTS}/step-00000020 with "
+            f"a {MANIFEST_NAME}, which is uploaded last"
         )
     return checkpoints
 

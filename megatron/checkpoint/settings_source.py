@@ -51,11 +51,11 @@ def require_family(family: str, wanted: str, said: str, model: str) -> None:
     """
     if model and family != wanted and FAMILIES[family].kind == "decoder":
         raise CheckpointError(
-            f"{said} is {FAMILIES[family].title}, and --model {model} selects {FAMILIES[wanted].title}. Use --model "
-            f"{family}, or name another folder"
+            f"{said} is {FAMILIES[family].title}, but --model {model} selects {FAMILIES[wanted].title}. Use --model "
+            f"{family}, or choose another folder"
         )
     if family != wanted and not (is_common_decoder(family) and is_common_decoder(wanted)):
         raise CheckpointError(
-            f"{said} is {FAMILIES[family].title}, and this program trains {FAMILIES[wanted].title}. Use "
-            f"{FAMILIES[family].command}, or name another folder with --load"
+            f"{said} is {FAMILIES[family].title}, but this program trains {FAMILIES[wanted].title}. Use "
+            f"{FAMILIES[family].command}, or choose another folder with --load"
         )

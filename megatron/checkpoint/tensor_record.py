@@ -74,14 +74,14 @@ def claim(record: TensorRecord) -> Claim:
     """
     dtype = DTYPE_NAMES.get(record.tensor.dtype)
     if dtype is None:
-        raise CheckpointError(f"{record.name}: a checkpoint holds {', '.join(DTYPES)}; got {record.tensor.dtype}")
+        raise CheckpointError(f"{record.name}: the dtype must be one of {', '.join(DTYPES)}, got {record.tensor.dtype}")
     actual, shape = list(record.tensor.shape), list(part_shape(record.shard))
     dim = record.shard.partition_dim
     if dim is not None and len(actual) == len(shape) and actual[dim] > shape[dim]:
         actual[dim] = shape[dim]  # rows beyond the shard are padding
     if actual != shape:
         raise CheckpointError(
-            f"{record.name}: its shard {record.shard} has the shape {shape}, the tensor has {list(record.tensor.shape)}"
+            f"{record.name}: its shard {record.shard} has the shape {shape}, the tensor {list(record.tensor.shape)}"
         )
     return Claim(record.name, dtype, record.shard, record.is_owner)
 
@@ -131,13 +131,13 @@ def tiling_problem(global_shape: tuple[int, ...], shards: list[Shard]) -> str | 
         return None
     dims = {shard.partition_dim for shard in nonempty}
     if len(dims) > 1 or None in dims:
-        return f"{len(nonempty)} ranks write it, cut along different dimensions or whole: {dims}"
+        return f"{len(nonempty)} ranks write it, split along different dimensions or not split: {dims}"
     dim = nonempty[0].partition_dim
     size = global_shape[dim]  # type: ignore[index]
     end = 0
     for shard in sorted(nonempty, key=lambda shard: shard.start):
         if shard.start != end:
-            fault = "twice" if shard.start < end else "by nobody"
+            fault = "twice" if shard.start < end else "by no rank"
             return f"indices {min(end, shard.start)} to {max(end, shard.start)} of dimension {dim} are written {fault}"
         end = shard.start + shard.length
-    return None if end == size else f"dimension {dim} has {size} indices, {end} are written"
+    return None if end == size else f"dimension {dim} has {size} indices, but {end} are written"

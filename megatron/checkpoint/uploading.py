@@ -80,7 +80,7 @@ class Uploads:
             try:
                 self._link(kind, path)
             except OSError as error:
-                log.error(f"{path}: NOT UPLOADED to {self._target}: {error}. The run goes on")
+                log.error(f"{path}: NOT UPLOADED to {self._target}: {error}. The run continues")
         self._call()
 
     def begin(self) -> None:
@@ -93,7 +93,7 @@ class Uploads:
         asked = self._call()
         while not self._is_done(asked, _SAID_EVERY_S):
             sizes = [file.stat().st_size for folder in self._waiting() for file in self._own(folder)]
-            show(f"uploading to {self._target}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB are left of this rank")
+            show(f"uploading to {self._target}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB remain on this rank")
 
     def _call(self) -> int:
         with self._turn:
@@ -176,7 +176,9 @@ class Uploads:
         except (DataError, OSError) as error:
             self._failed[name] = str(error)
             shown = name.removeprefix(_NEW).replace("+", "/")
-            log.error(f"{shown}: NOT UPLOADED to {self._target}: {error} The run goes on; the next save tries it again")
+            log.error(
+                f"{shown}: NOT UPLOADED to {self._target}: {error} The run continues; the next save retries the upload"
+            )
 
     def _begin(self, new: Path) -> None:
         """Delete an older marker of this folder from the store, then rename the folder so that all ranks upload it."""

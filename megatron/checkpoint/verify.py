@@ -98,7 +98,7 @@ def _judge(path: Path, content: Manifest, shares: list[_Share]) -> None:
             for part in segments(name, facts.size):
                 crc = files.crc32_combine(crc, crcs[part], part.stop - part.start)
             if crc != facts.crc32:
-                problems[name] = f"{name} was altered: its checksum does not fit"
+                problems[name] = f"{name} was altered: its checksum does not match"
     if problems:
         raise CheckpointError(f"{path} is damaged: " + ", ".join(problems[name] for name in sorted(problems)))
 

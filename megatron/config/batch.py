@@ -67,7 +67,7 @@ class BatchConfig:
         "START INCREMENT SAMPLES: start with START samples per step and add INCREMENT at regular intervals, up to "
         "the global batch after SAMPLES samples",
         join=" ".join,
-        shown_default="the whole global batch in every step",
+        shown_default="the full global batch in every step",
     )
     seq_length: int = option(256, "number of tokens of a sample", minimum=1, short="tokens per sample")
     seq_length_schedule: str | None = option(
@@ -75,8 +75,7 @@ class BatchConfig:
         'sequence lengths by training tokens: "0: 512; 1e9: 2048; 5e9: 4096"; each divides --seq-length, and '
         "samples are split into sequences of that length",
         family_kind="decoder",
-        elsewhere="what frames a sample of T5 or BERT, and what is masked in it, is made for its whole length and "
-        "cannot be cut; leave it out",
+        elsewhere="T5 and BERT build and mask each sample at its full length, which cannot be split; remove it",
         shown_default="--seq-length in every step",
     )
     train_iters: int = option(

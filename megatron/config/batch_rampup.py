@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 FLAG = "--rampup-batch-size"
-_RULE = "must be START INCREMENT SAMPLES, three whole numbers above 0 such as 32 32 100000"
+_RULE = "must be START INCREMENT SAMPLES, three positive integers such as 32 32 100000"
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ def parse_rampup(text: str, full: int) -> BatchSizes:
     start, increment, samples = (int(word) for word in words)
     if start >= full:
         raise ValueError(
-            f"{FLAG} must start below the global batch, got a start of {start} and a global batch of {full}. "
-            "Leave it out, or lower START"
+            f"{FLAG} must start below the global batch, got START {start} and a global batch of {full}. Lower START, "
+            "or remove it"
         )
     if (full - start) % increment:
         raise ValueError(
-            f"{FLAG} must reach the global batch by whole increments, got {full} - {start} = {full - start}, which is "
-            f"no multiple of the increment {increment}. Change INCREMENT or START"
+            f"{FLAG} must reach the global batch in whole increments, got {full} - {start} = {full - start}, which is "
+            f"not a multiple of the increment {increment}. Change INCREMENT or START"
         )
     return BatchSizes(full, start, increment, samples)

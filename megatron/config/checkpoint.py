@@ -43,7 +43,7 @@ class CheckpointConfig:
         None,
         "minutes between checkpoints; 0: never by time. The last step and a stop always save",
         minimum=0,
-        shown_default=f"{DEFAULT_MINUTES:g}, of which the last {DEFAULT_KEPT} stay; 0 with --save-interval",
+        shown_default=f"{DEFAULT_MINUTES:g}, keeping the last {DEFAULT_KEPT}; 0 with --save-interval",
     )
     checkpoint_format: str | None = option(
         None,
@@ -122,7 +122,7 @@ class CheckpointConfig:
     def problems(self) -> Iterator[str]:
         """Yield flags that need a checkpoint although none is given, and flags that contradict each other."""
         if self.load is not None and self.resume:
-            yield f"give --load or --resume, not both: got --load {self.load} and --resume. Leave one out"
+            yield f"--load and --resume exclude each other, got --load {self.load} and --resume. Remove one of them"
         need_checkpoint = (
             "load_if_exists", "strict_load", "no_load_optim", "no_load_rng", "load_weights_only", "finetune",
             "eval_only", "allow_data_change", "allow_vocab_change", "resize_vocab",
@@ -132,20 +132,35 @@ class CheckpointConfig:
                 yield f"{_flag(name)} needs a checkpoint, got none. Add --load FOLDER"
         for name in ("finetune", "eval_only", "no_load_optim", "no_load_rng") if self.load_weights_only else ():
             if getattr(self, name):
-                yield f"--load-weights-only takes weights and counters, no less and no more: leave {_flag(name)} out"
+                yield (
+                    "--load-weights-only loads the weights and continues at the checkpoint's step and sample, which "
+                    f"excludes {_flag(name)}. Remove {_flag(name)}"
+                )
         if self.save is not None and object_store.is_remote(self.save):
             yield (
-                f"--save must be a folder of this machine, which all nodes see, got {self.save}. Give one, and "
-                f"--save-remote {self.save}"
+                f"--save must be a local or shared folder that all nodes can access, got {self.save}. Set it to such "
+                f"a folder, and add --save-remote {self.save}"
             )
         if self.save_remote is not None and not object_store.is_remote(self.save_remote):
-            yield f"--save-remote must be a name such as s3://bucket/run, got {self.save_remote}. --save names a folder"
+            yield (
+                "--save-remote must be a location in an object store such as s3://bucket/run, got "
+                f"{self.save_remote}. Use --save for a folder"
+            )
         if self.resize_vocab and not self.finetune:
-            yield "--resize-vocab starts anew with other tables, which no run can go on with: add --finetune"
+            yield (
+                "--resize-vocab changes the shape of the embedding, so the checkpoint's training state cannot be "
+                "resumed. Add --finetune"
+            )
         if self.load_if_exists and self.eval_only:
-            yield "--eval-only needs a checkpoint in every case, got --load-if-exists. Leave one out"
+            yield (
+                "--eval-only requires a checkpoint, got --load-if-exists, with which it may be missing. Remove one of "
+                "them"
+            )
         if self.keep_every is not None and self.keep_last is None:
-            yield f"--keep-every {self.keep_every} needs --keep-last K: without it every checkpoint is kept"
+            yield (
+                f"--keep-every {self.keep_every} has no effect without --keep-last K: all checkpoints are kept. Add "
+                "--keep-last K"
+            )
 
 
 def _flag(name: str) -> str:

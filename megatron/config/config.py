@@ -212,7 +212,7 @@ class Config:
         wanted_size = self.model.vocab_size
         if vocab_size < 1:
             raise ConfigError(
-                f"the vocabulary must hold at least 1 token, got {vocab_size}. Check the tokenizer's files"
+                f"the vocabulary must contain at least 1 token, got {vocab_size}. Check the tokenizer's files"
             )
         if (
             wanted_size is not None
@@ -222,13 +222,12 @@ class Config:
         ):
             raise ConfigError(
                 f"the tokenizer must not have more tokens than the model of --load {self.checkpoint.load}, got "
-                f"{vocab_size} and {wanted_size}. Name the tokenizer of that model, or start anew with --finetune "
-                "--resize-vocab"
+                f"{vocab_size} and {wanted_size}. Use the tokenizer of that model, or add --finetune --resize-vocab"
             )
         if wanted_size is not None and wanted_size < vocab_size:
             raise ConfigError(
                 f"--vocab-size must be at least the tokenizer's vocabulary, got --vocab-size {wanted_size} and "
-                f"{vocab_size} tokens. Leave --vocab-size out, or raise it to {vocab_size}"
+                f"{vocab_size} tokens. Remove --vocab-size, or raise it to {vocab_size}"
             )
         config = replace(self, model=replace(self.model, vocab_size=wanted_size or vocab_size))
         config._check_whole_rows()
@@ -238,10 +237,10 @@ class Config:
         rows = self.model.padded_vocab_size(self.parallel.model_parallel_size)
         if self.optimizer.optimizer == "adafactor" and rows != self.model.vocab_size:
             raise ConfigError(
-                "--optimizer adafactor takes means over all rows of a weight, in which padded ones would count, got a "
-                f"vocabulary of {self.model.vocab_size} that --make-vocab-size-divisible-by "
-                f"{self.model.make_vocab_size_divisible_by} pads to {rows} rows. Leave that flag out, or use "
-                f"--vocab-size {rows}, whose rows are all real"
+                "--optimizer adafactor averages over all rows of a weight, so the vocabulary must not be padded, got "
+                f"a vocabulary of {self.model.vocab_size} that --make-vocab-size-divisible-by "
+                f"{self.model.make_vocab_size_divisible_by} pads to {rows} rows. Remove that flag, or set "
+                f"--vocab-size {rows}"
             )
 
 

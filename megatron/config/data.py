@@ -48,7 +48,7 @@ FIM_TOKENS = (
 """Names of the control tokens of --fim-rate (prefix, middle, suffix) in the vocabularies that have them."""
 
 _paths = partial(option, None, join=join_words)
-_decoder = partial(option, family_kind="decoder", elsewhere="it is for decoders; leave it out")
+_decoder = partial(option, family_kind="decoder", elsewhere="it is supported in decoders only; remove it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +68,18 @@ class DataConfig:
         "of OpenAI, ShareGPT or Alpaca, also .gz, .zst, parquet and .arrow; the loss covers the assistant's tokens "
         "only; a blend with weights: 0.7 a.jsonl 0.3 b.jsonl",
         family_kind="decoder",
-        elsewhere="it is for decoders; leave it out",
+        elsewhere="it is supported in decoders only; remove it",
         short="conversations (JSON lines) for fine-tuning",
     )
     valid_sft: str | None = _paths(
         "conversations of the validation split; without it --split divides those of --sft",
         family_kind="decoder",
-        elsewhere="it is for decoders; leave it out",
+        elsewhere="it is supported in decoders only; remove it",
     )
     chat_template: str | None = _decoder(
         None,
         "file with the chat template (jinja) for --sft",
-        shown_default="chat_template.jinja or tokenizer_config.json beside the tokenizer",
+        shown_default="chat_template.jinja or tokenizer_config.json next to the tokenizer",
     )
     sft_overlong: str = _decoder(
         "cut",
@@ -122,7 +122,7 @@ class DataConfig:
         "type of the tokenizer; NullTokenizer: --vocab-size ids without text",
         choices=TOKENIZERS,
         synonyms=TOKENIZER_SYNONYMS,
-        shown_default="by the files that are given",
+        shown_default="determined by the tokenizer's files",
     )
     vocab_file: str | None = option(None, "vocabulary file of the tokenizer")
     merge_file: str | None = option(None, "merges file of a GPT-2 BPE tokenizer")
@@ -294,8 +294,8 @@ class DataConfig:
         flags = [PATHS[name] for name in EACH if getattr(self, name) is not None]
         if flags and self.data_path is not None:
             yield (
-                f"--data-path, which --split cuts into three, excludes {', '.join(flags)}, got both. Leave --data-path "
-                "out, or the others"
+                f"--data-path, which --split divides into three splits, excludes {', '.join(flags)}, got both. Remove "
+                "--data-path, or the other flags"
             )
 
     def _sft_problems(self) -> Iterator[str]:
@@ -304,7 +304,7 @@ class DataConfig:
                 yield from _problem_of(partial(parse_paths, text, flag))
         flags = [flag for name, flag in PATHS.items() if getattr(self, name) is not None]
         if self.sft is not None and flags:
-            yield f"--sft reads conversations in place of token files, got {', '.join(flags)} too. Leave one out"
+            yield f"--sft reads conversations instead of token files, got {', '.join(flags)} too. Remove one of them"
 
     def _schedule_problems(self) -> Iterator[str]:
         if self.mixture_schedule is None or self.training_path is None:
@@ -315,8 +315,8 @@ class DataConfig:
             return
         if count == 1:
             yield (
-                "--mixture-schedule changes the weights of several corpora, got one: "
-                f"{self.training_path}. Leave it out, or give several as 0.7 a 0.3 b"
+                f"--mixture-schedule needs several corpora, got one: {self.training_path}. Remove it, or list several "
+                "corpora with weights, such as 0.7 a 0.3 b"
             )
         else:
             yield from _problem_of(partial(parse_schedule, self.mixture_schedule, count))
@@ -341,8 +341,8 @@ class DataConfig:
             missing = () if is_there else _missing(prefix, reads_span_files)
             if missing:
                 yield (
-                    f"{flag} must name token files that can be read, got {flag} {prefix}, without "
-                    f"{' and '.join(missing)} (looked in {Path.cwd()}). Correct the path, or make them with "
+                    f"{flag} must name token files that can be read, got {flag} {prefix}, but cannot read "
+                    f"{' and '.join(missing)} (looked in {Path.cwd()}). Correct the path, or create them with "
                     "tools/preprocess_data.py"
                 )
 
@@ -371,8 +371,8 @@ def _space_problems(text: str, flag: str) -> Iterator[str]:
     if len(text.split()) == 2 and (os.path.exists(f"{text}.idx") or is_set(text)):
         weight, path = text.split()
         yield (
-            f"{flag} {text} is read as the weight {weight} and the path {path}, yet token files {text} are there. For "
-            f"these give {flag} \"1 '{text}'\"; for {path} leave the weight out"
+            f"{flag} {text} is parsed as the weight {weight} and the path {path}, but token files {text} exist. Write "
+            f"{flag} \"1 '{text}'\" to use them, or remove the weight to use {path}"
         )
 
 

@@ -20,8 +20,8 @@ DATA_FLAG = "--data-path"
 SCHEDULE_FLAG = "--mixture-schedule"
 LARGEST_TOKENS = 2**62
 """Maximum number of tokens, which are counted in 64 bits."""
-_PATHS_RULE = "must be one path, or weights and paths in turn, such as 0.7 a 0.3 b"
-_SCHEDULE_RULE = 'must be steps "TOKENS: WEIGHTS" with semicolons between them, such as "1e9: 0.5 0.5; 2e9: 0.2 0.8"'
+_PATHS_RULE = "must be one path, or alternating weights and paths, such as 0.7 a 0.3 b"
+_SCHEDULE_RULE = 'must be entries "TOKENS: WEIGHTS" separated by semicolons, such as "1e9: 0.5 0.5; 2e9: 0.2 0.8"'
 
 
 def parse_paths(text: str, flag: str = DATA_FLAG) -> tuple[tuple[float, str], ...]:
@@ -35,13 +35,13 @@ def parse_paths(text: str, flag: str = DATA_FLAG) -> tuple[tuple[float, str], ..
     if len(words) == 1:
         return ((1.0, words[0]),)
     if len(words) % 2:
-        raise ValueError(f"{message}, {len(words)} words. Give each path its weight; a path with a space needs quotes")
+        raise ValueError(f"{message}, {len(words)} words. Add a weight before each path, and quote paths with spaces")
     weights = _weights(words[::2], message)
     paths = words[1::2]
     repeated = next((path for path in paths if paths.count(path) > 1), None)
     if repeated is not None:
         raise ValueError(
-            f"{message}, where {repeated} stands more than once. Give it once, with the sum of its weights"
+            f"{message}, which contains {repeated} more than once. List it once, with the sum of its weights"
         )
     return tuple(zip(weights, paths, strict=True))
 
@@ -55,10 +55,12 @@ def parse_schedule(text: str, num_corpora: int) -> tuple[tuple[int, tuple[float,
     message = f"{SCHEDULE_FLAG} {_SCHEDULE_RULE}; got {text!r}"
     steps = [_step(part, num_corpora, message) for part in text.split(";") if part.strip()]
     if not steps:
-        raise ValueError(f"{message}, without a step. Leave it out, or write one")
+        raise ValueError(f"{message}, which has no entry. Add one, or remove the flag")
     for (before, _), (after, _) in zip(steps, steps[1:], strict=False):
         if before >= after:
-            raise ValueError(f"{message}, where {after} tokens follow {before}. Let the tokens rise")
+            raise ValueError(
+                f"{message}, where {after} tokens follow {before}. List the entries in increasing order of tokens"
+            )
     return tuple(steps)
 
 
@@ -83,7 +85,7 @@ def _step(part: str, num_corpora: int, wrong: str) -> tuple[int, tuple[float, ..
         raise ValueError(f"{wrong}, where {part.strip()!r} has no colon")
     num_tokens = float(tokens) if _is_number(tokens) else math.nan
     if not 0 < num_tokens <= LARGEST_TOKENS or num_tokens != int(num_tokens):
-        raise ValueError(f"{wrong}, where {tokens!r} is no whole number of tokens above 0")
+        raise ValueError(f"{wrong}, where {tokens!r} is not a positive whole number of tokens")
     words = weights.split()
     if len(words) != num_corpora:
         raise ValueError(f"{wrong}, where {part.strip()!r} has {len(words)} weights for {num_corpora} corpora")
@@ -96,17 +98,17 @@ def _words(text: str, wrong: str) -> list[str]:
     except ValueError as error:
         raise ValueError(f"{wrong}: {error}") from error
     if not words or not all(words):
-        raise ValueError(f"{wrong}, where a path is empty")
+        raise ValueError(f"{wrong}, which contains an empty path")
     return words
 
 
 def _weights(words: Sequence[str], wrong: str) -> tuple[float, ...]:
     for word in words:
         if not _is_number(word) or not 0 <= float(word) < math.inf:
-            raise ValueError(f"{wrong}, where the weight {word!r} must be a finite number of at least 0")
+            raise ValueError(f"{wrong}, where the weight {word!r} is not a finite number of at least 0")
     weights = tuple(float(word) for word in words)
     if not 0 < sum(weights) < math.inf:
-        raise ValueError(f"{wrong}, where the weights must not all be 0, nor their sum infinite")
+        raise ValueError(f"{wrong}, where the weights are all 0 or their sum is infinite")
     return weights
 
 

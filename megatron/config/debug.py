@@ -33,7 +33,7 @@ class DebugConfig:
         "", "modules and parameters of --debug-dump: a regular expression that is searched in their names",
         shown_default="all",
     )  # fmt: skip
-    debug_dump_tensors: bool = option(False, "let --debug-dump also write the tensors")
+    debug_dump_tensors: bool = option(False, "with --debug-dump: also write the tensors")
     debug_nan: bool = option(
         False,
         "check the inputs, outputs and gradients of each module for NaN and infinity in every step; the first one "
@@ -67,8 +67,8 @@ class DebugConfig:
             self.steps()
         except ValueError:
             yield (
-                "--debug-dump-steps must be steps from 1 on and ranges of them, joined by commas, as 1-3,10; got "
-                f"{self.debug_dump_steps!r}"
+                "--debug-dump-steps must be steps or ranges of steps, counted from 1 and separated by commas, such as "
+                f"1-3,10; got {self.debug_dump_steps!r}"
             )
         try:
             self.wanted()

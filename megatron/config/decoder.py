@@ -18,7 +18,7 @@ from megatron.config import experts
 from megatron.config.experts import ExpertFeatures, expert_problems, layer_pattern
 from megatron.config.option import option
 
-_option = partial(option, family_kind="decoder", elsewhere="it is for decoders; leave it out")
+_option = partial(option, family_kind="decoder", elsewhere="it is supported in decoders only; remove it")
 
 LEARNED, ROPE, ALIBI, NO_POSITIONS, RELATIVE = "learned_absolute", "rope", "alibi", "none", "relative"
 OF_DECODERS = (LEARNED, ROPE, ALIBI, NO_POSITIONS)
@@ -56,7 +56,7 @@ class DecoderFeatures(ExpertFeatures):
         choices=(*OF_DECODERS, RELATIVE, "learned"),
         synonyms={"absolute": LEARNED, "rotary": ROPE},
         constants={"--use-rotary-position-embeddings": ROPE},
-        elsewhere="it has learned positions; leave it out",
+        elsewhere="the model has learned positions; remove it",
     )
     rotary_base: float = _option(
         10000.0,
@@ -166,7 +166,7 @@ class DecoderFeatures(ExpertFeatures):
         0,
         "multiply logits by this / hidden-size, as MiniCPM",
         minimum=1,
-        shown_default="mup-base-hidden-size; without it logits stay as they are",
+        shown_default="mup-base-hidden-size; if that is not set, logits are not scaled",
     )
     mup_base_hidden_size: int = _option(
         0,
@@ -328,7 +328,10 @@ def feature_problems(config: Any) -> Iterator[str]:
         yield from _rotary_problems(model)
     yield from _norm_problems(model)
     if model.hidden_bias and model.add_qkv_bias:
-        yield "--hidden-bias gives all products biases, those of --add-qkv-bias too, got both. Leave one of them out"
+        yield (
+            "--hidden-bias adds biases to all linear layers, including those of --add-qkv-bias, got both. Remove one "
+            "of them"
+        )
     yield from _window_problems(model)
     yield from expert_problems(config)
     yield from _scale_problems(config)
@@ -344,34 +347,37 @@ def unused_features(config: Any) -> Iterator[str]:
         flags = [_flag(name) for name in names if name in given]
         if flags and model.position_embedding_type not in position_types:
             yield (
-                f"{', '.join(flags)} acts with --position-embedding-type {position_types[0]} only, got "
-                f"{model.position_embedding_type}. Leave it out, or add that"
+                f"{', '.join(flags)} has no effect without --position-embedding-type {position_types[0]}, got "
+                f"{model.position_embedding_type}. Remove it, or change the type"
             )
     if model.position_embedding_type == ROPE:
         for allowed in sorted(set(_SCALINGS.values()), key=len, reverse=True):
             flags = [_flag(name) for name, scalings in _SCALINGS.items() if scalings == allowed and name in given]
             if flags and model.rotary_scaling not in allowed:
                 yield (
-                    f"{', '.join(flags)} acts with --rotary-scaling {' or '.join(allowed)} only, got "
-                    f"{model.rotary_scaling}. Leave it out, or add that"
+                    f"{', '.join(flags)} has no effect without --rotary-scaling {' or '.join(allowed)}, got "
+                    f"{model.rotary_scaling}. Remove it, or change --rotary-scaling"
                 )
     if "norm_bias" in given and model.normalization != "LayerNorm":
         yield (
-            "--no-norm-bias acts on layer norms only, got --normalization "
-            f"{model.normalization}, which has no biases. Leave it out"
+            f"--no-norm-bias applies to layer norms only, got --normalization {model.normalization}, which has no "
+            "biases. Remove it"
         )
     for name, needed in (("window_attn_skip_freq", "window_size"), ("rotary_local_base", "window_size")):
         if name in given and not model.window_size:
-            yield f"{_flag(name)} acts on layers with a window, got no {_flag(needed)}. Leave it out, or add that"
+            yield (
+                f"{_flag(name)} applies to layers with a window only, got no {_flag(needed)}. Remove it, or add "
+                f"{_flag(needed)}"
+            )
     if "window_size" in given and model.window_size > config.batch.seq_length and config.checkpoint.load is None:
         yield (
             f"--window-size must not exceed --seq-length, got {model.window_size} and {config.batch.seq_length}: each "
-            "token sees all before it. Leave it out, or give longer sequences"
+            "token already attends to all previous tokens. Remove it, or raise --seq-length"
         )
     if config.data.reset_position_ids and not model.has_position_ids:
         yield (
-            f"--reset-position-ids acts on positions, got --position-embedding-type {model.position_embedding_type}, "
-            "which has none: --reset-attention-mask alone keeps documents apart. Leave it out"
+            f"--reset-position-ids has no effect with --position-embedding-type {model.position_embedding_type}, "
+            "which has no position ids: --reset-attention-mask is enough to separate documents. Remove it"
         )
 
 
@@ -379,7 +385,7 @@ def window_notes(config: Any) -> Iterator[str]:
     """Yield a note if the window covers all tokens of a sample, as it may if the samples are shorter than usual."""
     model, length = config.model, config.batch.seq_length
     if config.own.KIND == "decoder" and "window_size" in config.given and model.window_size >= length - 1 > 0:
-        yield f"--window-size {model.window_size} leaves no token out of samples of {length} tokens"
+        yield f"--window-size {model.window_size} has no effect: it covers all tokens of a sample of {length} tokens"
 
 
 def _group_problems(model: Any, t: int) -> Iterator[str]:
@@ -387,15 +393,15 @@ def _group_problems(model: Any, t: int) -> Iterator[str]:
     if heads % groups:
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]
         yield (
-            f"--num-attention-heads must be a multiple of --num-query-groups, got {heads} and {groups}: each head "
-            f"of keys serves as many query heads. Use one of {divisors} groups"
+            f"--num-attention-heads must be a multiple of --num-query-groups, got {heads} and {groups}: each "
+            f"key-value head serves the same number of query heads. Use one of {divisors} groups"
         )
     elif groups % t and heads % t == 0:
         divisors = [n for n in range(1, groups + 1) if groups % n == 0]
         yield (
-            f"--num-query-groups must be a multiple of --model-parallel-size, got {groups} and {t}: a head of keys "
-            "and values on several ranks would have to be computed on each of them, and its gradient summed over "
-            f"them. Use --model-parallel-size with one of {divisors}, or more groups"
+            f"--num-query-groups must be a multiple of --model-parallel-size, got {groups} and {t}: a key-value head "
+            f"cannot be shared by several tensor ranks. Set --model-parallel-size to one of {divisors}, or raise "
+            "--num-query-groups"
         )
 
 
@@ -403,13 +409,14 @@ def _rotary_problems(model: Any) -> Iterator[str]:
     size = model.kv_hidden_size * model.rotary_percent
     if model.kv_hidden_size % 2 and model.rotary_percent == 1:
         yield (
-            "--kv-hidden-size, the size of one head, must be even for rotary positions, which turn pairs of "
-            f"numbers, got {model.kv_hidden_size}. Change --num-attention-heads or --kv-hidden-size"
+            "--kv-hidden-size, the size of one head, must be even for rotary positions, which rotate pairs of "
+            f"elements, got {model.kv_hidden_size}. Change --num-attention-heads or --kv-hidden-size"
         )
     elif int(size) % 2 or int(size) < 2:
         yield (
-            "--kv-hidden-size times --rotary-percent must be an even number of at least 2, for rotary positions turn "
-            f"pairs of numbers, got {model.kv_hidden_size} x {model.rotary_percent:g} = {size:g}. Change one of them"
+            "--kv-hidden-size times --rotary-percent must be an even number of at least 2, because rotary positions "
+            f"rotate pairs of elements, got {model.kv_hidden_size} x {model.rotary_percent:g} = {size:g}. Change one "
+            "of them"
         )
     pairs = {
         "llama3": ("rotary_high_frequency_factor", "rotary_low_frequency_factor"),
@@ -419,14 +426,14 @@ def _rotary_problems(model: Any) -> Iterator[str]:
         upper, lower = pairs[model.rotary_scaling]
         high, low = getattr(model, upper), getattr(model, lower)
         if low >= high:
-            yield f"{_flag(upper)} must exceed {_flag(lower)}, got {high:g} and {low:g}. Raise the first"
+            yield f"{_flag(upper)} must exceed {_flag(lower)}, got {high:g} and {low:g}. Raise {_flag(upper)}"
 
 
 def _norm_problems(model: Any) -> Iterator[str]:
     if model.apply_residual_connection_post_layernorm and model.norm_placement == "after":
         yield (
-            "--apply-residual-connection-post-layernorm adds to what the norm ahead of a part makes, got "
-            "--norm-placement after, which has none there. Leave one of them out"
+            "--apply-residual-connection-post-layernorm needs a norm before attention and feed-forward layer, got "
+            "--norm-placement after. Remove one of them"
         )
 
 
@@ -434,19 +441,19 @@ def _scale_problems(config: Any) -> Iterator[str]:
     model, optimizer = config.model, config.optimizer.optimizer
     if model.mup_base_hidden_size and optimizer not in ("adamw", "muon"):
         yield (
-            f"--mup-base-hidden-size divides learning rates as AdamW needs it, got --optimizer {optimizer}. Use "
-            "--optimizer adamw or muon, or leave it out"
+            f"--mup-base-hidden-size scales learning rates for AdamW and Muon, got --optimizer {optimizer}. Use "
+            "--optimizer adamw or muon, or remove it"
         )
     if model.dim_model_base and model.mup_base_hidden_size not in (0, model.dim_model_base):
         yield (
-            "--dim-model-base and --mup-base-hidden-size both say what logits are multiplied with, got "
-            f"{model.dim_model_base} and {model.mup_base_hidden_size}. Leave the first out"
+            "--dim-model-base and --mup-base-hidden-size both set the factor of the logits, got "
+            f"{model.dim_model_base} and {model.mup_base_hidden_size}. Remove --dim-model-base"
         )
     head_scale = model.mup_head_scale or max(model.kv_hidden_size, 1) ** -0.5
     if model.mup_base_head_dim and model.softmax_scale not in (0.0, head_scale):
         yield (
-            f"--mup-base-head-dim {model.mup_base_head_dim} multiplies scores with {head_scale:g}, got --softmax-scale "
-            f"{model.softmax_scale:g}. Leave one of them out"
+            f"--mup-base-head-dim {model.mup_base_head_dim} multiplies attention scores by {head_scale:g}, got "
+            f"--softmax-scale {model.softmax_scale:g}. Remove one of them"
         )
 
 

@@ -48,9 +48,9 @@ def check_fewest(config: Config, span: Span) -> None:
     size = config.parallel.replica_size
     if span.fewest < size:
         raise ConfigError(
-            f"the fewest ranks must hold one replica, got MIN of --nnodes MIN:MAX for {span.fewest} of {span.most} "
-            f"ranks, and tensor x pipe x context = {size} ranks of a replica. Raise MIN, or lower "
-            "--model-parallel-size, --pipe-parallel-size or --context-parallel-size"
+            "the minimum number of ranks must be at least the ranks of one replica, got MIN of --nnodes MIN:MAX for "
+            f"{span.fewest} of {span.most} ranks, and tensor x pipe x context = {size} ranks per replica. Raise MIN, "
+            "or lower --model-parallel-size, --pipe-parallel-size or --context-parallel-size"
         )
 
 
@@ -83,8 +83,9 @@ def describe(config: Config, span: Span, num_ranks: int, count: int) -> str:
     size, batch = config.parallel.replica_size, config.batch
     idle = num_ranks - count * size
     gas = batch.gas_text(count)
-    stand_by = f"; {idle} rank{'' if idle == 1 else 's'} stand{'s' if idle == 1 else ''} by" if idle else ""
+    stand_by = f"; {idle} rank{'' if idle == 1 else 's'} on standby" if idle else ""
     return (
         f"elastic: {num_ranks} of {span.most} ranks: {count} of {span.most // size} replicas, each with {gas} "
-        f"micro-batches of {batch.batch_size} a step, {batch.global_batch_size(count)} samples as with all{stand_by}"
+        f"micro-batches of {batch.batch_size} per step, the same {batch.global_batch_size(count)} samples as with all "
+        f"ranks{stand_by}"
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.config.option import option
 
-_option = partial(option, family_kind="decoder", elsewhere="experts are for decoders; leave it out")
+_option = partial(option, family_kind="decoder", elsewhere="experts are supported in decoders only; remove it")
 
 _LONGEST_PATTERN = 10_000
 AUX_LOSS, NO_LOSS = "aux_loss", "none"
@@ -189,7 +189,10 @@ def expert_problems(config: Any) -> Iterator[str]:
     try:
         has = expert_layers(model.moe_layer_freq, model.num_layers)
         if not any(has):
-            yield f"--moe-layer-freq gives no layer experts, got {model.moe_layer_freq!r}. Leave --num-experts out"
+            yield (
+                f"--moe-layer-freq must assign experts to at least one layer, got {model.moe_layer_freq!r}. Change "
+                "it, or remove --num-experts"
+            )
     except ValueError:
         yield (
             "--moe-layer-freq must be a number of at least 1, or a list with 1 or 0 for each of the "
@@ -198,13 +201,13 @@ def expert_problems(config: Any) -> Iterator[str]:
     yield from _layout_problems(config)
     if model.hidden_bias:
         yield (
-            "experts have no biases, got --num-experts with --hidden-bias. Leave --hidden-bias out; --add-qkv-bias "
-            "gives queries, keys and values theirs"
+            "experts have no biases, got --num-experts with --hidden-bias. Remove --hidden-bias; --add-qkv-bias adds "
+            "biases to queries, keys and values"
         )
     if model.moe_shared_expert_gate and not model.moe_shared_expert_intermediate_size:
         yield (
-            "--moe-shared-expert-gate acts on a shared expert, got none. Add --moe-shared-expert-intermediate-size, or "
-            "leave it out"
+            "--moe-shared-expert-gate has no effect without a shared expert. Add "
+            "--moe-shared-expert-intermediate-size, or remove it"
         )
 
 
@@ -216,25 +219,26 @@ def _router_problems(model: Any) -> Iterator[str]:
         yield f"--moe-router-topk must not exceed --num-experts, got {k} and {experts}. Lower it"
     if k == 1 and model.moe_router_score_function == SOFTMAX and not model.moe_router_pre_softmax:
         yield (
-            "--moe-router-topk 1 weights its expert by a softmax over one, which is 1 and leaves the router without a "
-            "gradient. Add --moe-router-pre-softmax"
+            "--moe-router-topk 1 applies the softmax to a single expert, so its weight is always 1 and the router "
+            "gets no gradient. Add --moe-router-pre-softmax"
         )
     if model.moe_router_pre_softmax and model.moe_router_score_function != SOFTMAX:
-        yield "--moe-router-pre-softmax acts with --moe-router-score-function softmax only. Leave one of them out"
+        yield "--moe-router-pre-softmax has no effect without --moe-router-score-function softmax. Remove one of them"
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != SIGMOID:
         yield (
-            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, whose scores do not hang "
-            "together, got softmax. Add that, or balance by --moe-aux-loss-coeff"
+            "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, whose scores are independent "
+            "of each other, got softmax. Use sigmoid, or balance the load with --moe-aux-loss-coeff"
         )
     if bool(groups) != bool(top):
         yield (
-            "--moe-router-num-groups and --moe-router-group-topk go together, got "
-            f"{groups} and {top}. Give both, or none"
+            f"--moe-router-num-groups and --moe-router-group-topk must be set together, got {groups} and {top}. Set "
+            "both, or neither"
         )
     elif groups and (experts % groups or k % top or top > groups or k // top > experts // groups):
         yield (
-            "--moe-router-num-groups must divide --num-experts, --moe-router-group-topk be no more than it and divide "
-            f"--moe-router-topk, and a group have as many experts as it gives, got {groups}, {experts}, {top} and {k}"
+            "--moe-router-num-groups must divide --num-experts, --moe-router-group-topk must not exceed "
+            "--moe-router-num-groups and must divide --moe-router-topk, and a group must have at least as many "
+            f"experts as it contributes to a token, got {groups}, {experts}, {top} and {k}"
         )
 
 
@@ -255,29 +259,33 @@ def _layout_problems(config: Any) -> Iterator[str]:
         )
     if ep > 1 and zero > 1:
         yield (
-            f"--expert-model-parallel-size {ep} needs --zero-stage 0 or 1, got {zero}: replicas of experts are others "
-            "than those of the rest, and experts take 1 / "
-            f"{ep} of the memory by themselves. Use --zero-stage 1"
+            f"--expert-model-parallel-size {ep} needs --zero-stage 0 or 1, got {zero}: experts are replicated over "
+            f"fewer ranks than the other weights, and already take only 1 / {ep} of the memory. Use --zero-stage 1"
         )
     if ep > 1 and zero and config.optimizer.optimizer == "muon":
         yield (
-            f"--expert-model-parallel-size {ep} with --optimizer muon needs --zero-stage 0, got {zero}: owners of "
-            "matrices are shared out over the replicas of all. Use --zero-stage 0, or --optimizer adamw"
+            f"--expert-model-parallel-size {ep} with --optimizer muon needs --zero-stage 0, got {zero}: with ZeRO, "
+            "Muon distributes the matrices over all replicas, but an expert exists on some of them only. Use "
+            "--zero-stage 0, or --optimizer adamw"
         )
     if ep > 1 and config.checkpoint.checkpoint_format == "deepspeed":
-        yield "--checkpoint-format deepspeed has no experts that are shared out over ranks. Use native"
+        yield (
+            "--checkpoint-format deepspeed does not support --expert-model-parallel-size above 1. Use "
+            "--checkpoint-format native"
+        )
     if parallel.expert_tensor_parallel_size not in (0, 1, t):
         yield (
             "--expert-tensor-parallel-size must be 1 or --model-parallel-size, got "
-            f"{parallel.expert_tensor_parallel_size} and {t}. Leave it out"
+            f"{parallel.expert_tensor_parallel_size} and {t}. Remove it"
         )
     if parallel.expert_tensor_parallel_size == 1 < t and not parallel.sequence_parallel:
         yield (
-            f"--expert-tensor-parallel-size 1 with --model-parallel-size {t} needs --sequence-parallel: whole experts "
-            "see a tensor rank's part of the sequence. Add it, or leave --expert-tensor-parallel-size out"
+            f"--expert-tensor-parallel-size 1 with --model-parallel-size {t} needs --sequence-parallel: an unsharded "
+            "expert processes the sequence shard of its tensor rank. Add --sequence-parallel, or remove "
+            "--expert-tensor-parallel-size"
         )
     if parallel.compile:
-        yield "--compile compiles dense layers, got --num-experts. Leave one of them out"
+        yield "--compile supports dense layers only, got --num-experts. Remove one of them"
 
 
 def expert_rank_problems(config: Any, ranks: int) -> Iterator[str]:

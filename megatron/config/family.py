@@ -69,7 +69,7 @@ class FamilyConfig:
     def summary(self, model: ModelConfig) -> str:
         """Return the description of the model that follows its sizes in the start table."""
         is_grouped = model.num_query_groups != model.num_attention_heads
-        return f"{model.num_query_groups} heads of keys" if is_grouped else ""
+        return f"{model.num_query_groups} key-value heads" if is_grouped else ""
 
     def total_layers(self, model: ModelConfig) -> int:
         """Return the number of transformer layers, the sum of both sides for an encoder-decoder."""
@@ -170,7 +170,7 @@ class ModelFamily:
         defaults = {"model": DECODER_MODEL, "pipeline": DECODER_PIPELINE, "costs": DECODER_COSTS}
         missing = [part for part, default in defaults.items() if getattr(self, part) == default]
         if missing and self.kind != "decoder":
-            raise ValueError(f"the family {self.name} is no decoder and must name its own {', '.join(missing)}")
+            raise ValueError(f"the family {self.name} is not a decoder and must define its own {', '.join(missing)}")
 
     @property
     def kind(self) -> str:

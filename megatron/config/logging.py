@@ -50,10 +50,10 @@ class LoggingConfig:
         short="log to Weights & Biases",
     )
     wandb_exp_name: str | None = option(
-        None, "name of the run at Weights & Biases", aliases=("--wandb-name",), shown_default="the run folder's"
+        None, "name of the run at Weights & Biases", aliases=("--wandb-name",), shown_default="the run folder's name"
     )
     wandb_save_dir: str | None = option(None, "folder for wandb's files", shown_default="in the run folder")
-    wandb_entity: str | None = option(None, "team or user of the project", shown_default="wandb's own")
+    wandb_entity: str | None = option(None, "team or user of the project", shown_default="wandb's default")
     profile: str | None = option(
         None,
         "steps to profile with torch's profiler, counted from 1, such as 5-7 or 5: a Perfetto trace per rank and a "
@@ -74,4 +74,4 @@ class LoggingConfig:
         try:
             self.profiled()
         except ValueError:
-            yield f"--profile must be a step from 1 on or a range of steps, as 5-7; got {self.profile!r}"
+            yield f"--profile must be a step or a range of steps, counted from 1, such as 5-7; got {self.profile!r}"

@@ -21,7 +21,7 @@ class ModelConfig(DecoderFeatures):
         shown_default="the program's, or that of the run in --config",
         short="decoder: gpt2, llama, mpt, qwen3, ...",
         family_kind="decoder",
-        elsewhere="it selects the decoder that pretrain_gpt2.py trains; leave it out",
+        elsewhere="it selects the decoder that pretrain_gpt2.py trains; remove it",
     )
     num_layers: int = option(
         4,
@@ -99,8 +99,10 @@ class ModelConfig(DecoderFeatures):
         "number of tokens per chunk for which the loss computes logits, so that the logits of a micro-batch are "
         "never in memory at once; 0: all tokens together",
         minimum=0,
-        shown_default="by the micro-batch: chunks of 256 tokens on a CPU and of 4096 elsewhere if it has more than "
-        "4 million logits and more tokens than a chunk and the hidden size together, else all",
+        shown_default=(
+            "256 on a CPU and 4096 on other devices if a micro-batch has more than 4 million logits and more tokens "
+            "than the chunk and the hidden size together, otherwise 0"
+        ),
     )
     z_loss: float = option(
         0.0,

@@ -71,7 +71,7 @@ class OptimizerConfig:
         "samples until --min-lr, instead of steps; the learning rate then follows the consumed samples, of which "
         "steps of a batch ramp-up have fewer",
         above=0,
-        shown_default="--lr-decay-iters counts; with --train-samples these",
+        shown_default="set by --lr-decay-iters; with --train-samples, the samples of the run",
     )
     lr_warmup_rounding: str = option(
         "none",
@@ -85,22 +85,22 @@ class OptimizerConfig:
         choices=("samples", "steps"),
     )
     lr_warmup_iters: int | None = option(
-        None, "warm-up steps, instead of a fraction", minimum=0, shown_default="--warmup counts"
+        None, "warm-up steps, instead of a fraction", minimum=0, shown_default="set by --warmup"
     )
     lr_warmup_samples: float | None = option(
-        None, "warm-up samples, instead of a fraction", minimum=0, shown_default="--warmup counts"
+        None, "warm-up samples, instead of a fraction", minimum=0, shown_default="set by --warmup"
     )
     lr_wsd_decay_iters: int | None = option(
         None,
         "with --lr-decay-style wsd: number of decay steps at the end",
         minimum=1,
-        shown_default="--wsd-decay-fraction counts",
+        shown_default="set by --wsd-decay-fraction",
     )
     lr_wsd_decay_samples: float | None = option(
         None,
         "with --lr-decay-style wsd: number of decay samples at the end",
         above=0,
-        shown_default="--wsd-decay-fraction counts",
+        shown_default="set by --wsd-decay-fraction",
     )
     lr_wsd_decay_style: str = option(
         "linear",
@@ -139,7 +139,7 @@ class OptimizerConfig:
         None,
         "learning rate of word embedding and output head at the end of the decay",
         minimum=0,
-        shown_default="with --decoupled-lr min-lr, else min-lr in the ratio of the learning rates",
+        shown_default="with --decoupled-lr min-lr, otherwise min-lr scaled by the ratio of the learning rates",
     )
     lr_by_name: str = option(
         "",
@@ -260,12 +260,11 @@ class OptimizerConfig:
         yield from self._state_problems()
         if self.zero_stage and self.optimizer == "adafactor":
             yield (
-                f"--optimizer adafactor needs --zero-stage 0, got {self.zero_stage}: its means are those of whole "
-                "matrices, of which ZeRO leaves each replica a part. Its states are small: use stage 0, or --optimizer "
-                "adamw"
+                f"--optimizer adafactor needs --zero-stage 0, got {self.zero_stage}: it averages over full matrices, "
+                "which ZeRO shards over the replicas. Its states are small: use --zero-stage 0, or --optimizer adamw"
             )
         if self.muon_split_qkv_heads and not self.muon_split_qkv:
-            yield "--muon-split-qkv-heads takes apart what --muon-no-split-qkv leaves as one. Leave one of them out"
+            yield "--muon-split-qkv-heads and --muon-no-split-qkv exclude each other, got both. Remove one of them"
         yield from self._warmup_problems()
         yield from self._rate_problems()
         if self.min_lr > self.lr:
@@ -278,10 +277,10 @@ class OptimizerConfig:
         flags = ", ".join(f"--{name.replace('_', '-')}-dtype" for name in self.bf16_states)
         if flags and self.optimizer not in ("adamw", "muon"):
             got = f"got --optimizer {self.optimizer}"
-            yield f"{flags} acts on AdamW only, {got}. Leave it out, or use --optimizer adamw"
+            yield f"{flags} applies to AdamW only, {got}. Remove it, or use --optimizer adamw"
         elif flags and self.cpu_adam == "deepspeed":
             got = "got --cpu-adam deepspeed, whose states are fp32"
-            yield f"{flags} acts on our own AdamW, {got}. Leave one of them out"
+            yield f"{flags} is supported with --cpu-adam torch only, {got}. Remove one of them"
 
     def _rate_problems(self) -> Iterator[str]:
         """Yield invalid tables by name, and learning rates that contradict each other."""
@@ -291,29 +290,35 @@ class OptimizerConfig:
                 rates = read_table(text) if text else {}
             except ValueError:
                 yield (
-                    f"{flag} must be PATTERN=NUMBER with commas between several, each pattern once and each number 0 "
-                    f"or more, got {text!r}. Write it as layers.*.mlp.*=1e-4,head.weight=1e-3"
+                    f"{flag} must be PATTERN=NUMBER entries separated by commas, with distinct patterns and numbers "
+                    f"of at least 0, got {text!r}. Write it as layers.*.mlp.*=1e-4,head.weight=1e-3"
                 )
                 continue
             if self.lr_decay_style == "exponential" and name == "lr_by_name" and 0 in rates.values():
-                yield f"{flag} needs rates above 0 with --lr-decay-style exponential, got {text!r}. Change the style"
+                yield (
+                    f"{flag} needs rates above 0 with --lr-decay-style exponential, got {text!r}. Raise the rates, or "
+                    "change the style"
+                )
         either = [f"--lr-{name}" for name in ("embedding", "head") if getattr(self, f"lr_{name}") is not None]
         if self.decoupled_lr is not None and either:
-            yield f"--decoupled-lr is of word embedding and head, got {' and '.join(either)} too. Leave one of them out"
+            yield (
+                f"--decoupled-lr sets the learning rates of word embedding and head, got {' and '.join(either)} too. "
+                "Remove one of them"
+            )
         if self.decoupled_min_lr is None:
             if self.decoupled_lr is not None and self.min_lr > self.decoupled_lr:
                 yield (
-                    "--decoupled-lr ends at --min-lr unless --decoupled-min-lr is given, and must not be below it, got "
-                    f"{self.decoupled_lr:g} and {self.min_lr:g}. Add --decoupled-min-lr"
+                    "--decoupled-lr decays to --min-lr unless --decoupled-min-lr is set, and must not be below it, "
+                    f"got {self.decoupled_lr:g} and {self.min_lr:g}. Add --decoupled-min-lr"
                 )
             return
         highest = [rate for rate in (self.decoupled_lr, self.lr_embedding, self.lr_head) if rate is not None]
         if not highest:
-            yield "--decoupled-min-lr acts with --decoupled-lr only. Leave it out, or add that"
+            yield "--decoupled-min-lr has no effect without --decoupled-lr. Remove it, or add --decoupled-lr"
         elif self.decoupled_min_lr > min(highest):
             yield (
-                f"--decoupled-min-lr must not exceed the learning rates that end there, got {self.decoupled_min_lr:g} "
-                f"and {min(highest):g}. Lower it"
+                "--decoupled-min-lr must not exceed the learning rates that decay to it, got "
+                f"{self.decoupled_min_lr:g} and {min(highest):g}. Lower it"
             )
 
     def _warmup_problems(self) -> Iterator[str]:
@@ -321,12 +326,12 @@ class OptimizerConfig:
         by_samples = self.lr_decay_samples is not None
         unit = "samples" if by_samples else "iters"
         decay = self.lr_decay_samples if self.lr_decay_samples is not None else self.lr_decay_iters
-        for name, noun in (("warmup", "warm-up"), ("wsd_decay", "decay of wsd")):
+        for name, noun in (("warmup", "warm-up"), ("wsd_decay", "wsd decay")):
             length = getattr(self, f"lr_{name}_{unit}")
             if length is not None and decay and (length > decay or (length == decay and name == "warmup")):
                 yield (
-                    f"the {noun} must be shorter than the whole, got --lr-{name.replace('_', '-')}-{unit} {length:g} "
-                    f"and --lr-decay-{unit} {decay:g}. Lower the first"
+                    f"the {noun} must be shorter than the schedule, got --lr-{name.replace('_', '-')}-{unit} "
+                    f"{length:g} and --lr-decay-{unit} {decay:g}. Shorten the {noun}"
                 )
 
 

@@ -64,7 +64,7 @@ class Option:
         ]
         if (self.kind, self.minimum, self.maximum) == ("int", 1, None):
             return "a positive integer"
-        noun = {"int": "an integer", "float": "a finite number", "str": "a text", "bool": "true or false"}[self.kind]
+        noun = {"int": "an integer", "float": "a finite number", "str": "a string", "bool": "true or false"}[self.kind]
         limits = " and ".join(bound for bound in bounds if bound)
         return f"{noun} of {limits}" if limits else noun
 

@@ -130,7 +130,7 @@ class ParallelConfig:
         "layers of each model chunk in Megatron's notation: E embedding, t layer, L head, | next chunk, *n "
         "repetition: Et*3|(tt|)*2t|L; replaces --partition-method and --pipeline-chunks",
         flag="--pipeline-model-parallel-layout",
-        shown_default="layers are cut by --partition-method",
+        shown_default="layers are assigned by --partition-method",
     )
     layers_per_chunk: int = option(
         0,
@@ -138,7 +138,7 @@ class ParallelConfig:
         "--partition-method",
         flag="--num-layers-per-virtual-pipeline-stage",
         minimum=1,
-        shown_default="--pipeline-chunks counts",
+        shown_default="set by --pipeline-chunks",
     )
     pipeline_trace: str | None = option(
         None,
@@ -365,21 +365,21 @@ class ParallelConfig:
             yield from self._schedule_problems()
         if self.checkpoint_activations and self.recompute_granularity == "selective":
             yield (
-                "either whole layers are computed again or the attention in them, got --checkpoint-activations and "
-                "--recompute-granularity selective. Leave one out"
+                "--checkpoint-activations recomputes full layers and excludes --recompute-granularity selective, got "
+                "both. Remove one of them"
             )
         if self.compile and self.gradient_accumulation_fusion:
             yield (
-                "--gradient-accumulation-fusion adds to gradients within the backward of a layer, which a layer that "
-                "--compile compiles does not do. Leave one of them out"
+                "--gradient-accumulation-fusion accumulates gradients during the backward of a layer, which --compile "
+                "does not support. Remove one of them"
             )
         is_sound = self.has_pipeline and self._auto_problem() is None
         names = candidates(self.schedule, self.chunks, self.placement) if is_sound else ()
         if self.compile and (split := [name for name in names if splits(name)]):
             yield (
-                f"--compile needs a schedule of whole backwards, got --pipeline-schedule {self.schedule}: {split[0]} "
-                "puts the gradients of weights off, and a compiled layer computes them with that of its input. "
-                f"Use --pipeline-schedule {by_default(self.pipeline_chunks)}, or leave --compile out"
+                f"--compile needs a schedule with unsplit backward passes, got --pipeline-schedule {self.schedule}: "
+                f"{split[0]} defers weight gradients, but a compiled layer computes them together with the input "
+                f"gradient. Use --pipeline-schedule {by_default(self.pipeline_chunks)}, or remove --compile"
             )
 
     def _file_problem(self) -> str | None:
@@ -394,15 +394,19 @@ class ParallelConfig:
             "--microbatch-group-size-per-virtual-pipeline-stage": bool(self.micro_batch_group_size),
         }
         if flags := [flag for flag, is_said in exclusive.items() if is_said]:
-            return f"--pipeline-schedule-file says how chunks lie and run, got {', '.join(flags)} too. Leave it out"
+            return (
+                f"--pipeline-schedule-file determines the placement and order of the chunks, got {', '.join(flags)} "
+                "too. Remove one of them"
+            )
         try:
             stages = read_schedule(self.pipeline_schedule_file).placement.num_stages
         except (OSError, ValueError) as error:
-            return f"--pipeline-schedule-file must hold an order that runs: {error}"
+            return f"--pipeline-schedule-file must contain a valid schedule: {error}"
         if stages != self.num_stages:
             return (
-                f"--pipeline-schedule-file must be for --pipe-parallel-size {self.num_stages}, got "
-                f"{self.pipeline_schedule_file} of {stages} stages. Use --pipe-parallel-size {stages}, or another file"
+                f"--pipeline-schedule-file must match --pipe-parallel-size {self.num_stages}, got "
+                f"{self.pipeline_schedule_file} with {stages} stages. Use --pipe-parallel-size {stages}, or another "
+                "file"
             )
         return None
 
@@ -416,14 +420,17 @@ class ParallelConfig:
             "--partition-method": self.partition_method != "balanced",
         }
         if flags := [flag for flag, is_said in exclusive.items() if is_said]:
-            return f"--pipeline-model-parallel-layout says the chunks, got {', '.join(flags)} too. Leave it out"
+            return (
+                f"--pipeline-model-parallel-layout determines the chunks, got {', '.join(flags)} too. Remove one of "
+                "them"
+            )
         try:
             num_pieces = len(parse_layout(self.pipeline_layout))
         except ValueError as error:
             return str(error)
         if num_pieces % self.num_stages:
             return (
-                "--pipeline-model-parallel-layout must have a multiple of --pipe-parallel-size pieces, got "
+                "--pipeline-model-parallel-layout must have a multiple of --pipe-parallel-size chunks, got "
                 f"{num_pieces} and {self.num_stages} in {self.pipeline_layout!r}"
             )
         return None
@@ -435,14 +442,14 @@ class ParallelConfig:
             return None
         possible = candidates(AUTO, self.chunks, self.placement)
         if self.pipeline_schedule != AUTO:
-            return f"{flag} needs --pipeline-schedule auto, got {flag} {names} and {self.schedule}. Leave one out"
+            return f"{flag} needs --pipeline-schedule auto, got {flag} {names} and {self.schedule}. Remove one of them"
         known = [name for name in SCHEDULES if name != AUTO]
         if not self.auto_schedules or not set(self.auto_schedules) <= set(known):
-            return f"{flag} must be some of {', '.join(known)}, with commas between them, got {flag} {names}"
+            return f"{flag} must be a comma-separated list of {', '.join(known)}, got {flag} {names}"
         if not set(self.auto_schedules) & set(possible):
             return (
-                f"{flag} must name some of {', '.join(possible)} for chunks that lie as these, got {flag} {names}. "
-                "Name others, or lay chunks out by --pipeline-chunks and --pipeline-placement"
+                f"{flag} must name at least one of {', '.join(possible)}, which support these chunks, got {flag} "
+                f"{names}. Name others, or change --pipeline-chunks and --pipeline-placement"
             )
         return None
 
@@ -458,23 +465,26 @@ class ParallelConfig:
             needs = V if schedule in IN_A_V else LOOP
             if not is_auto(schedule):
                 yield (
-                    f"the schedule {schedule} needs its chunks in a {needs}, {got}, --pipeline-placement "
-                    f"{self.placement}. Leave one of the two out"
+                    f"--pipeline-schedule {schedule} needs --pipeline-placement {needs}, {got}, --pipeline-placement "
+                    f"{self.placement}. Remove one of the flags"
                 )
             return
         if 0 < self.group_size < self.num_stages:
             yield (
-                "--microbatch-group-size-per-virtual-pipeline-stage must be --pipe-parallel-size or more, got "
+                "--microbatch-group-size-per-virtual-pipeline-stage must be at least --pipe-parallel-size, got "
                 f"{self.group_size} and {self.num_stages}"
             )
         if self.placement == V:
             if chunks != 2:
-                yield f"a V has two chunks on each stage, {got}. Use --pipeline-chunks 2, or leave it out"
+                yield (
+                    f"--pipeline-placement v needs 2 chunks per stage, {got}. Use --pipeline-chunks 2, or remove "
+                    "--pipeline-chunks"
+                )
             return
         if chunks == 1 and schedule not in ONE_CHUNK and not is_auto(schedule):
-            yield f"the schedule {schedule} needs several chunks on each stage, {got}. Use --pipeline-chunks 2"
+            yield f"--pipeline-schedule {schedule} needs several chunks per stage, {got}. Use --pipeline-chunks 2"
         if chunks > 1 and schedule not in MANY_CHUNKS and not is_auto(schedule):
             yield (
-                f"several chunks on each stage need the schedule {' or '.join(MANY_CHUNKS)}, {got}. "
-                "Leave one of the two out"
+                f"several chunks per stage need --pipeline-schedule {' or '.join(MANY_CHUNKS)}, {got}. Remove one of "
+                "the two flags"
             )

@@ -31,13 +31,12 @@ def parse_layout(text: str) -> list[str]:
     letters = "".join(pieces)
     if re.fullmatch(r"Et+L", letters) is None:
         raise ValueError(
-            f"{FLAG} must be E, layers t and L, with | between pieces and *n for repetition, such as Et*3|(tt|)*2t|L, "
-            f"got {text!r}" + (": m (multi-token prediction) is not there" if "m" in letters else "")
+            f"{FLAG} must be E, layers t and L, with | between chunks and *n for repetition, such as Et*3|(tt|)*2t|L, "
+            f"got {text!r}" + (": m (multi-token prediction) is not supported" if "m" in letters else "")
         )
     if not all(pieces):
         raise ValueError(
-            f"each piece of {FLAG} must have a layer, E or L, got none in piece {pieces.index('')} of {text!r}, which "
-            "would only pass tensors on"
+            f"each chunk of {FLAG} must have a layer, E or L, got none in chunk {pieces.index('')} of {text!r}"
         )
     return pieces
 

@@ -89,9 +89,9 @@ class RunConfig:
     def problems(self) -> Iterator[str]:
         """Yield the problems of this section."""
         if self.strict_flags and self.ignore_unknown_flags:
-            yield "--strict-flags and --ignore-unknown-flags exclude each other. Leave one of them out"
+            yield "--strict-flags and --ignore-unknown-flags exclude each other. Remove one of them"
         if self.kill_switch_path is not None and not self.dry_run and os.path.exists(self.kill_switch_path):
             yield (
-                f"--kill-switch-path must name a file that is not there yet, got {self.kill_switch_path}, which is. "
-                "Remove it to start"
+                f"--kill-switch-path must name a file that does not exist yet, got {self.kill_switch_path}, which "
+                "exists. Remove the file to start"
             )

@@ -28,7 +28,7 @@ FLAG = "--seq-length-schedule"
 LARGEST_TOKENS = 2**62
 """Maximum number of tokens, which are counted in 64 bits."""
 
-_RULE = 'must be steps "TOKENS: LENGTH" with semicolons between them, such as "0: 512; 1e9: 2048; 5e9: 4096"'
+_RULE = 'must be entries "TOKENS: LENGTH" separated by semicolons, such as "0: 512; 1e9: 2048; 5e9: 4096"'
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def parse_lengths(text: str) -> tuple[tuple[int, int], ...]:
     message = f"{FLAG} {_RULE}; got {text!r}"
     steps = tuple(_entry(part.strip(), message) for part in text.split(";") if part.strip())
     if not steps:
-        raise ValueError(f"{message}, without a step. Leave it out, or write one")
+        raise ValueError(f"{message}, which has no entry. Add one, or remove the flag")
     return steps
 
 
@@ -85,9 +85,9 @@ def _entry(part: str, wrong: str) -> tuple[int, int]:
         raise ValueError(f"{wrong}, where {part!r} has no colon")
     start, size = _whole(tokens), _whole(length)
     if start is None:
-        raise ValueError(f"{wrong}, where {tokens!r} is no whole number of tokens of at least 0")
+        raise ValueError(f"{wrong}, where {tokens!r} is not a whole number of tokens of at least 0")
     if not size:
-        raise ValueError(f"{wrong}, where {length!r} is no length, a whole number of at least 1")
+        raise ValueError(f"{wrong}, where {length!r} is not a length, a whole number of at least 1")
     return start, size
 
 

@@ -559,20 +559,20 @@ def mask_reason(config: Any, kind: str, *, is_causal: bool = True) -> str | None
     """
     model, dtype = config.model, config.precision.dtype or "fp32"
     if model.attention_dropout:
-        return f"--attention-dropout {model.attention_dropout:g} needs it, 0 does not"
+        return f"--attention-dropout {model.attention_dropout:g} requires a mask, 0 does not"
     if kind == "cpu":
         return None
     if kind != "cuda":
-        return f"{kind} has no attention by lengths"
+        return f"{kind} has no variable-length attention"
     has_more = not is_causal or model.position_embedding_type == ALIBI or model.attn_logit_softcapping > 0
     is_long = config.batch.seq_length > SHORTEST_BY_LENGTH
     if is_long and not has_more and dtype in ("bf16", "fp16") and model.kv_hidden_size % 8 == 0:
         return None
     if dtype == "fp64":
-        return "kernels on CUDA take fp32 and 16 bits"
+        return "CUDA kernels only support fp32 and 16-bit formats"
     smallest, largest = HEADS_IN_BLOCKS
     if not smallest <= model.kv_hidden_size <= largest:
-        return f"flex_attention takes heads of {smallest} to {largest}, got {model.kv_hidden_size}"
+        return f"flex_attention supports head sizes from {smallest} to {largest}, got {model.kv_hidden_size}"
     return None
 
 

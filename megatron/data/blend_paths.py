@@ -59,8 +59,8 @@ class BlendPaths:
         """
         if self.data_path and self.are_apart:
             raise DataError(
-                f"--data-path (cut by --split) and --train-data-path, --valid-data-path, --test-data-path (each read "
-                f"whole) exclude each other, got --data-path {self.data_path} beside one of them. Leave out one kind."
+                f"--data-path {self.data_path} (divided by --split) cannot be combined with --train-data-path, "
+                "--valid-data-path or --test-data-path (not divided). Remove --data-path or the other flags."
             )
         if not self.are_apart:
             corpora = weighted_prefixes(_given(self.data_path))
@@ -91,8 +91,8 @@ class BlendPaths:
         flag = f"--{name}-data-path"
         text = getattr(self, f"{name}_data_path")
         if not text:
-            fix = "Give it too" if name == "train" else "Give it too, or turn off what uses it (--eval-iters 0)"
-            raise DataError(f"{flag} must name token files where others of its kind are given, got none. {fix}.")
+            fix = "Add it" if name == "train" else "Add it, or disable the evaluation that needs it (--eval-iters 0)"
+            raise DataError(f"{flag} must name token files because other splits have their own, got none. {fix}.")
         return weighted_prefixes(text, flag)
 
 
@@ -112,8 +112,8 @@ def weighted_prefixes(text: str, flag: str = data_paths.DATA_FLAG) -> tuple[Weig
         real = os.path.realpath(path)
         if real in seen:
             raise DataError(
-                f"{flag} must name each corpus once, got {seen[real]} and {path}, which are one. Give it once, with "
-                "the sum of its weights."
+                f"{flag} must name each corpus once, got {seen[real]} and {path}, which are the same files. Name the "
+                "corpus once, with the sum of its weights."
             )
         seen[real] = path
     return corpora
@@ -141,7 +141,7 @@ def _given(data_path: str | None) -> str:
     if not data_path:
         raise DataError(
             "--data-path must name token files (their path without .bin and .idx), got none. "
-            "tools/preprocess_data.py makes them; tools/make_sample_data.py makes a small set to try."
+            "Create them with tools/preprocess_data.py, or a small sample with tools/make_sample_data.py."
         )
     return data_path
 

@@ -18,7 +18,7 @@ from megatron import log
 from megatron.data.blend_schedule import FORMAT, BlendSchedule, Corpus
 from megatron.errors import CheckpointError
 
-_ONE = "the one corpus of the checkpoint"
+_ONE = "the only corpus of the checkpoint"
 """Name of the corpus of a single-corpus checkpoint, which does not store a name."""
 SAME_LENGTH = Fraction(1)
 CONTENT, TOKENIZER, SAMPLES = "content", "tokenizer", "samples"
@@ -68,9 +68,9 @@ def resumed_order(
     lost = _differences(order, saved, matches, settings)
     if lost and not allow_change:
         raise CheckpointError(
-            f"the data must be those of the checkpoint, but {'; '.join(lost)}. Samples would be repeated or lost. Give "
-            "the former settings and files (to stop reading a corpus, set its weight to 0), or --allow-data-change: "
-            "unchanged corpora continue at their position, the others start at their first sample."
+            f"the data differ from the data of the checkpoint: {'; '.join(lost)}. Samples would be repeated or lost. "
+            "Restore the earlier settings and files (to stop reading a corpus, set its weight to 0), or add "
+            "--allow-data-change: unchanged corpora continue at their position, the others start at their first sample."
         )
 
     samples_here, cursors, lines = (
@@ -82,7 +82,7 @@ def resumed_order(
         matches |= _cut_otherwise(order, saved, matches)
         cursors = {name: math.ceil(cursor * ratio) for name, cursor in cursors.items()}
         continued = {matches[name]: cursor for name, cursor in cursors.items() if name in matches}
-        lines += [f"data: {name} goes on at its sample {cursor}" for name, cursor in continued.items()]
+        lines += [f"data: {name} continues at its sample {cursor}" for name, cursor in continued.items()]
 
     def by_number(values: Mapping[str, int]) -> list[int]:
         """Convert saved name -> value to a list in the order of the current corpora, with 0 for new corpora."""
@@ -99,7 +99,7 @@ def resumed_order(
         cursors=by_number(cursors),
     )
     if not is_changed and by_number(saved.cursors) != list(result.cursors(samples_consumed).values()):
-        raise _damaged(f"cursors {saved.cursors} where its phases give {result.cursors(samples_consumed)}")
+        raise _damaged(f"its cursors are {saved.cursors}, its phases result in {result.cursors(samples_consumed)}")
     added = [corpus for corpus in order.corpora if corpus.name not in matches.values()]
     lines += [f"data: {corpus.name} is new and starts at its first sample" for corpus in added]
     if (len(saved.fingerprints) == 1) != (len(order.corpora) == 1):
@@ -124,10 +124,8 @@ def _cut_otherwise(order: BlendSchedule, saved: _Saved, matches: Mapping[str, st
 
 def _company_line(corpus: Corpus, is_alone: bool) -> str:
     """Return the log line for a corpus whose random draws change: a single corpus became a mixture, or vice versa."""
-    situation = "alone now" if is_alone else "one of several now"
-    return (
-        f"data: {corpus.name} is {situation}, so the spans or middles of its samples are drawn otherwise from here on"
-    )
+    situation = "the only corpus now" if is_alone else "one of several corpora now"
+    return f"data: {corpus.name} is {situation}, so the random spans or middles of its samples change from this step on"
 
 
 def _weight_lines(order: BlendSchedule, samples_consumed: int) -> list[str]:
@@ -155,11 +153,11 @@ def _differences(
             f"{corpus.name} {_like(was, corpus)}" for corpus in ([successor] if successor else order.corpora)
         )
         log.debug(f"data: fingerprint {was} of {name} in the checkpoint, now: {candidates}")
-        described = f"{name if name == _ONE else f'corpus {name}'} ({saved.cursors.get(name, 0):,} samples of it read)"
+        described = f"{name if name == _ONE else f'corpus {name}'} ({saved.cursors.get(name, 0):,} samples read)"
         corpora.append(described)
         if successor is None:
             parts.add(CONTENT)
-            files.append(f"{described} is missing; now given: {', '.join(corpus.name for corpus in order.corpora)}")
+            files.append(f"{described} is missing; this run has: {', '.join(corpus.name for corpus in order.corpora)}")
             continue
         changed = _changed_parts(was, successor.fingerprint)
         parts.update(changed or _PARTS)
@@ -168,7 +166,7 @@ def _differences(
                 _content_text(described, saved.sizes.get(name, {}), successor, is_renamed=successor.name != name)
             )
         if TOKENIZER in changed and not settings.get(TOKENIZER):
-            files.append(f"{described} was built with another tokenizer")
+            files.append(f"{described} was built with a different tokenizer")
     if not lost:
         return []
     # The settings of the samples may have changed, too: a change of content or tokenizer hides this in the fingerprint.
@@ -192,7 +190,7 @@ def _content_text(who: str, saved: Mapping[str, int], now: Corpus, *, is_renamed
     """Describe the change of a corpus's files, with the numbers of documents and tokens if they differ."""
     sizes = {unit: (saved[unit], count) for unit, count in now.sizes.items() if unit in saved}
     changes = [f"{old:,} {unit}, now {new:,}" for unit, (old, new) in sizes.items() if old != new]
-    difference = f"had {' and '.join(changes)}" if changes else "has other documents now"
+    difference = f"had {' and '.join(changes)}" if changes else "has different documents now"
     return f"{who} {difference}{f' (in {now.name})' if is_renamed else ''}"
 
 
@@ -232,9 +230,9 @@ def _read(state: Mapping[str, Any], samples_consumed: int) -> _Saved:
     """Decode the state in a checkpoint, or raise CheckpointError if it is damaged."""
     try:
         if state["format"] != FORMAT:
-            raise _damaged(f"its format is {state['format']!r}, {FORMAT} can be read")
+            raise _damaged(f"its format is {state['format']!r}, only {FORMAT} is supported")
         if state["samples_consumed"] != samples_consumed:
-            raise _damaged(f"it was left at sample {state['samples_consumed']}, the run at {samples_consumed}")
+            raise _damaged(f"it was saved at sample {state['samples_consumed']}, the run at {samples_consumed}")
         phases = [(phase["start"], phase["weights"], phase["cursors"]) for phase in state["phases"]]
         return _Saved(state["fingerprints"], state["cursors"], phases, dict(state.get("sizes", {})))
     except (KeyError, TypeError) as error:
@@ -243,6 +241,6 @@ def _read(state: Mapping[str, Any], samples_consumed: int) -> _Saved:
 
 def _damaged(what: str) -> CheckpointError:
     return CheckpointError(
-        f"the order of the data in the checkpoint cannot be used: {what}. Take an older checkpoint, or --finetune to "
-        "start anew from its weights."
+        f"the data order in the checkpoint cannot be used: {what}. Load an older checkpoint, or add --finetune to "
+        "start a new run from its weights."
     )

@@ -172,7 +172,7 @@ class BlendSchedule:
         """Return the phase that contains sample ``index``."""
         phase_idx = bisect_right(self._starts, index) - 1
         if phase_idx < 0:
-            raise IndexError(f"samples of this order count from {self._starts[0]}, got {index}")
+            raise IndexError(f"sample indices of this order start at {self._starts[0]}, got {index}")
         return self.phases[phase_idx]
 
     def _before(self, samples_consumed: int) -> Phase:
@@ -189,8 +189,8 @@ class BlendSchedule:
                 other = seen.setdefault(getattr(corpus, attribute), corpus)
                 if other is not corpus:
                     raise DataError(
-                        f"each corpus of a mixture must stand there once, got {other.name} and {corpus.name} with the "
-                        f"same {attribute} {getattr(corpus, attribute)}. Give one of them the sum of the weights."
+                        f"each corpus of a mixture must be listed once, got {other.name} and {corpus.name} with the "
+                        f"same {attribute} {getattr(corpus, attribute)}. Keep one of them, with the sum of the weights."
                     )
         if not self.schedule or self.schedule[0][0] > 0:
             raise DataError("a mixture must have weights from its first sample on")

@@ -45,7 +45,7 @@ class BlendedDataset:
         """
         names = [corpus.name for corpus in order.corpora]
         if names != list(self.parts):
-            raise ValueError(f"an order of {list(self.parts)} is needed, got one of {names}")
+            raise ValueError(f"the order must have the corpora {list(self.parts)}, got {names}")
         self.order, self._by_number = order, list(self.parts.items())
 
     @cached_property

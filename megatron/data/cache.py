@@ -194,7 +194,7 @@ class IndexCache:
         if not _was_compared(data, written_ns):
             with self._claimed(path):
                 if not _fits(data):
-                    log.warn_once(f"{path} is damaged: its checksum does not fit what it holds; it is built again")
+                    log.warn_once(f"{path} is damaged: its checksum does not match its content; rebuilding it")
                     return None
             _note_compared(path)
         return _content(data)
@@ -205,7 +205,7 @@ class IndexCache:
             try:
                 self._shared.mkdir(parents=True, exist_ok=True, mode=0o700)
                 if not self._is_given and not _is_own(self._shared):
-                    raise PermissionError("it belongs to another user, or others may write to it")
+                    raise PermissionError("it belongs to another user, or other users can write to it")
                 self.folder.mkdir(exist_ok=True)
                 self._remove_unused()
             except OSError as error:
@@ -216,8 +216,8 @@ class IndexCache:
         """Stop writing to the cache and log a warning once per process."""
         self._is_ready = False
         log.warn_once(
-            f"{self.folder}: cannot be written ({error}). Each process keeps the order of documents in its own memory; "
-            "give a folder of this host by --data-cache-path to share it."
+            f"{self.folder} cannot be written ({error}). Each process stores the document order in its own memory. Set "
+            "--data-cache-path to a local folder of this host to share it."
         )
 
     def _remove_unused(self) -> None:

@@ -99,9 +99,9 @@ def cut(key: str, values: torch.Tensor, length: int) -> torch.Tensor:
     """
     if values.dim() != 2 or (values.shape[1] - 1) % length or values.shape[1] == 1:
         raise SampleError(
-            f"with --seq-length-schedule all that samples hold must be --seq-length + 1 numbers, to be cut into pieces "
-            f"of {length} + 1, got {key!r} of shape {tuple(values.shape)} in a micro-batch. Change the data set, or "
-            "leave the flag out"
+            "--seq-length-schedule needs samples with --seq-length + 1 tokens in each field, which are split into "
+            f"chunks of {length} + 1, got {key!r} of shape {tuple(values.shape)} in a micro-batch. Change the dataset, "
+            "or remove the flag"
         )
     return values.unfold(1, length + 1, length).reshape(-1, length + 1)
 
@@ -123,7 +123,7 @@ class Collate:
         self.dataset, self.predictions = dataset, predictions
         self.length = len(dataset) if isinstance(dataset, Sized) else None
         if self.length == 0:
-            raise DataError(f"a data set must hold at least one sample, {type(dataset).__name__} has none")
+            raise DataError(f"a dataset must have at least one sample, {type(dataset).__name__} has none")
 
     def __call__(self, asked: MicroBatch) -> dict[str, torch.Tensor]:
         indices, length = asked[:2]
@@ -196,5 +196,5 @@ def _joined(
         got = [tuple(value.shape) if hasattr(value, "shape") else type(value).__name__ for value in values]
         raise SampleError(
             f"{key!r} must be an array of one shape in all samples of a micro-batch, got {got} in samples {indices}. "
-            "Pad them in the data set."
+            "Pad them in the dataset."
         ) from error

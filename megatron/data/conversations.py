@@ -90,7 +90,7 @@ def parse_record(data: bytes) -> Conversation:
     except ValueError as error:
         raise ValueError(f"a line must be a JSON object in UTF-8, got {_shown(data)}: {error}. Correct it") from None
     except RecursionError:
-        raise ValueError(f"a line must not be nested so deeply, got {_shown(data)}. Remove it") from None
+        raise ValueError(f"a line is nested too deeply: {_shown(data)}. Remove it") from None
     key = next((name for name in _TOP_KEYS if name in content), None) if isinstance(content, dict) else None
     if key is None:
         got = f"one with {', '.join(map(repr, content)) or 'nothing'}" if isinstance(content, dict) else _shown(data)
@@ -103,7 +103,7 @@ def parse_record(data: bytes) -> Conversation:
     messages = [*system, *messages]
     if not any(message["role"] == ASSISTANT for message in messages):
         roles = ", ".join(message["role"] for message in messages)
-        raise ValueError(f'a conversation must have a message of the role "assistant", got {roles}. Take the line out')
+        raise ValueError(f'a conversation must have a message of the role "assistant", got {roles}. Remove the line')
     without_loss = frozenset(
         idx for idx, message in enumerate(messages) if not _has_loss(message, idx + 1 - len(system), unread)
     )
@@ -123,7 +123,7 @@ def parse_record(data: bytes) -> Conversation:
 def _listed(listed: Any, name: str) -> tuple[list[dict[str, Any]], dict[str, str], set[str]]:
     """Return (messages, keys passed to the template, unread keys) from a list of messages."""
     if not isinstance(listed, list) or not listed:
-        raise ValueError(f'"{name}" must be a list of messages, one at least, got {_shown(listed)}. Correct it')
+        raise ValueError(f'"{name}" must be a list of at least one message, got {_shown(listed)}. Correct it')
     messages, passed, unread = list[dict[str, Any]](), dict[str, str](), set[str]()
     for message_number, message in enumerate(listed, 1):
         is_sharegpt = isinstance(message, dict) and "from" in message and "role" not in message
@@ -141,7 +141,7 @@ def _from_sharegpt(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     role = ROLES.get(message["from"]) if isinstance(message["from"], str) else None
     if role is None or not isinstance(message.get("value"), str):
         raise ValueError(
-            f'message {number} must be {{"from": {" or ".join(ROLES)}, "value": a text}}, got {_shown(message)}. '
+            f'message {number} must be {{"from": {" or ".join(ROLES)}, "value": a string}}, got {_shown(message)}. '
             'Correct it, or write it as {"role": ..., "content": ...}'
         )
     loss = {name: message[name] for name in _LOSS_KEYS if name in message}
@@ -152,14 +152,14 @@ def _checked(message: Any, number: int) -> dict[str, Any]:
     """Return message ``number`` (from 1) if it is valid in OpenAI's format; otherwise raise ValueError."""
     if isinstance(message, dict) and isinstance(message.get("content"), list):
         raise ValueError(
-            f'message {number}: "content" must be a text, got a list of parts, {_shown(message["content"])}. Join the '
-            "texts of its parts into one; images and other parts are not supported"
+            f'message {number}: "content" must be a string, got a list of parts, {_shown(message["content"])}. Join '
+            "the text parts into one string; images and other parts are not supported"
         )
     is_text = isinstance(message, dict) and isinstance(message.get("content"), str)
     has_calls = isinstance(message, dict) and message.get("content") is None and bool(message.get("tool_calls"))
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not (is_text or has_calls):
         raise ValueError(
-            f'message {number} must be {{"role": a text, "content": a text}}, got {_shown(message)}. Correct it'
+            f'message {number} must be {{"role": a string, "content": a string}}, got {_shown(message)}. Correct it'
         )
     return message
 
@@ -173,8 +173,8 @@ def _alpaca(content: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str,
     instruction, input_text, output = texts
     if not isinstance(instruction, str) or not isinstance(output, str) or not isinstance(input_text, str | None):
         raise ValueError(
-            'a line with "instruction" must have texts as "instruction" and "output", and a text as "input" if there '
-            f"is one, got {_shown(texts)}. Correct it"
+            'a line with "instruction" must have the strings "instruction" and "output", and optionally the string '
+            f'"input", got {_shown(texts)}. Correct it'
         )
     history = content.get("history") or []
     is_paired = isinstance(history, list) and all(
@@ -195,15 +195,15 @@ def _system(
     """Return ([system message to prepend] or [], True if earlier releases handled the record differently)."""
     system = content.get("system")
     if not isinstance(system, str | None):
-        raise ValueError(f'"system" must be a text, got {_shown(system)}. Correct it')
+        raise ValueError(f'"system" must be a string, got {_shown(system)}. Correct it')
     if not system:
         return [], system is not None and first == "conversations"
     if messages[0]["role"] == "system":
         if messages[0]["content"] == system:
             return [], first == "conversations"
         raise ValueError(
-            f'"system" ({_shown(system)}) and a first message of the role "system" ({_shown(messages[0]["content"])}) '
-            "must not differ. Keep one of them"
+            f'"system" ({_shown(system)}) and the first message of the role "system" '
+            f"({_shown(messages[0]['content'])}) differ. Keep one of them"
         )
     return [{"role": "system", "content": system}], first != "conversations"
 
@@ -214,14 +214,14 @@ def _has_loss(message: Mapping[str, Any], number: int, unread: set[str]) -> bool
     for name, value in flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             raise ValueError(
-                f'message {number}: "{name}" must be 0 or 1 (false or true), got {_shown(value)}. Correct it, or leave '
-                "it out"
+                f'message {number}: "{name}" must be 0 or 1 (false or true), got {_shown(value)}. Correct it, or '
+                "remove it"
             )
         if value and message["role"] != ASSISTANT:
             if name == "train":
                 raise ValueError(
                     f'message {number} must not have "train": true, got the role {_shown(message["role"])}: only '
-                    "messages of the assistant have a loss. Leave it out"
+                    "messages of the assistant have a loss. Remove it"
                 )
             unread.add(f"{name} of {message['role']} messages")
     return message["role"] != ASSISTANT or all(flags.values())
@@ -233,8 +233,7 @@ def _template_variables(content: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f'"chat_template_kwargs" must be an object, got {_shown(variables)}. Correct it')
     if reserved := sorted(_RESERVED & variables.keys()):
         raise ValueError(
-            f'"chat_template_kwargs" must not have {", ".join(map(repr, reserved))}, which the program sets. '
-            "Leave it out"
+            f'"chat_template_kwargs" must not have {", ".join(map(repr, reserved))}, which the program sets. Remove it'
         )
     tools = content.get("tools")
     if isinstance(tools, str) and tools.strip():
@@ -298,7 +297,7 @@ class RecordFile:
         except (OSError, EOFError, ValueError, zlib.error, zstandard.ZstdError) as error:
             if isinstance(error, DataError):
                 raise
-            raise DataError(f"{self.path} must be a file of JSON lines that can be read: {error}") from error
+            raise DataError(f"{self.path} cannot be read as a file of JSON lines: {error}") from error
         try:
             self.spans, self.digest, self.size = self._scan()
         except BaseException:
@@ -331,7 +330,7 @@ class RecordFile:
             self._file.seek(0)
             spans = list(self._elements(self._file.read()))
         if not spans:
-            raise DataError(f"{self.path} must hold a conversation on each line, got none. Name another file")
+            raise DataError(f"{self.path} must have a conversation on each line, got none. Name another file")
         return np.array(spans, np.int64), digest.hexdigest(), position
 
     def _elements(self, data: bytes) -> Iterator[tuple[int, int, int]]:
@@ -354,7 +353,7 @@ class RecordFile:
                     break
                 _, end = decoder.raw_decode(text, position)
             except (ValueError, RecursionError) as error:
-                problem = "deeper nesting" if isinstance(error, RecursionError) else str(error)
+                problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
                 raise DataError(
                     f"{self.path}:{line}: an element of the JSON array must be an object, got "
                     f"{_shown(text[position : position + _MAX_SHOWN].encode())} ({problem}). Correct it"
@@ -369,7 +368,7 @@ class RecordFile:
                 line += text.count("\n", counted, position)
                 raise DataError(
                     f"{self.path}:{line}: a comma or ] must follow each element of the JSON array, got "
-                    f"{_shown(separator.encode()) or 'the end of the file'}. Correct it, or fetch the file again"
+                    f"{_shown(separator.encode()) or 'the end of the file'}. Correct it, or download the file again"
                 )
             position += 1
         tail = _after_blanks(text, position + 1)

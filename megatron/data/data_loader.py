@@ -81,8 +81,8 @@ class DataLoader:
         invalid = [n for n in self.sizes.all() if n % micro_batch_size or n < micro_batch_size * data_size]
         if invalid:
             raise ValueError(
-                f"a step must be whole micro-batches of {micro_batch_size}, one or more on each of {data_size} "
-                f"replicas, got {invalid[0]} samples"
+                f"a step must have a multiple of {micro_batch_size} samples (the micro-batch size), at least one "
+                f"micro-batch for each of {data_size} replicas, got {invalid[0]} samples"
             )
         self.lengths = lengths
 

@@ -30,8 +30,8 @@ def check_one_sample(token_file: IndexedDataset, sample_tokens: int, asked_by: s
     """
     if token_file.num_tokens < sample_tokens:
         raise DataError(
-            f"{token_file.prefix}: all data together is {token_file.num_tokens} tokens; one sample of {asked_by} needs "
-            f"{sample_tokens}. Shorten {asked_by.split()[0]} or give more data."
+            f"{token_file.prefix} has {token_file.num_tokens} tokens in total, but one sample of {asked_by} needs "
+            f"{sample_tokens}. Reduce {asked_by.split()[0]} or add more data."
         )
 
 
@@ -58,8 +58,8 @@ def check_splits(
             raise DataError(
                 f"the {name} split must have at least one sample of {sample_tokens} tokens, got "
                 f"{count_of(documents)} of {token_file.num_documents} documents with {num_tokens} tokens ({flags}, "
-                f"{asked_by}, {token_file.prefix}). Give {name} a larger part of --split, shorten "
-                f"{asked_by.split()[0]}, give more data, or turn off what uses it (--eval-interval 0, --eval-iters 0)."
+                f"{asked_by}, {token_file.prefix}). Increase the share of {name} in --split, reduce "
+                f"{asked_by.split()[0]}, add more data, or disable evaluation (--eval-interval 0, --eval-iters 0)."
             )
 
 
@@ -69,8 +69,8 @@ def check_tokenizer(token_file: IndexedDataset, identity: str | None) -> None:
     if built_with and identity and not is_same(built_with, identity):
         log.debug(f"tokenizer identity of {token_file.prefix}: {built_with}; now: {identity}")
         raise DataError(
-            f"{token_file.prefix} was built with another tokenizer than the one given. Name the tokenizer of the data, "
-            "or build the data again with tools/preprocess_data.py."
+            f"{token_file.prefix} was built with a different tokenizer than the tokenizer of this run. Use the "
+            "tokenizer of the data, or build the data again with tools/preprocess_data.py."
         )
 
 
@@ -88,7 +88,7 @@ def check_token_ids(token_file: IndexedDataset, vocab_size: int, cache: IndexCac
     raise DataError(
         f"token ids must be in 0 ... {vocab_size - 1} (the vocabulary), got {token} in document {document} at token "
         f"{offset}, byte {token_file.byte_offset(document, offset)} of {token_file.token_path}. "
-        "The data was built with another tokenizer: give that one, or build the data again."
+        "The data was built with a different tokenizer. Use that tokenizer, or build the data again."
     )
 
 
@@ -96,7 +96,7 @@ def _are_known_to_fit(token_file: IndexedDataset, vocab_size: int, cache: IndexC
     """Return True if all ids of a file without a sidecar are in the vocabulary; scan a large file once per host."""
 
     def look() -> np.ndarray:
-        log.info(f"{token_file.prefix} has no .meta.json: looking once at all {token_file.num_tokens} token ids")
+        log.info(f"{token_file.prefix} has no .meta.json: checking all {token_file.num_tokens} token ids once")
         return np.array([token_file.first_outside(vocab_size) is None], np.uint8)
 
     if token_file.num_tokens < _REMEMBERED_TOKENS:
@@ -117,7 +117,7 @@ def check_same_eod(token_file: IndexedDataset, eod_id: int | None) -> None:
         return
     raise DataError(
         f"the documents of {token_file.prefix} end with the token of id {sidecar.eod_id}, but the end-of-document "
-        f"token of the tokenizer has id {eod_id}. Name the token of id {sidecar.eod_id} with --eod-token, or build "
+        f"token of the tokenizer has id {eod_id}. Set --eod-token to the token of id {sidecar.eod_id}, or build "
         "the data again."
     )
 
@@ -130,7 +130,7 @@ def check_eod(token_file: IndexedDataset, eod_id: int | None, flags: str) -> Non
     """
     check_same_eod(token_file, eod_id)
     if eod_id is None:
-        raise DataError(f"{flags} need an end-of-document token, the tokenizer has none")
+        raise DataError(f"{flags} need an end-of-document token, but the tokenizer has none")
     has_eod = token_file.has_eod
     if has_eod is None:
         nonempty = np.flatnonzero(token_file.sizes)[:_ENDS_LOOKED_AT]
@@ -138,6 +138,6 @@ def check_eod(token_file: IndexedDataset, eod_id: int | None, flags: str) -> Non
         has_eod = all(int(end) == eod_id for end in ends)
     if not has_eod:
         raise DataError(
-            f"{flags} need documents that end with the end-of-document token (id {eod_id}); those of "
-            f"{token_file.prefix} do not. Build the data again without --no-append-eod, or leave the flags out."
+            f"{flags} need documents that end with the end-of-document token (id {eod_id}), but the documents of "
+            f"{token_file.prefix} do not. Build the data again without --no-append-eod, or remove the flags."
         )

@@ -71,8 +71,8 @@ def parse(content: bytes, path: Path | str) -> DatasetMetadata:
         raise DataError(f"{path}: format must be {FORMAT}, got {sidecar.format}. Build the data again, or delete it.")
     if crc32 is not None and crc32 != _crc32(fields):
         raise DataError(
-            f"{path}: its fields have the crc32 {_crc32(fields)}, it says {crc32}: it was damaged or edited. "
-            "Build the data again, or delete it."
+            f"{path}: the crc32 of its fields is {_crc32(fields)}, but the file states {crc32}; it was damaged or "
+            "edited. Build the data again, or delete the file."
         )
     return sidecar
 
@@ -94,8 +94,8 @@ def check_belongs(
         expected, actual = f"crc32 {sidecar.idx_crc32:08x}", f"{idx_crc32:08x}"
     if expected != actual:
         raise DataError(
-            f"{path}: describes another .idx ({expected}) than the one beside it ({actual}). Delete it if the .bin and "
-            ".idx are right, else build all three again."
+            f"{path} describes another .idx ({expected}) than the .idx next to it ({actual}). Delete it if the .bin "
+            "and .idx are correct; otherwise build all three again."
         )
 
 

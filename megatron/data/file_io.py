@@ -60,7 +60,7 @@ class StreamedFile:
             DataError: the size of the file is not ``num_bytes``.
         """
         if path.stat().st_size != num_bytes:
-            raise DataError(f"{path} must have {num_bytes} bytes, it has {path.stat().st_size}. Build it again.")
+            raise DataError(f"{path} must have {num_bytes} bytes, but has {path.stat().st_size}. Build it again.")
         with open(path, "rb", buffering=0) as source:
             if crc32 is None:
                 self._read_and_write(source.fileno(), num_bytes)
@@ -81,7 +81,7 @@ class StreamedFile:
                     raise
                 count = os.write(target, os.pread(source, _READ_AT_ONCE, copied))
             if not count:
-                raise DataError(f"{self.path}: a part of {num_bytes} bytes ended after {copied}; is it being changed?")
+                raise DataError(f"{self.path}: an input of {num_bytes} bytes ended after {copied}; it may be changing")
             copied += count
 
     def _read_and_write(self, source: int, num_bytes: int) -> None:
@@ -90,7 +90,7 @@ class StreamedFile:
             data = os.read(source, min(_READ_AT_ONCE, remaining))
             if not data:
                 raise DataError(
-                    f"{self.path}: a part of {num_bytes} bytes ended {remaining} early; is it being changed?"
+                    f"{self.path}: an input of {num_bytes} bytes ended {remaining} early; it may be changing"
                 )
             self.write(data)
             remaining -= len(data)
@@ -174,8 +174,8 @@ class FileBinReader:
                 continue
             if not count_read:
                 raise DataError(
-                    f"{self.path} ends at byte {offset + filled}, bytes {offset}:{offset + count} were asked for. It "
-                    "was cut short since the job started: put the whole file back and resume."
+                    f"{self.path} ends at byte {offset + filled}, but bytes {offset}:{offset + count} were requested. "
+                    "It was truncated after the job started. Restore the file and resume."
                 )
             filled += count_read
         return buffer
@@ -183,10 +183,10 @@ class FileBinReader:
     def _try_again(self, error: OSError, place: int, pause_s: float | None) -> None:
         if pause_s is None:
             raise DataError(
-                f"{self.path}: byte {place} cannot be read after {1 + len(PAUSES_S)} attempts: {error}. Look at the "
+                f"{self.path}: byte {place} cannot be read after {1 + len(PAUSES_S)} attempts: {error}. Check the "
                 "file system, then resume."
             ) from error
-        log.warning(f"{self.path}: reading byte {place} failed ({error}); trying again in {pause_s} s")
+        log.warning(f"{self.path}: reading byte {place} failed ({error}); retrying in {pause_s} s")
         time.sleep(pause_s)
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -250,7 +250,7 @@ def roll_forward(prefix: str) -> None:
         if not isinstance(error, PermissionError) and error.errno != errno.EROFS:
             raise
         raise DataError(
-            f"{journal}: a cut-off replacement of {prefix} must be finished; no permission: {error}"
+            f"{journal}: an interrupted replacement of {prefix} must be finished, but permission is denied: {error}"
         ) from error
 
 

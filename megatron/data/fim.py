@@ -135,7 +135,7 @@ def fim_from(tokenizer: Vocabulary, rate: float, spm_rate: float) -> Fim | None:
     """
     for flag, value in (("--fim-rate", rate), ("--fim-spm-rate", spm_rate)):
         if not 0.0 <= value <= 1.0:
-            raise ConfigError(f"{flag} must be from 0 to 1, got {value}. Give a share of the documents, such as 0.5.")
+            raise ConfigError(f"{flag} must be from 0 to 1, got {value}. Use a share of the documents, such as 0.5.")
     if not rate:
         return None
     eod_id = tokenizer.eod_id if tokenizer.has_eod else None
@@ -146,7 +146,7 @@ def fim_from(tokenizer: Vocabulary, rate: float, spm_rate: float) -> Fim | None:
             return Fim(rate, spm_rate, prefix_id, middle_id, suffix_id, eod_id)
     known = " or ".join(" ".join(names) for names in NAMES)
     raise DataError(
-        f"--fim-rate {rate} needs a vocabulary with the tokens {known}; this one has none of these sets. Train one "
+        f"--fim-rate {rate} needs a vocabulary with the tokens {known}, but it has none of these sets. Train one "
         f"with `python tools/train_tokenizer.py --special-tokens {shlex.join(NAMES[0])} ...` and preprocess the corpus "
-        "with it, or leave --fim-rate out."
+        "with it, or remove --fim-rate."
     )

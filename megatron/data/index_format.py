@@ -76,7 +76,7 @@ def decode_header(opening: bytes, file_bytes: int, path: Path) -> Header:
     """
     if file_bytes < HEADER.size:
         raise DataError(
-            f"{path}: an index has at least {HEADER.size} bytes, this file has {file_bytes}. Build it again."
+            f"{path}: an index has at least {HEADER.size} bytes, but this file has {file_bytes}. Build it again."
         )
     magic, version, code, num_sequences, num_starts = HEADER.unpack_from(opening)
     _check_kind(magic, version, code, path)
@@ -84,13 +84,13 @@ def decode_header(opening: bytes, file_bytes: int, path: Path) -> Header:
     if file_bytes == header.num_bytes + num_sequences and num_sequences:
         raise DataError(
             f"{path}: the file has {file_bytes} bytes, {num_sequences} more than {num_sequences} sequences and "
-            f"{num_starts} document starts need: one byte for each sequence, as Megatron-LM's multimodal sets have "
-            "them. Such sets cannot be read; build one of text alone."
+            f"{num_starts} document starts need: one byte per sequence, as in Megatron-LM's multimodal datasets. "
+            "Multimodal datasets are not supported. Build a dataset with text only."
         )
     if file_bytes != header.num_bytes:
         raise DataError(
-            f"{path}: {num_sequences} sequences and {num_starts} document starts need {header.num_bytes} bytes, the "
-            f"file has {file_bytes}. It was cut short or damaged: build it again with tools/preprocess_data.py."
+            f"{path}: {num_sequences} sequences and {num_starts} document starts need {header.num_bytes} bytes, "
+            f"but the file has {file_bytes}. It was truncated or damaged. Build it again with tools/preprocess_data.py."
         )
     return header
 
@@ -127,7 +127,7 @@ def check_lengths(lengths: np.ndarray, first: int, path: Path) -> None:
     if len(lengths) and lengths.min() < 0:
         worst = int(np.flatnonzero(lengths < 0)[0])
         raise DataError(
-            f"{path}: lengths must not be negative, sequence {first + worst} has {lengths[worst]}. Build it again."
+            f"{path}: lengths must not be negative, but sequence {first + worst} has {lengths[worst]}. Build it again."
         )
 
 
@@ -139,7 +139,7 @@ def offsets_error(path: Path) -> DataError:
 def starts_error(num_sequences: int, path: Path) -> DataError:
     """Return the error for an index whose document starts (third array) are wrong."""
     return DataError(
-        f"{path}: document starts must rise from 0 to {num_sequences} sequences; the file is damaged. Build it again."
+        f"{path}: document starts must increase from 0 to {num_sequences}; the file is damaged. Build it again."
     )
 
 
@@ -148,8 +148,8 @@ def joined_sizes(bounds: np.ndarray, first: int, path: Path) -> np.ndarray:
     sizes = np.diff(bounds)
     if len(sizes) and sizes.max() > np.iinfo(np.int32).max:
         raise DataError(
-            f"{path}: a document may have {np.iinfo(np.int32).max} tokens at most, the sequences of document "
-            f"{first + int(sizes.argmax())} have {sizes.max()}. Build the data again with shorter documents."
+            f"{path}: a document may have at most {np.iinfo(np.int32).max} tokens, but the sequences of "
+            f"document {first + int(sizes.argmax())} have {sizes.max()}. Build the data again with shorter documents."
         )
     return sizes.astype(np.int32)
 
@@ -157,18 +157,19 @@ def joined_sizes(bounds: np.ndarray, first: int, path: Path) -> np.ndarray:
 def _check_kind(magic: bytes, version: int, code: int, path: Path) -> None:
     if magic[: len(_LAZY_MAGIC)] == _LAZY_MAGIC:
         raise DataError(
-            f"{path}: starts with {_LAZY_MAGIC!r}, the index of Megatron-LM's lazy and cached kinds; only the mapped "
-            f"kind can be read, {MAGIC!r}. Build it again with --dataset-impl mmap, or with tools/preprocess_data.py."
+            f"{path} starts with {_LAZY_MAGIC!r}, the index format of Megatron-LM's lazy and cached datasets. Only the "
+            f"mmap format is supported, {MAGIC!r}. Build it again with --dataset-impl mmap, or with "
+            "tools/preprocess_data.py."
         )
     if magic != MAGIC:
         raise DataError(
-            f"{path}: an index of tokens starts with {MAGIC!r}, this file with {magic!r}. "
-            "Give the path without .idx/.bin of a pair made by tools/preprocess_data.py (or by Megatron-LM)."
+            f"{path}: a token index starts with {MAGIC!r}, but this file starts with {magic!r}. Use the path, without "
+            ".idx or .bin, of token files written by tools/preprocess_data.py or Megatron-LM."
         )
     if version != VERSION:
         raise DataError(f"{path}: index version must be {VERSION}, got {version}. Build it again.")
     if code not in TOKEN_TYPES:
-        hint = " (6 and 7 have meant other things in other years, floating point today)" if code in (6, 7) else ""
+        hint = " (the meaning of 6 and 7 depends on the version of Megatron-LM)" if code in (6, 7) else ""
         raise DataError(
             f"{path}: token type code must be one of {sorted(TOKEN_TYPES)}, got {code}{hint}. Build it again."
         )

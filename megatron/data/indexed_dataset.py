@@ -82,7 +82,7 @@ class IndexedDataset:
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
             raise DataError(
-                f"{self.prefix}: tokens {offset}:{offset + length} of document {document}, which has {size}"
+                f"{self.prefix}: tokens {offset}:{offset + length} of document {document}, which has only {size}"
             )
         return self.read_tokens(self._table.start(document) + offset, length)
 
@@ -182,8 +182,8 @@ class IndexedDataset:
         if expected != actual:
             raise DataError(
                 f"{self.token_path} must have {expected} bytes ({self.num_tokens} tokens of {self.dtype.itemsize} "
-                f"bytes by {self.index_path.name}), it has {actual}. "
-                "It was cut short or belongs to another .idx: build both again."
+                f"bytes according to {self.index_path.name}), but has {actual}. "
+                "It was truncated or belongs to another .idx. Build both again."
             )
 
 

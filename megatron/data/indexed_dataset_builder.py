@@ -30,7 +30,7 @@ def check_prefix(prefix: str) -> None:
         raise DataError(f"--output-prefix must end with a name for the files, such as data/corpus, got {prefix!r}")
     if object_store.is_remote(prefix):
         raise DataError(
-            f"token files are made on this machine, and then uploaded (--output-prefix of the tools), got {prefix}"
+            f"token files must be built on a local disk and then uploaded (--output-prefix of the tools), got {prefix}"
         )
 
 
@@ -57,7 +57,7 @@ class IndexedDatasetBuilder:
         dtype: np.dtype | None = None,
     ) -> None:
         if dtype is None and vocab_size is None:
-            raise ValueError("without vocab_size the dtype must be given")
+            raise ValueError("dtype is required if vocab_size is None")
         self.prefix = str(prefix)
         check_prefix(self.prefix)
         self.dtype = np.dtype(dtype) if dtype is not None else index_format.token_type(vocab_size or 0)
@@ -101,7 +101,7 @@ class IndexedDatasetBuilder:
         """Append the concatenated documents ``tokens`` with lengths ``sizes`` (None: a single document)."""
         sizes = np.array([len(tokens)], np.int64) if sizes is None else sizes
         if int(sizes.sum(dtype=np.int64)) != len(tokens):
-            raise ValueError(f"sizes sum to {sizes.sum()}, but {len(tokens)} tokens were given")
+            raise ValueError(f"lengths sum to {sizes.sum()}, but there are {len(tokens)} tokens")
         if not len(tokens):
             return
         self._check_ids(int(tokens.min()), int(tokens.max()))

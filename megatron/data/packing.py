@@ -278,8 +278,8 @@ class PackedSampleIndex:
         self._group_starts, self.per_epoch = ends, int(ends[-1])
         if self.per_epoch < 1:
             raise DataError(
-                f"{token_file.prefix}: best-fit packing needs documents of at least two tokens, the split has none. "
-                "Give more data."
+                f"{token_file.prefix}: best-fit packing needs documents of at least two tokens, but the split "
+                "has none. Add more data."
             )
         packed = int(counts @ np.arange(capacity + 1)) + self._pieces.num_full * capacity
         self.fill = packed / (self.per_epoch * capacity)
@@ -294,7 +294,7 @@ class PackedSampleIndex:
     def pieces(self, index: int) -> list[Piece]:
         """Return the document pieces of sample ``index``, the longest first."""
         if index < 0:
-            raise IndexError(f"samples count from 0, got {index}")
+            raise IndexError(f"sample indices start at 0, got {index}")
         epoch, sample_idx = divmod(int(index), self.per_epoch)
         sample_idx = Permutation(self.per_epoch, "samples", self.seed, epoch)(sample_idx)
         if sample_idx < self._pieces.num_full:

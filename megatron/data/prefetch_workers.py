@@ -112,8 +112,8 @@ class PrefetchWorkers:
 
 def _death(who: str, how: str) -> RuntimeError:
     return RuntimeError(
-        f"a process that reads data died: {who} {how}. "
-        "Free memory, or read in the training process with --num-workers 0."
+        f"a data-loading process died: {who} {how}. "
+        "Free memory, or set --num-workers 0 to load data in the training process."
     )
 
 

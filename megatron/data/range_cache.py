@@ -79,7 +79,7 @@ class RangeCache:
                     return os.pread(file.fileno(), stop - start, start)
                 content = file.readall()
             if len(content) < 4 or zlib.crc32(content[:-4]) != int.from_bytes(content[-4:], "little"):
-                log.warn_once(f"{path} is damaged: its checksum does not fit; it is fetched again")
+                log.warn_once(f"{path} is damaged: its checksum does not match; fetching it again")
                 return None
             self._compared[key, name] = status.st_ino
             os.utime(path)  # mark as recently used; the oldest files are evicted first
@@ -102,8 +102,8 @@ class RangeCache:
         except OSError as error:
             self._is_writable = False
             log.warn_once(
-                f"{self.folder} cannot be written ({error}): blocks of object stores are not kept. Name a folder of "
-                "this host with room by --object-storage-cache-path."
+                f"{self.folder} cannot be written ({error}): blocks of object stores are not cached. Set "
+                "--object-storage-cache-path to a local folder with free space."
             )
 
     def whole(self, path: str) -> Path:
@@ -126,8 +126,8 @@ class RangeCache:
                 os.utime(target)
         except OSError as error:
             raise DataError(
-                f"{path} must be kept in {self.folder}: {error}. Name a folder of this host with room by "
-                "--object-storage-cache-path, or raise --object-storage-cache-gb."
+                f"{path} cannot be cached in {self.folder}: {error}. Set --object-storage-cache-path to a local folder "
+                "with free space, or increase --object-storage-cache-gb."
             ) from error
         return target
 
@@ -138,7 +138,7 @@ class RangeCache:
             OSError: the file cannot be written, or is larger than the limit of the cache.
         """
         if num_bytes > self.limit_bytes:
-            raise OSError(f"it has {num_bytes} bytes, of all are {self.limit_bytes} allowed")
+            raise OSError(f"it has {num_bytes} bytes, but the limit of the cache is {self.limit_bytes}")
         target = self.folder / key / name
         temporary = target.with_name(f".{name}.{os.getpid()}-{threading.get_ident()}.tmp")
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

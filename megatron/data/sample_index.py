@@ -185,8 +185,8 @@ class SampleIndex:
         self.per_epoch = max(self.num_tokens - overlap, 0) // length
         if self.per_epoch < 1:
             raise DataError(
-                f"{token_file.prefix}: {_named(documents)} hold {self.num_tokens} tokens; a sample "
-                f"of {asked_by} needs {length + overlap}. Shorten {asked_by.split()[0]} or give more data."
+                f"{token_file.prefix}: {_named(documents)} have {self.num_tokens} tokens, but a sample "
+                f"of {asked_by} needs {length + overlap}. Reduce {asked_by.split()[0]} or add more data."
             )
         self._epochs: dict[int, _Epoch] = {}
 
@@ -197,7 +197,7 @@ class SampleIndex:
     def pieces(self, index: int) -> list[Piece]:
         """Return the nonempty document pieces of window ``index``."""
         if index < 0:
-            raise IndexError(f"samples count from 0, got {index}")
+            raise IndexError(f"sample indices start at 0, got {index}")
         epoch_idx, index_in_epoch = divmod(int(index), self.per_epoch)
         epoch = self._epoch(epoch_idx)
         start = epoch.windows(index_in_epoch) * self.length

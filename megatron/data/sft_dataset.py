@@ -127,7 +127,9 @@ class ConversationFile:
         size = int(self.sizes[document])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
-            raise DataError(f"{self.place(document)}: tokens {offset}:{offset + length} of a conversation of {size}")
+            raise DataError(
+                f"{self.place(document)}: tokens {offset}:{offset + length} of a conversation of {size} were requested"
+            )
         part = document // _LINES_AT_ONCE
         start = int(self._bounds[document] - self._bounds[part * _LINES_AT_ONCE]) + offset
         return self._tokens[part][start : start + length].copy()
@@ -213,21 +215,23 @@ class ConversationFile:
         if self.overlong == "refuse" and len(ids) > self.capacity:
             raise DataError(
                 f"{self.prefix}:{number}: a conversation must have at most --seq-length + 1 = {self.capacity} tokens, "
-                f"got {len(ids)}. Raise --seq-length, shorten it, or cut such ones with --sft-overlong cut"
+                f"got {len(ids)}. Increase --seq-length, shorten the conversation, or truncate with --sft-overlong cut"
             )
         return np.where(np.array(encoded.is_said, bool), ~ids, ids), conversation
 
     def _note_lengths(self) -> None:
         if self.num_cut or self.num_left_out:
             log.warn_once(
-                f"{self.prefix}: of {self.num_documents} conversations {self.num_cut} are longer than --seq-length + 1 "
-                f"= {self.capacity} tokens and are cut from the end; {self.num_left_out} have no token with a "
-                "loss and are left out. --sft-overlong refuse names the first instead"
+                f"{self.prefix}: {self.num_cut} of {self.num_documents} conversations are longer than --seq-length + 1 "
+                f"= {self.capacity} tokens and are truncated at the end; {self.num_left_out} have no token with a "
+                "loss and are dropped. --sft-overlong refuse reports the first one as an error instead"
             )
         if self.unread:
             names = ", ".join(self.unread[:_KEYS_SHOWN]) + (", ..." if len(self.unread) > _KEYS_SHOWN else "")
             names = names.encode("utf-8", "backslashreplace").decode()  # a log cannot show a lone surrogate
-            log.warn_once_per_job(f"{self.prefix}: keys that have no effect, neither here nor in the template: {names}")
+            log.warn_once_per_job(
+                f"{self.prefix}: keys that have no effect because neither training nor the template reads them: {names}"
+            )
 
 
 class SFTDataset(GPTDataset):

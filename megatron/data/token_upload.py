@@ -33,7 +33,7 @@ def check_target(target: str) -> None:
     try:
         object_store.check_writable(target)
     except DataError as error:
-        raise DataError(f"--output-prefix must name a place of a store that can be written to: {error}") from error
+        raise DataError(f"--output-prefix must name a writable location in an object store: {error}") from error
 
 
 def upload(prefix: str, target: str) -> None:
@@ -51,12 +51,12 @@ def upload(prefix: str, target: str) -> None:
         for suffix, path in paths.items():
             crc32 = checksums[suffix] if suffix in checksums else files.size_and_crc(path)[1]
             object_store.upload(path, target + suffix, crc32=crc32)
-            log.info(f"uploaded {target}{suffix}: {path.stat().st_size / 1e6:.1f} MB, read back, checksum {crc32:08x}")
+            log.info(f"uploaded {target}{suffix}: {path.stat().st_size / 1e6:.1f} MB, verified, checksum {crc32:08x}")
     except DataError as error:
         with suppress(DataError):
             object_store.remove(target + ".idx")
         raise DataError(
-            f"{str(error).rstrip('.')}. The token files are whole in {prefix}.*; nothing in the store counts as whole."
+            f"{str(error).rstrip('.')}. The local token files {prefix}.* are complete; the files in the store are not."
         ) from error
     for path in reversed(paths.values()):
         with suppress(OSError):

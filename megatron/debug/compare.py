@@ -274,8 +274,8 @@ def compare(first: Dump, second: Dump, rtol: float | None = None) -> Comparison:
     start = min((one.key.step for one, _ in pairs), default=0)
     if not pairs:
         raise ValueError(
-            "the dumps must have a tensor of a step in common, got none: other steps (--debug-dump-steps), other "
-            "modules (--debug-dump-modules) or another model"
+            "the dumps have no tensor of the same step in common: their steps (--debug-dump-steps), modules "
+            "(--debug-dump-modules) or models differ"
         )
     floors = _floors(pairs)
     step_tolerance = max(TOLERANCE[dump.facts["dtype"]] for dump in (first, second))

@@ -160,7 +160,7 @@ class Writer:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._file is None:
-            raise RuntimeError("a step must have begun, call begin(step)")
+            raise RuntimeError("no step has begun. Call begin(step) first")
         self._file.write(orjson.dumps(line, default=tuple) + b"\n")
         self._file.flush()
 
@@ -178,8 +178,8 @@ def write_manifest(folder: Path, facts: Mapping[str, Any]) -> None:
         fixed = ("format", "layout", "family", "micro_batch_size", "dtype", "seed")
         different = [key for key in fixed if existing.get(key) != orjson.loads(orjson.dumps(facts.get(key)))]
         if different:
-            changes = ", ".join(f"{key} {existing.get(key)} and now {facts.get(key)}" for key in different)
-            raise ValueError(f"{folder} holds the dump of another run ({changes})")
+            changes = "; ".join(f"{key} {existing.get(key)}, now {facts.get(key)}" for key in different)
+            raise ValueError(f"{folder} contains the dump of another run ({changes})")
     files.make_folder(folder)
     files.replace_bytes(path, orjson.dumps(facts, option=orjson.OPT_INDENT_2) + b"\n")
 
@@ -218,16 +218,18 @@ def read(folder: Path) -> Dump:
     """
     path = folder / MANIFEST
     if not path.exists():
-        raise ValueError(f"{folder} must be a folder that --debug-dump has written, got none with {MANIFEST}")
+        raise ValueError(f"{folder} must be a folder written by --debug-dump, but it has no {MANIFEST}")
     facts = orjson.loads(path.read_bytes())
     if facts.get("format") != FORMAT:
-        raise ValueError(f"{path} must have format {FORMAT}, got {facts.get('format')!r}: it is of another version")
+        raise ValueError(f"{path} must have format {FORMAT}, got {facts.get('format')!r}: another version wrote it")
     dump = Dump(folder, facts, [], {}, [])
     forms: dict[int, bool] = {}
     for rank in range(facts["world_size"]):
         rank_path = folder / f"rank-{rank:05d}.jsonl"
         if not rank_path.exists():
-            raise ValueError(f"{folder} must hold what all {facts['world_size']} ranks saw, got no {rank_path.name}")
+            raise ValueError(
+                f"{folder} must contain the files of all {facts['world_size']} ranks, got no {rank_path.name}"
+            )
         for line in _lasting(rank_path):
             if line["kind"] == "tensor":
                 dump.records.append(_record(line["record"]))

@@ -264,14 +264,14 @@ class Finding(NamedTuple):
         name, what, micro_batch = self.seen.name, self.seen.what, self.seen.micro_batch
         when = f"in the {'backward' if what in BACKWARD else 'forward'} of micro-batch {micro_batch}"
         if what == OUTPUT:
-            return f"{name} gave NaN or infinity {when}, having taken only finite numbers"
+            return f"{name} returned NaN or infinity {when}, although its inputs were finite"
         if what == GRAD_INPUT:
-            return f"{name} sent NaN or infinity back {when}, having got only finite gradients"
+            return f"{name} passed NaN or infinity back {when}, although its incoming gradients were finite"
         if what == GRAD_OUTPUT and self.seen.is_boundary:
-            return f"the loss sent NaN or infinity back to {name} {when}"
+            return f"the loss passed NaN or infinity back to {name} {when}"
         has_before = self.before is not None and not self.before.is_boundary
-        location = f"between {self.before.name} and {name}" if self.before and has_before else f"ahead of {name}"
-        return f"NaN or infinity was made {location} {when}, outside of modules"
+        location = f"between {self.before.name} and {name}" if self.before and has_before else f"before {name}"
+        return f"NaN or infinity arose {location} {when}, outside of modules"
 
 
 class FiniteCheck:

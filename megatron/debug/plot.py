@@ -38,7 +38,9 @@ def draw(
         axes.axhline(tolerance, color="tab:gray", linestyle="--", label=f"tolerance {tolerance:g}")
         for idx, name in enumerate(errors):
             if f"{phase}: {name}" == first:
-                axes.plot([idx], [values[idx]], "o", color="tab:red", fillstyle="none", label="first beyond it")
+                axes.plot(
+                    [idx], [values[idx]], "o", color="tab:red", fillstyle="none", label="first beyond the tolerance"
+                )
         axes.set_yscale("log")
         axes.set_xticks(range(len(values)), list(errors), rotation=90, fontsize=6)
         axes.set_ylabel("relative error")

@@ -135,7 +135,7 @@ class ModelOfAllRanks:
                 self._has_failed_together = True
                 raise
             if is_stopping:
-                raise StopRequest("asked to stop while it evaluates")
+                raise StopRequest("asked to stop during the evaluation")
             results_by_idx.update(zip(indices, results, strict=True))
         return [results_by_idx[idx] for idx in range(len(requests))]
 

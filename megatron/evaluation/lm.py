@@ -76,7 +76,7 @@ class DecoderLM(LM):  # type: ignore[misc]
             room = self.model.max_length - writing.max_new_tokens
             if room < 1:
                 raise DataError(
-                    f"a task must let the model write fewer tokens than the {self.model.max_length} that it reads, got "
+                    f"a task must generate fewer tokens than the model's maximum length {self.model.max_length}, got "
                     f"{writing.max_new_tokens}. Lower max_gen_toks of the task, or raise --max-length"
                 )
             prompts = [self._opened(self.encode(requests[idx].args[0])) or [self.prefix] for idx in indices]
@@ -138,8 +138,8 @@ class DecoderLM(LM):  # type: ignore[misc]
     def _require(self, tokens: Sequence[int], continuation: str) -> None:
         if not tokens:
             raise DataError(
-                f"a continuation must have a token of its own behind its context, got {continuation!r}. Correct the "
-                "task: its doc_to_choice, or doc_to_target"
+                f"a continuation must add at least one token to its context, got {continuation!r}. Correct the "
+                "doc_to_choice or doc_to_target of the task"
             )
 
     def _keep(self, kind: str, requests: Sequence[Any], results: Sequence[Any]) -> None:
@@ -169,8 +169,8 @@ def writing_of(given: dict[str, Any]) -> Writing:
     }
     if remaining:
         raise DataError(
-            f"generation_kwargs of a task may be until, {', '.join(_LENGTHS)}, do_sample, temperature, top_k, top_p, "
-            f"got {', '.join(sorted(remaining))}. Leave it out"
+            f"generation_kwargs of a task may contain until, {', '.join(_LENGTHS)}, do_sample, temperature, top_k, "
+            f"top_p, got {', '.join(sorted(remaining))}. Remove them"
         )
     sampling = Sampling(temperature=float(temperature or 1.0), **truncation) if is_sampled else None
     return Writing(lengths[0] if lengths else MAX_NEW_TOKENS, stops, sampling)

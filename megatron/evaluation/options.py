@@ -19,25 +19,28 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     """
     parser = model_parser(description)
     add = parser.add_argument
-    add("--tasks", metavar="A,B", help="tasks, groups or tags of lm_eval, with commas; * stands for any letters")
+    add("--tasks", metavar="A,B", help="comma-separated tasks, groups or tags of lm_eval; * matches any text")
     add("--texts", nargs="+", metavar="[NAME=]PATH", help="perplexity of texts: FILE.txt, FILE.jsonl, or token files")
-    add("--output", type=Path, metavar="FILE.json", help="write results there, too")
-    add("--limit", type=int, metavar="N", help="of each task or text the first N examples or documents")
-    add("--field", default="text", metavar="NAME", help='with --texts FILE.jsonl: of each object ("text")')
-    add("--include-path", type=Path, metavar="FOLDER", help="with --tasks: a folder of task files (YAML) of your own")
+    add("--output", type=Path, metavar="FILE.json", help="also write the results to this file")
+    add("--limit", type=int, metavar="N", help="evaluate the first N examples or documents of each task or text")
+    add("--field", default="text", metavar="NAME", help='with --texts FILE.jsonl: key of the text ("text")')
+    add("--include-path", type=Path, metavar="FOLDER", help="with --tasks: a folder with your task files (YAML)")
+    add("--num-fewshot", type=int, metavar="N", help="with --tasks: solved examples before each question (the task's)")
+    add("--apply-chat-template", action="store_true", help="with --tasks: render questions as a user's turns")
     add(
-        "--num-fewshot", type=int, metavar="N", help="with --tasks: solved examples ahead of each question (the task's)"
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="with it: use instead of the template of the run or its tokenizer",
     )
-    add("--apply-chat-template", action="store_true", help="with --tasks: questions are a user's turns")
-    add("--chat-template", type=Path, metavar="FILE", help="with it: in place of the one of the run or its tokenizer")
     add("--system-instruction", metavar="TEXT", help="with --apply-chat-template: the system message")
     add("--fewshot-as-multiturn", choices=("true", "false"), default="true",
-        help="with --apply-chat-template: solved examples are turns (true)")  # fmt: skip
-    add("--log-samples", action="store_true", help="with --tasks and --output: each question with its answers, too")
+        help="with --apply-chat-template: render solved examples as turns (true)")  # fmt: skip
+    add("--log-samples", action="store_true", help="with --tasks and --output: also write questions and answers")
     add_bos_option(parser)
-    add("--max-length", type=int, metavar="N", help="tokens that the model reads at once (--max-position-embeddings)")
+    add("--max-length", type=int, metavar="N", help="maximum input tokens of a row (--max-position-embeddings)")
     add("--max-tokens", type=int, default=16384, metavar="N",
-        help="tokens of a batch, with what fills it up (16384)")  # fmt: skip
+        help="maximum tokens of a batch, including padding (16384)")  # fmt: skip
     args = parsed(parser, argv)
     problems = [*device_problems(args), *_problems(args)]
     if not starts_ranks(args):
@@ -55,16 +58,16 @@ def starts_ranks(args: argparse.Namespace) -> bool:
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
     if not args.tasks and not args.texts:
-        yield "--tasks or --texts must say what is evaluated, got neither"
+        yield "--tasks or --texts must be set, got neither"
     task_flags = {
         "--include-path": args.include_path, "--num-fewshot": args.num_fewshot,
         "--apply-chat-template": args.apply_chat_template, "--log-samples": args.log_samples,
     }  # fmt: skip
     for flag in (flag for flag, value in task_flags.items() if value not in (None, False) and not args.tasks):
-        yield f"{flag} is for --tasks, got none. Add --tasks, or leave it out"
+        yield f"{flag} has no effect without --tasks. Add --tasks, or leave {flag} out"
     chat_flags = {"--chat-template": args.chat_template, "--system-instruction": args.system_instruction}
     for flag in (flag for flag, value in chat_flags.items() if value is not None and not args.apply_chat_template):
-        yield f"{flag} acts with --apply-chat-template only. Add it, or leave {flag} out"
+        yield f"{flag} has no effect without --apply-chat-template. Add it, or leave {flag} out"
     for flag, value, minimum in (
         ("--limit", args.limit, 1), ("--num-fewshot", args.num_fewshot, 0), ("--max-length", args.max_length, 1),
         ("--max-tokens", args.max_tokens, 1),
@@ -72,6 +75,6 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         if value is not None and value < minimum:
             yield f"{flag} must be at least {minimum}, got {value}"
     if args.log_samples and args.output is None:
-        yield "--log-samples writes into --output, got none. Name it"
+        yield "--log-samples needs --output, got none. Add --output FILE.json"
     if args.output is not None and not args.output.parent.is_dir():
         yield f"the folder of --output {args.output} must exist"

@@ -40,7 +40,9 @@ class Row:
 
     def __post_init__(self) -> None:
         if not 0 < self.num_scored < len(self.tokens):
-            raise ValueError(f"of {len(self.tokens)} tokens 1 to {len(self.tokens) - 1} are scored, got {self}")
+            raise ValueError(
+                f"a row of {len(self.tokens)} tokens must have 1 to {len(self.tokens) - 1} scored tokens, got {self}"
+            )
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def row_of(context: Sequence[int], continuation: Sequence[int], max_length: int)
     """
     if len(continuation) > max_length:
         raise DataError(
-            f"a continuation must have at most {max_length} tokens, which the model reads at once, got "
+            f"a continuation must have at most {max_length} tokens, the model's maximum length, got "
             f"{len(continuation)}. Leave the example out, or raise --max-length"
         )
     return Row((*context, *continuation)[-(max_length + 1) :], len(continuation))
@@ -157,8 +159,8 @@ def _check(part: ModelStage, rows: Sequence[Row]) -> None:
         invalid = next((token for token in row.tokens if not 0 <= token < size), None)
         if invalid is not None:
             raise DataError(
-                f"tokens must be from 0 to {size - 1}, got {invalid}. Were they made with another tokenizer than the "
-                "model's?"
+                f"tokens must be from 0 to {size - 1}, got {invalid}. Were they encoded with another tokenizer than "
+                "the model's?"
             )
 
 
@@ -187,7 +189,9 @@ def _scores(part: ModelStage, rows: Sequence[Row]) -> list[Score]:
         logprobs += values[0].tolist()
         best += values[1].long().tolist()
     if any(map(math.isnan, logprobs)):
-        raise NumericsError("logits must be numbers, got NaN. Are the weights finite? Load another checkpoint.")
+        raise NumericsError(
+            "logits must be finite, got NaN. Check that the weights are finite, or load another checkpoint."
+        )
     scores, offset = [], 0
     for row in rows:
         row_slice = slice(offset, offset + row.num_scored)

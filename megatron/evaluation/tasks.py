@@ -68,7 +68,7 @@ def require_lm_eval(flag: str) -> None:
         ConfigError: lm_eval is not installed.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError(f"{flag} needs the package lm_eval, which is not installed here. Run {INSTALL}")
+        raise ConfigError(f"{flag} needs the package lm_eval, which is not installed. Run {INSTALL}")
 
 
 class LoadedTasks:
@@ -93,8 +93,8 @@ class LoadedTasks:
                 loaded = self._manager.load(list(self._names))["tasks"]
             except Exception as error:  # a task's code can raise anything
                 raise DataError(
-                    f"the tasks {', '.join(self._names)} cannot be opened: {type(error).__name__}: {error}. Their "
-                    "examples come from the hub, unless the task file names files of your own"
+                    f"the tasks {', '.join(self._names)} cannot be loaded: {type(error).__name__}: {error}. Their "
+                    "examples are downloaded from the hub, unless the task file names local files"
                 ) from error
         self.that_write = [name for name, task in loaded.items() if task.OUTPUT_TYPE == "generate_until"]
         """Names of the tasks that generate text."""
@@ -145,7 +145,7 @@ class LoadedTasks:
             except Exception as error:  # a task's code can raise anything
                 traceback.print_exc()
                 raise DataError(
-                    f"the tasks {', '.join(self._names)} must run through, got {type(error).__name__}: {error}. "
+                    f"the tasks {', '.join(self._names)} failed: {type(error).__name__}: {error}. "
                     "Correct their templates, functions or metrics"
                 ) from error
         assert lm_eval_results is not None  # lm_eval returns None only on ranks other than 0
@@ -161,7 +161,7 @@ class LoadedTasks:
             suggestions = difflib.get_close_matches(name, all_tasks, n=3)
             raise ConfigError(
                 f"a task must be one of lm_eval's {len(all_tasks)} or of --include-path, got {name!r}. "
-                + (f"Did you mean {' or '.join(suggestions)}?" if suggestions else "lm_eval ls tasks lists them")
+                + (f"Did you mean {' or '.join(suggestions)}?" if suggestions else "Run lm_eval ls tasks to list them")
             )
         return tuple(dict.fromkeys(names))
 
@@ -228,10 +228,10 @@ def check_task_folder(folder: Path | None) -> None:
     if folder is None:
         return
     if not folder.is_dir():
-        raise DataError(f"--include-path must be a folder of task files, got {folder}, which is none")
+        raise DataError(f"--include-path must be a folder of task files, got {folder}, which is not a folder")
     files = sorted(path for path in folder.rglob("*.yaml"))
     if not files:
-        raise DataError(f"--include-path {folder} must hold task files that end in .yaml, got none")
+        raise DataError(f"--include-path {folder} must contain task files that end in .yaml, got none")
     problems = [problem for path in files for problem in _problems_of_task(path)]
     if problems:
         raise DataError("\n".join(problems))
@@ -250,7 +250,7 @@ def _problems_of_task(path: Path) -> Iterator[str]:
         yield f"{path}: must be YAML in UTF-8, got {error}"
         return
     if not isinstance(root, yaml.MappingNode):
-        yield f"{path}:1: a task file must hold keys with values, as task: my_task, got none"
+        yield f"{path}:1: a task file must contain keys with values, such as task: my_task, got none"
         return
     keys = {key.value: value for key, value in root.value if isinstance(key.value, str)}
     if not {"task", "group", "include"} & set(keys):
@@ -280,8 +280,8 @@ def _problems_of_examples(path: Path, given: Any) -> Iterator[str]:
             continue
         if not data_path.is_file():
             yield (
-                f"{path}:{node.start_mark.line + 1}: data_files must be there, got {node.value} (taken from the folder "
-                "where the command runs). Correct the path"
+                f"{path}:{node.start_mark.line + 1}: data_files must exist, got {node.value} (relative to the folder "
+                "in which the command runs). Correct the path"
             )
         elif data_path.suffix == ".jsonl":
             yield from _problems_of_lines(data_path)
@@ -310,7 +310,7 @@ def _problems_of_lines(path: Path) -> Iterator[str]:
             first = set(example) if first is None else first
             if missing_fields := first - set(example):
                 yield (
-                    f"{path}:{line_number}: each example must have the fields of the first, got none for "
+                    f"{path}:{line_number}: each example must have the fields of the first one, missing: "
                     f"{', '.join(sorted(missing_fields))}. Add them"
                 )
                 return
@@ -339,7 +339,7 @@ def read_suite(path: Path) -> Suite:
     for name, field_type in _KINDS.items():
         value = values.get(name)
         if value is not None and (type(value) is not field_type or (type(value) is int and value < 0)):
-            raise ConfigError(f"{text.where(name)}: {name} must be of the kind {field_type.__name__}, got {value!r}")
+            raise ConfigError(f"{text.where(name)}: {name} must be of type {field_type.__name__}, got {value!r}")
     if values.get("include_path") is not None:
         values["include_path"] = path.parent / values["include_path"]
     return Suite(tuple(tasks), **values)

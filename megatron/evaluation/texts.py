@@ -151,7 +151,7 @@ def documents(path: Path, tokenizer: Tokenizer, field: str = "text") -> Iterator
             return
         raise DataError(f"--texts {path} must be a file, or the PREFIX of PREFIX.bin and PREFIX.idx, got neither")
     if path.suffix in (".bin", ".idx"):
-        raise DataError(f"--texts {path} is a half of a token file. Name it without {path.suffix}")
+        raise DataError(f"--texts {path} is one of the two files of a token file. Pass the path without {path.suffix}")
     texts = _lines(path, field) if path.suffix == ".jsonl" else [_whole(path)]
     for text in texts:
         if text:
@@ -178,7 +178,7 @@ def _whole(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--texts {path} must be a text in UTF-8: {error}") from None
+        raise DataError(f"--texts {path} must be UTF-8 text: {error}") from None
 
 
 def _lines(path: Path, field: str) -> Iterator[str]:
@@ -188,12 +188,12 @@ def _lines(path: Path, field: str) -> Iterator[str]:
                 continue
             try:
                 text = json.loads(line)[field]
-                problem = None if isinstance(text, str) else f"{field!r} is not a text"
+                problem = None if isinstance(text, str) else f"{field!r} is not a string"
             except (ValueError, KeyError, TypeError) as error:
                 problem = f"{type(error).__name__}: {error}"
             if problem is not None:
                 raise DataError(
-                    f"{path}:{line_number}: each line must be a JSON object with a text under {field!r} "
+                    f"{path}:{line_number}: each line must be a JSON object with a string under {field!r} "
                     f"(--field): {problem}"
                 )
             yield text

@@ -37,7 +37,7 @@ def check_rows(what: str, rows: Rows, vocab_size: int) -> None:
         if invalid:
             raise DataError(
                 f"tokens of {what} must be from 0 to {vocab_size - 1}, got {invalid[0]} in row {row_idx}. "
-                "Were they made with another tokenizer?"
+                "Were they encoded with another tokenizer?"
             )
 
 
@@ -61,17 +61,17 @@ def limits_of(what: str, lengths: Sequence[int], max_new_tokens: int | None, pos
         room = positions - length + 1 if positions is not None else None
         limit = max_new_tokens or USUAL_TOKENS
         if room is not None and room < (max_new_tokens or 1):
-            new = f" and {max_new_tokens} new ones, of which all but the last are read," if max_new_tokens else ""
+            new = f" and {max_new_tokens} new ones, of which all but the last are read" if max_new_tokens else ""
             raise DataError(
-                f"{what} {row_number} has {length} tokens; they{new} must fit into the {positions} positions that the "
-                f"model learned (--max-position-embeddings). {_cure(room, max_new_tokens)}"
+                f"{what} {row_number} has {length} tokens{new}. They must fit into the model's {positions} learned "
+                f"positions (--max-position-embeddings). {_cure(room, max_new_tokens)}"
             )
         limits.append(limit if room is None else min(limit, room))
     return limits
 
 
 def _cure(room: int, max_new_tokens: int | None) -> str:
-    return f"Ask for at most {room} new tokens, or shorten it" if max_new_tokens and room > 0 else "Shorten it"
+    return f"Generate at most {room} new tokens, or shorten it" if max_new_tokens and room > 0 else "Shorten it"
 
 
 def check_length(what: str, lengths: Sequence[int], positions: int) -> None:
@@ -88,8 +88,8 @@ def check_length(what: str, lengths: Sequence[int], positions: int) -> None:
     for row_number, length in enumerate(lengths, 1):
         if length > positions:
             raise DataError(
-                f"{what} {row_number} has {length} tokens and must fit into the {positions} positions that the model "
-                "learned (--max-position-embeddings). Shorten it"
+                f"{what} {row_number} has {length} tokens and must fit into the model's {positions} learned positions "
+                "(--max-position-embeddings). Shorten it"
             )
 
 
@@ -157,7 +157,9 @@ def _chosen(part: ModelStage, logits: torch.Tensor | None, choose: Choose, rows:
     local_tokens = None if logits is None else choose(logits, rows, step)
     tokens = tokens_to_all_stages(part, local_tokens, len(rows))
     if (tokens == NONE).any():
-        raise NumericsError("logits must be numbers, got NaN. Are the weights finite? Load another checkpoint.")
+        raise NumericsError(
+            "logits must be finite, got NaN. Check that the weights are finite, or load another checkpoint."
+        )
     return tokens.tolist()
 
 
@@ -250,7 +252,7 @@ def generate_t5(
     stage = stage_of(model)
     sizes = stage.sizes
     if not isinstance(sizes, T5ModelArgs):
-        raise TypeError("generate_t5 needs a T5, got a model without a decoder of its own. Use generate_gpt2.")
+        raise TypeError("generate_t5 needs a T5, got a model without a separate decoder. Use generate_gpt2.")
     check_rows("start_id", [[start_id]], sizes.vocab_size)
     limits = t5_limits(sizes, sources, max_new_tokens)
     choose = make_sampler(stage, sampling, keys_of(sources) if keys is None else keys)

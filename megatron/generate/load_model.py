@@ -231,7 +231,7 @@ def _sizes(config: Config) -> ModelArgs:
     """
     family = registry.FAMILIES[config.family]
     if family.kind not in WRITES:
-        raise ConfigError(f"a {family.title} does not write text. Load one of {registry.titles(*WRITES)}")
+        raise ConfigError(f"a {family.title} does not generate text. Load one of {registry.titles(*WRITES)}")
     model = replace(config.model, make_vocab_size_divisible_by=1, hidden_dropout=0.0, attention_dropout=0.0)
     sizes: ModelArgs = registry.model_parts(config.family).args(replace(config, model=model))
     return sizes
@@ -245,6 +245,7 @@ def _refuse_others(checkpoint: Checkpoint, config: Config) -> None:
     if unused:
         programs = ", ".join(family.command for family in registry.FAMILIES.values() if family.kind in WRITES)
         raise CheckpointError(
-            f"{checkpoint.path} holds weights that its configuration does not tell of: {', '.join(sorted(unused))}. Is "
-            f"it a model of a script of its own? Only those of {programs} generate text here"
+            f"{checkpoint.path} contains weights that its configuration does not describe: "
+            f"{', '.join(sorted(unused))}. It may be a model of a custom script; only models of {programs} are "
+            "supported"
         )

@@ -31,11 +31,19 @@ def parsed(parser: RaisingParser, argv: Sequence[str] | None) -> argparse.Namesp
         ConfigError: an option is unknown or lacks its value.
     """
     add = parser.add_argument
-    add("--tokenizer-path", type=Path, help="in place of the tokenizer that the checkpoint names")
-    add("--dtype", choices=DTYPES, default="fp32", help="compute in this type (fp32)")
-    add("--device", default="auto", help="where to compute: auto, cpu, cuda, or the device of a plug-in (auto)")
-    add("--model-parallel-size", type=int, default=1, metavar="T", help="ranks that share each layer (1)")
-    add("--pipe-parallel-size", type=int, default=1, metavar="P", help="stages that the layers are cut into (1)")
+    add("--tokenizer-path", type=Path, help="use this tokenizer instead of the one that the checkpoint names")
+    add("--dtype", choices=DTYPES, default="fp32", help="dtype of the computation (fp32)")
+    add(
+        "--device", default="auto", help="device of the computation: auto, cpu, cuda, or the device of a plug-in (auto)"
+    )
+    add(
+        "--model-parallel-size",
+        type=int,
+        default=1,
+        metavar="T",
+        help="number of ranks over which each layer is sharded (1)",
+    )
+    add("--pipe-parallel-size", type=int, default=1, metavar="P", help="number of pipeline stages (1)")
     try:
         return parser.parse_args(argv)
     except ValueError as error:
@@ -50,33 +58,38 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     """
     parser = model_parser(description)
     add = parser.add_argument
-    add("--prompt", action="append", metavar="TEXT", help="a prompt; may be given several times")
-    add("--input", type=Path, metavar="FILE", help="a prompt on each line; of FILE.jsonl the --field of each object")
+    add("--prompt", action="append", metavar="TEXT", help="a prompt; may be repeated")
+    add(
+        "--input",
+        type=Path,
+        metavar="FILE",
+        help="file with a prompt on each line; of FILE.jsonl, the --field of each object",
+    )
     add(
         "--chat",
         action="store_true",
-        help="talk: prompts are a user's turns, rendered by the chat template; without --prompt and --input a "
-        "conversation at the terminal",
+        help="render prompts as a user's turns with the chat template; without --prompt and --input, hold a "
+        "conversation in the terminal",
     )
     add("--system", metavar="TEXT", help="with --chat: the system message")
     add(
         "--chat-template",
         type=Path,
         metavar="FILE",
-        help="with --chat: in place of the one of the run or its tokenizer",
+        help="with --chat: use this template instead of the one of the run or its tokenizer",
     )
-    add("--field", metavar="NAME", help='of the objects of FILE.jsonl ("text")')
-    add("--output", type=Path, metavar="FILE", help="write there rather than to standard output")
-    add("--json", action="store_true", help="one JSON object a line: prompt, text, tokens, num_prompt_tokens, is_ended")
-    add("--max-new-tokens", type=int, metavar="N", help="tokens of an answer (64, or fewer where positions end)")
-    add("--greedy", action="store_true", help="take the likeliest token each time, as without the next three")
-    add("--temperature", type=float, metavar="T", help="draw tokens; below 1 the likely ones become likelier (1.0)")
-    add("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens (all)")
-    add("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that together reach P (1.0: all)")
-    add("--seed", type=int, help="other numbers to draw with (0)")
-    add("--batch-size", type=int, metavar="N", help="prompts that go through the model together (8)")
+    add("--field", metavar="NAME", help='key of the prompt in FILE.jsonl ("text")')
+    add("--output", type=Path, metavar="FILE", help="write to this file instead of standard output")
+    add("--json", action="store_true", help="write JSON lines: prompt, text, tokens, num_prompt_tokens, is_ended")
+    add("--max-new-tokens", type=int, metavar="N", help="maximum tokens of an answer (64, or fewer if positions end)")
+    add("--greedy", action="store_true", help="choose the most likely token each time (the default)")
+    add("--temperature", type=float, metavar="T", help="sample tokens; below 1 likely tokens are favoured (1.0)")
+    add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens (all)")
+    add("--top-p", type=float, metavar="P", help="sample from the most likely tokens that together reach P (1.0: all)")
+    add("--seed", type=int, help="seed of the sampling (0)")
+    add("--batch-size", type=int, metavar="N", help="prompts per forward pass (8)")
     add_bos_option(parser)
-    add("--mode", choices=("R", "X", "S"), help="of a T5 trained with several --denoisers: whose task this is (first)")
+    add("--mode", choices=("R", "X", "S"), help="denoiser of a T5 trained with several --denoisers (first)")
     args = parsed(parser, argv)
     problems = [*device_problems(args), *_input_problems(args), *_number_problems(args)]
     problems += layout_problems(args, "tools/generate.py")
@@ -92,14 +105,14 @@ def add_bos_option(parser: RaisingParser) -> None:
         "--add-bos-token",
         action="store_true",
         default=None,
-        help="start each prompt with the bos_token (as the tokenizer does; a chat template writes its own)",
+        help="start each prompt with the bos_token (default: as the tokenizer does; a chat template writes its own)",
     )
     add(
         "--no-add-bos-token",
         action="store_false",
         dest="add_bos_token",
         default=None,
-        help="do not, even if the tokenizer does",
+        help="do not start prompts with the bos_token, even if the tokenizer does",
     )
 
 
@@ -115,28 +128,28 @@ def device_problems(args: argparse.Namespace) -> Iterator[str]:
 
 def _input_problems(args: argparse.Namespace) -> Iterator[str]:
     if args.prompt and args.input:
-        yield "prompts must come by --prompt or by --input, got both. Leave one of the two out"
+        yield "prompts must be set by --prompt or by --input, got both. Leave one of them out"
     chat_flags = {"--system": args.system, "--chat-template": args.chat_template}
     for flag, value in chat_flags.items() if not args.chat else ():
         if value is not None:
-            yield f"{flag} is for --chat, got none. Add --chat, or leave it out"
+            yield f"{flag} has no effect without --chat. Add --chat, or leave {flag} out"
     if args.chat and args.add_bos_token is not None:
         yield (
-            f"--{'' if args.add_bos_token else 'no-'}add-bos-token is for prompts without --chat, whose template "
-            "writes the bos_token. Leave one out"
+            f"--{'' if args.add_bos_token else 'no-'}add-bos-token cannot be used with --chat, whose template "
+            "writes the bos_token. Leave one of them out"
         )
     if args.chat and args.mode is not None:
-        yield "--chat is for decoders, got --mode, which is a T5's. Leave one out"
+        yield "--chat needs a decoder, got --mode, which needs a T5. Leave one of them out"
     if args.field is not None and (args.input is None or args.input.suffix != ".jsonl"):
-        yield f"--field is for --input FILE.jsonl, got --input {args.input}"
+        yield f"--field needs --input FILE.jsonl, got --input {args.input}"
     if not (args.prompt or args.input):
         batch_flags = {"--json": args.json, "--output": args.output, "--batch-size": args.batch_size}
         used_flags = [flag for flag, value in batch_flags.items() if value]
         if used_flags:
-            yield f"{', '.join(used_flags)}: only with --prompt or --input, got none of them"
+            yield f"{', '.join(used_flags)} cannot be used without --prompt or --input. Add one of them"
         if world_size() > 1 and os.environ.get("RANK", "0") == "0" and _is_without_input():
             yield (
-                "asking for lines needs a standard input, and the launcher gives rank 0 none. Add --stdin to the "
+                "interactive prompts need standard input, but the launcher passes none to rank 0. Add --stdin to the "
                 "launcher's flags (python -m megatron.launch --stdin ...), or use --prompt or --input"
             )
     if args.output is not None and not args.output.parent.is_dir():
@@ -147,9 +160,9 @@ def _number_problems(args: argparse.Namespace) -> Iterator[str]:
     sampling_flags = {"--temperature": args.temperature, "--top-k": args.top_k, "--top-p": args.top_p}
     used_flags = [flag for flag, value in sampling_flags.items() if value is not None]
     if args.greedy and used_flags:
-        yield f"--greedy draws nothing, got {', '.join(used_flags)} too. Leave one of them out"
+        yield f"--greedy cannot be used with {', '.join(used_flags)}. Leave one of them out"
     if args.seed is not None and not used_flags:
-        yield "--seed is for drawing, got none of --temperature, --top-k, --top-p"
+        yield "--seed has no effect without --temperature, --top-k or --top-p. Add one of them, or leave --seed out"
     counts = {"--max-new-tokens": args.max_new_tokens, "--top-k": args.top_k, "--batch-size": args.batch_size}
     for flag, value in counts.items():
         if value is not None and value < 1:
@@ -199,10 +212,10 @@ def read_prompts(args: argparse.Namespace) -> list[str] | None:
     try:
         lines = args.input.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--input {args.input} must be a text in UTF-8: {error}") from None
+        raise DataError(f"--input {args.input} must be UTF-8 text: {error}") from None
     lines = [line.removesuffix("\r") for line in (lines[:-1] if lines[-1] == "" else lines)]
     if not lines:
-        raise DataError(f"--input {args.input} must have a prompt on each line, got none")
+        raise DataError(f"--input {args.input} must have a prompt on each line, got an empty file")
     if args.input.suffix == ".jsonl":
         return [
             _field(line, args.field or "text", f"{args.input}:{line_number}")
@@ -216,7 +229,7 @@ def _field(line: str, name: str, place: str) -> str:
         value = json.loads(line)[name]
         if isinstance(value, str):
             return value
-        problem = f"{name!r} is not a text"
+        problem = f"{name!r} is not a string"
     except (ValueError, KeyError, TypeError) as error:
         problem = f"{type(error).__name__}: {error}"
-    raise DataError(f"{place}: each line must be a JSON object with a text under {name!r} (--field): {problem}")
+    raise DataError(f"{place}: each line must be a JSON object with a string under {name!r} (--field): {problem}")

@@ -54,8 +54,8 @@ class Prompts:
         modes = {} if tokens is None else tokens.modes
         if mode is not None and mode not in modes:
             raise DataError(
-                f"--mode must be one that the model was trained with, got {mode}; this one "
-                f"{'has ' + ', '.join(modes) if modes else 'has none (several --denoisers make them)'}."
+                f"--mode must be a mode that the model was trained with, got {mode}. This model "
+                f"{'has ' + ', '.join(modes) if modes else 'has no modes, which need several --denoisers'}."
             )
         self.opening = [modes[mode or next(iter(modes))]] if modes else []
         if tokens is None:
@@ -110,7 +110,7 @@ class Prompts:
                 f"{SENTINEL.format(number)} must be one of the model's {num_sentinels} sentinels, "
                 f"{SENTINEL.format(0)} to {SENTINEL.format(num_sentinels - 1)}"
                 if num_sentinels
-                else f"{SENTINEL.format(number)} stands for a span, and this model has no sentinels"
+                else f"{SENTINEL.format(number)} is a sentinel, and this model has no sentinels"
             )
         return self.tokens.sentinels[number]
 
@@ -154,7 +154,9 @@ def opening_ids(tokenizer: Tokenizer, adds_bos: bool | None) -> list[int]:
     name = special_names(tokenizer).get("bos_token")
     token = None if name is None else tokenizer.token_to_id(name)
     if token is None:
-        raise DataError("--add-bos-token needs a tokenizer that names its bos_token, got none. Leave it out")
+        raise DataError(
+            "--add-bos-token needs a tokenizer with a bos_token, got one without. Leave --add-bos-token out"
+        )
     return [token]
 
 
@@ -347,7 +349,7 @@ def _text(line: bytes) -> str:
     try:
         return line.removesuffix(b"\n").removesuffix(b"\r").decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"a line must be a text in UTF-8: {error}") from None
+        raise DataError(f"a line must be UTF-8 text: {error}") from None
 
 
 def _answer(writer: TextGenerator, text: str, *, is_teller: bool) -> None:

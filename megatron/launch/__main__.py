@@ -135,10 +135,10 @@ def _open_port(options: Options) -> socket.socket:
     except OSError as error:
         raise ConfigError(
             f"MASTER_PORT must be free on node 0, got {options.master_addr}:{options.master_port}: {error.strerror}. "
-            "Choose another one, the same on every node."
+            "Choose another port, the same on every node."
         ) from error
     if listener.getsockname()[1] != options.master_port:
-        log.warning(f"port {options.master_port} is in use; taking {listener.getsockname()[1]}")
+        log.warning(f"port {options.master_port} is in use; using {listener.getsockname()[1]}")
     return listener
 
 
@@ -156,8 +156,8 @@ def _open_own_port(options: Options) -> socket.socket:
                 time.sleep(PORT_WAIT_S / 40)
                 continue
             raise ConfigError(
-                f"the port of this node's entry in --node-list must be free here, got {host}:{port}: "
-                f"{error.strerror}. Does another launcher have this NODE_RANK? Or choose another port, on all nodes."
+                f"the port of this node's entry in --node-list must be free, got {host}:{port}: {error.strerror}. "
+                "Check that no other launcher has this NODE_RANK, or choose another port on all nodes."
             ) from error
 
 

@@ -125,11 +125,11 @@ class LaunchAgent(SimpleElasticAgent):
         end = self._of_this_start().end(code)
         if restarts and code == RESUMABLE:
             lost = f"{self._lost_text()}; " if self._board.lost() else ""
-            log.info(f"launch: {lost}all is saved; starting again {reason}, with the node that has come")
+            log.info(f"launch: {lost}the run is saved; restarting {reason}, with the node that joined")
         elif restarts:
             self._restarts.done += 1
             restart_text = f"restart {self._restarts.done} of {self._restarts.most}"
-            log.error(f"launch: {self._lost_text() or end}; starting again {reason} ({restart_text})")
+            log.error(f"launch: {self._lost_text() or end}; restarting {reason} ({restart_text})")
         else:
             durable, max_restarts = self._restarts.durable, self._restarts.most
             reason = "; ".join(filter(None, (self._lost_text(), reason)))
@@ -146,7 +146,7 @@ class LaunchAgent(SimpleElasticAgent):
             return False, ""
         against = self._against(code)
         if self._signals.is_asked_to_stop:
-            against = against or f"{self._signals.first_name} came"
+            against = against or f"received {self._signals.first_name}"
         if not self._node.is_elastic and (not self._restarts.most or code not in RESTARTED):
             return False, ""
         return self._board.agree(against, MEET_S, self._restarts.origin)

@@ -42,12 +42,12 @@ def explain_kill(before: dict[str, int], after: dict[str, int]) -> str:
     ]
     if grown:
         return (
-            f"perhaps the OOM killer, whose count rose since the start ({', '.join(grown)}); give the job more memory, "
-            "or lower --batch-size, --num-workers or the ranks on this node"
+            f"possibly the OOM killer, whose count rose since the start ({', '.join(grown)}); increase the job's "
+            "memory, or lower --batch-size, --num-workers or the number of ranks on this node"
         )
     if known:
-        return f"perhaps the OOM killer, but its count has not risen ({', '.join(known)}): rather a kill from outside"
-    return "perhaps the OOM killer, whose counts cannot be read here"
+        return f"probably not the OOM killer, whose count has not risen ({', '.join(known)}), but another process"
+    return "possibly the OOM killer, whose counts cannot be read"
 
 
 def _of_cgroup(root: Path) -> dict[str, Path]:
@@ -197,7 +197,7 @@ class RankGroup:
         late = [str(process.rank) for process in self.ranks if process.status not in (0, RESUMABLE)]
         if self._stop_deadline is None or not late:
             return ""
-        return f"rank {', '.join(late)} did not leave within --stop-grace {self._options.stop_grace_s:g} s"
+        return f"rank {', '.join(late)} did not exit within --stop-grace {self._options.stop_grace_s:g} s"
 
     def kill(self) -> None:
         """Kill all ranks, and wait until they have exited."""
@@ -232,8 +232,8 @@ class RankGroup:
         """Send SIGTERM to all ranks, as a request to save and exit within --stop-grace."""
         self._stop_deadline = time.monotonic() + self._options.stop_grace_s
         log.info(
-            f"launch: {self._signals.first_name}: the ranks finish their step, save and leave; "
-            "a second signal ends them at once"
+            f"launch: {self._signals.first_name}: the ranks finish their step, save and exit; "
+            "a second signal ends them immediately"
         )
         launcher_files.note_asked(str(self.failure_file), self._signals.first_name)
         for process in self.ranks:

@@ -158,7 +158,7 @@ class ElasticRendezvous(LaunchRendezvous):
         """Raise a JobEnded, because this node has received a signal between two starts."""
         code = RESUMABLE if self._durable() is not None else self._signals.code
         self.close(code)
-        raise JobEnded(code, f"{self._signals.first_name} came between two starts")
+        raise JobEnded(code, f"received {self._signals.first_name} between two starts")
 
     def _lead(self) -> dict | None:
         """Begin the next start and return its message if all expected nodes have joined; otherwise return None."""
@@ -188,7 +188,7 @@ class ElasticRendezvous(LaunchRendezvous):
         """Count nodes as lost because their ranks do not exit, for example if a driver or file system hangs."""
         node_list = ", ".join(map(str, nodes))
         log.error(
-            f"launch: the ranks of node {node_list} have not ended after {self._timeout_s:g} s; going on without it"
+            f"launch: the ranks of node {node_list} have not ended after {self._timeout_s:g} s; continuing without it"
         )
         for node in nodes:
             self.control.drop(node)
@@ -278,12 +278,12 @@ class ElasticRendezvous(LaunchRendezvous):
         refused = self.control.join(leader)
         if refused.startswith("differs: "):
             raise ConfigError(
-                "every node needs the same --nnodes, --nproc-per-node and --node-list, got others on node "
-                f"{self.control.node} than on node {leader}, which has {refused.removeprefix('differs: ')}"
+                "every node needs the same --nnodes, --nproc-per-node and --node-list, but those of node "
+                f"{self.control.node} differ from those of node {leader}: {refused.removeprefix('differs: ')}"
             )
         self._is_taken = refused == "taken"
         if not refused and number > last_number:
-            log.info(f"launch: node {leader} leads; this node is taken in with the next start, at the next save")
+            log.info(f"launch: node {leader} is the leader; this node joins with the next start, after the next save")
 
     def _refuse_twin(self) -> None:
         """Raise if the leader has rejected this node because another launcher has its NODE_RANK."""
@@ -296,9 +296,9 @@ class ElasticRendezvous(LaunchRendezvous):
     def _too_few(self, others: list[int]) -> str:
         """Return the error message if fewer than MIN nodes have joined; ``others`` are the missing nodes."""
         return (
-            f"{self.most - len(others)} of at least {self.fewest} nodes after {self._timeout_s:g} s; missing: "
+            f"{self.most - len(others)} of at least {self.fewest} nodes joined within {self._timeout_s:g} s; missing: "
             f"NODE_RANK {', '.join(map(str, others))}. Start them with the same --nnodes and --node-list, wait longer "
-            "with --init-timeout, or lower MIN of --nnodes MIN:MAX; with --resume the same command goes on from the "
+            "with --init-timeout, or lower MIN of --nnodes MIN:MAX; with --resume the same command continues from the "
             "newest checkpoint"
         )
 

@@ -115,8 +115,8 @@ def crowding(num_ranks: int) -> str | None:
     if num_ranks <= max(CPU_PROCESSES, 2 * cores):
         return None
     return (
-        f"{num_ranks} ranks on {cores} core{'' if cores == 1 else 's'} take turns: steps are slow, and limits of time "
-        f"may pass. Start at most {max(CPU_PROCESSES, 2 * cores)} here (--nproc-per-node; in the run scripts "
+        f"{num_ranks} ranks share {cores} core{'' if cores == 1 else 's'}: steps are slow, and timeouts may expire. "
+        f"Start at most {max(CPU_PROCESSES, 2 * cores)} ranks on this node (--nproc-per-node; in the run scripts "
         "GPUS_PER_NODE, or a smaller pp_size x mp_size)"
     )
 
@@ -138,7 +138,7 @@ def resolve(env: Mapping[str, str], gpus: int) -> dict[str, str]:
     numbers = {name: _number(name, value) for name, value in numeric.items() if name != "MASTER_ADDR"}
     if numbers["NNODES"] > 1 and not has_address and not is_elastic:
         raise ConfigError(
-            f"NNODES={numbers['NNODES']} needs MASTER_ADDR, the name of node 0 as the other nodes reach it. "
+            f"NNODES={numbers['NNODES']} needs MASTER_ADDR, the host name under which the other nodes reach node 0. "
             "Set MASTER_ADDR to the same host on every node (127.0.0.1 if all are on this machine)."
         )
     numbers |= _layout(numbers, gpus, _number("cp_size", env.get("cp_size") or "1"))
@@ -170,7 +170,7 @@ def _layout(numbers: Mapping[str, int], gpus: int, context: int) -> dict[str, in
             f"GPUS_PER_NODE x NNODES must be a multiple of pp_size x mp_size{flag_text}, got "
             f"GPUS_PER_NODE={per_node or devices}, NNODES={nodes}, pp_size={pipe}, mp_size={tensor}{got_text} "
             f"({per_node or devices} x {nodes} = {(per_node or devices) * nodes} devices, {max(pipe, 1)} x {tensor}"
-            f"{factor_text} = {product} wanted). Lower pp_size or mp_size, or give more devices."
+            f"{factor_text} = {product} required). Lower pp_size or mp_size, or use more devices."
         )
     return {"GPUS_PER_NODE": per_node, "pp_size": pipe, "mp_size": tensor}
 

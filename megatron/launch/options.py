@@ -107,19 +107,20 @@ def _elastic_problems(
         yield f"--nnodes MIN:MAX needs 1 <= MIN <= MAX, got {found.nnodes}."
     elif len(hosts) != nnodes:
         yield (
-            f"--nnodes {found.nnodes} needs --node-list (or NODE_LIST), an entry HOST[:PORT] for each of the {nnodes} "
-            f"nodes in the order of NODE_RANK, got {len(hosts)}: when one is lost, the others meet at the next."
+            f"--nnodes {found.nnodes} needs --node-list (or NODE_LIST) with an entry HOST[:PORT] for each of the "
+            f"{nnodes} nodes in the order of NODE_RANK, got {len(hosts)}. If the leader is lost, the next node takes "
+            "over."
         )
     for host, port in dict.fromkeys(hosts):
         if not host or not 1 <= port <= 65535:
             yield f"an entry of --node-list must be HOST or HOST:PORT with a port of 1 to 65535, got {host}:{port}."
         elif hosts.count((host, port)) > 1:
             times = hosts.count((host, port))
-            yield f"each node needs an entry of its own in --node-list, got {host}:{port} {times} times."
+            yield f"each node needs its own entry in --node-list, got {host}:{port} {times} times."
     if found.node_timeout < LEAST_TIMEOUT_S:
         yield f"--node-timeout must be at least {LEAST_TIMEOUT_S:g} seconds, got {found.node_timeout:g}."
     if not found.max_restarts:
-        yield f"--nnodes {found.nnodes} needs --max-restarts N, the starts after a lost node; got 0."
+        yield f"--nnodes {found.nnodes} needs --max-restarts N to restart after a lost node, got 0."
 
 
 def _problems(found: argparse.Namespace, nproc: int, gpus: int, nnodes: int) -> list[str]:
@@ -135,7 +136,7 @@ def _problems(found: argparse.Namespace, nproc: int, gpus: int, nnodes: int) -> 
     if nnodes >= 1 and found.node_rank >= nnodes:
         problems.append(
             f"--node-rank must be below --nnodes, got --node-rank {found.node_rank} and --nnodes {nnodes}. "
-            "Nodes count from 0."
+            "Node ranks start at 0."
         )
     if not 1 <= found.master_port <= 65535:
         problems.append(f"--master-port must be 1 to 65535, got {found.master_port}.")
@@ -145,7 +146,7 @@ def _problems(found: argparse.Namespace, nproc: int, gpus: int, nnodes: int) -> 
             "Lower it (GPUS_PER_NODE in the run scripts), or train on the CPU with DS_ACCELERATOR=cpu."
         )
     if not Path(found.script).is_file():
-        problems.append(f"the script to start must be a file, got {found.script!r}, which is none.")
+        problems.append(f"the script to start must be a file, got {found.script!r}, which is not a file.")
     return problems
 
 
@@ -154,37 +155,42 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m megatron.launch",
         allow_abbrev=False,
         description="Start a training script once per device and end with the exit code of the rank that failed.",
-        epilog="Exit codes: 0 done; 2 user input; 3 checkpoint; 4 a rank died or timed out; 5 numbers; "
-        "75 stopped on request and resumable; 1 any other exception; 130/143 ended at once by a second signal. "
-        "SIGTERM, Ctrl-C and SIGUSR1 (SLURM's warning) let the ranks save and leave with 75.",
+        epilog="Exit codes: 0 success; 2 invalid input; 3 checkpoint error; 4 a rank died or timed out; 5 numerical "
+        "error; 75 stopped on request and resumable; 1 any other exception; 130/143 ended by a second signal. "
+        "After SIGTERM, Ctrl-C or SIGUSR1 (SLURM's warning), the ranks save and exit with 75.",
     )
     add = parser.add_argument
-    add("--nproc-per-node", type=int, metavar="N", help="ranks on this node (default: one per GPU, else 1)")
+    add(
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="number of ranks on this node (default: one per GPU, otherwise 1)",
+    )
     add(
         "--nnodes", default="1", metavar="N",
-        help="nodes of the job (default 1); MIN:MAX: the job goes on with MIN or more of them when nodes are lost, and "
-        "takes in those that come at the next save; with --max-restarts and --node-list",
+        help="number of nodes (default 1); MIN:MAX: the job continues with at least MIN nodes when nodes are lost, and "
+        "includes nodes that join after the next save; needs --max-restarts and --node-list",
     )  # fmt: skip
-    add("--node-rank", type=int, default=0, metavar="R", help="number of this node, from 0 (default 0)")
-    add("--master-addr", default="127.0.0.1", metavar="HOST", help="node 0 as the others reach it (default 127.0.0.1)")
+    add("--node-rank", type=int, default=0, metavar="R", help="rank of this node, from 0 (default 0)")
+    add("--master-addr", default="127.0.0.1", metavar="HOST", help="host name of node 0 (default 127.0.0.1)")
     add(
         "--master-port", type=int, default=DEFAULT_PORT, metavar="PORT",
-        help=f"port on node 0 (default {DEFAULT_PORT}); with one node the next free one is taken when it is in use",
+        help=f"port on node 0 (default {DEFAULT_PORT}); with one node, the next free port if it is in use",
     )  # fmt: skip
     add(
         "--node-list", default="", metavar="HOST[:PORT],...",
-        help="with MIN:MAX: each of the MAX nodes as the others reach it, in the order of --node-rank; the first that "
-        "is there leads (default NODE_LIST; the port is --master-port)",
+        help="with MIN:MAX: addresses of the MAX nodes in the order of --node-rank; the first node present is the "
+        "leader (default NODE_LIST; default port --master-port)",
     )  # fmt: skip
     add(
         "--node-timeout", type=float, default=15.0, metavar="S",
-        help="with MIN:MAX: seconds of silence after which a node is lost; one whose process ends is lost at once "
-        "(default 15)",
+        help="with MIN:MAX: seconds of silence after which a node is lost; a node whose launcher exits is lost "
+        "immediately (default 15)",
     )  # fmt: skip
     add(
         "--preload", default="", metavar="MODULE,...",
-        help="import these once and fork the ranks from the launcher, which saves seconds where ranks outnumber cores; "
-        "without it every rank is a fresh Python, which CUDA needs (default: none)",
+        help="modules to import once before forking the ranks from the launcher, which saves seconds if there are more "
+        "ranks than cores; without it every rank is a new Python process, as CUDA requires (default: none)",
     )  # fmt: skip
     add("--init-timeout", type=float, default=60.0, metavar="S", help="seconds to wait for all nodes (default 60)")
     add(
@@ -193,14 +199,14 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add(
         "--exit-grace", type=float, default=30.0, metavar="S",
-        help="seconds between the first rank that ends well and the last (default 30)",
+        help="seconds between the first and the last successful exit of a rank (default 30)",
     )  # fmt: skip
     add(
         "--max-restarts", type=int, default=0, metavar="N",
-        help="starts after one that ended with code 1 or 4, from the last durable checkpoint; three in a row without a "
-        "new one end the job; the same on every node (default 0)",
+        help="maximum number of restarts after code 1 or 4, from the last durable checkpoint; three consecutive starts "
+        "without a new checkpoint end the job; the same on every node (default 0)",
     )  # fmt: skip
-    add("--stdin", action="store_true", help="let rank 0 read the launcher's standard input, for tools that ask")
+    add("--stdin", action="store_true", help="let rank 0 read the launcher's standard input, for interactive tools")
     add("script", help="the training script")
     add("script_args", nargs=argparse.REMAINDER, metavar="...", help="its flags")
     return parser

@@ -98,15 +98,15 @@ class Exit:
         rank_text = f"rank {self.rank} ({self.place + '; ' if self.place else ''}pid {self.pid})"
         operation = f", at {self.doing}" if self.doing else ""
         if self.is_stuck:
-            return f"{rank_text}, which did not leave with the others and had to be killed{operation}"
+            return f"{rank_text}, which did not exit with the other ranks and had to be killed{operation}"
         if self.status < 0:
             return f"{rank_text} by {_signal_name(-self.status)}{operation}"
         if self.status == 0:
-            early = "before its run was done" if self.state else "while others were still running"
-            return f"{rank_text}, which left early with 0 {early}{operation}"
+            early = "before its run was complete" if self.state else "while other ranks were still running"
+            return f"{rank_text}, which exited early with code 0 {early}{operation}"
         if self.is_late:
-            return f"{rank_text}, which got no further and left with exit code 4{operation}"
-        prefix = "every rank alike, first by " if self.words else ""
+            return f"{rank_text}, which made no progress and exited with code 4{operation}"
+        prefix = "the same error on every rank, first by " if self.words else ""
         return f"{prefix}{rank_text} with exit code {self.status}{operation}"
 
 
@@ -331,24 +331,24 @@ class Restarts:
         Must be called once after each failed start.
         """
         if code not in RESTARTED:
-            return f"code {code} comes back as it is"
+            return f"a restart would end with code {code} again"
         if is_node_0 and self._is_fruitless():
-            newest = "no checkpoint is durable" if self._last is None else f"the newest is that of step {self._last}"
+            newest = "no checkpoint is durable" if self._last is None else f"the newest is of step {self._last}"
             return (
-                f"{FRUITLESS} starts in a row ended before a new checkpoint was durable ({newest}), so no further one "
-                "is made. Look at what ended them above, and lower --save-interval if they only came too short"
+                f"{FRUITLESS} consecutive starts ended before a new checkpoint was durable ({newest}), so the job does "
+                "not restart. See their errors above, and lower --save-interval if they only ended too early"
             )
         return self.against_one_more()
 
     def against_one_more(self) -> str:
         """Return the message that all restarts are used, or "" if another one is allowed."""
-        return f"all of --max-restarts {self.most} are used" if self.done >= self.most else ""
+        return f"all restarts of --max-restarts {self.most} are used" if self.done >= self.most else ""
 
     def origin(self) -> str:
         """Return text that states where the next start begins."""
         step = self.durable
         return (
-            "as the first one did, for this job has no durable checkpoint yet"
+            "like the first start, because this job has no durable checkpoint yet"
             if step is None
             else (f"from the checkpoint of step {step}")
         )
@@ -433,14 +433,17 @@ def job_result(
     """
     if signals.is_ended:
         code = 128 + signals.seen[1]
-        return code, f"ended at once by a second signal, code {code}"
+        return code, f"ended immediately by a second signal, code {code}"
     code, is_between = end.code, restarts > 0 and end.code in RESTARTED and not end.was_asked_to_stop
     if signals.is_asked_to_stop and end.is_by_request:
         code = signals.code if durable is None else RESUMABLE
     elif signals.is_asked_to_stop and is_between and durable is not None:
         code = RESUMABLE
     if code == RESUMABLE != end.code:
-        return code, f"{signals.first_name} while the ranks could not save; {_how_to_go_on(durable)}; code {code}"
+        return (
+            code,
+            f"received {signals.first_name} while the ranks could not save; {_how_to_go_on(durable)}; code {code}",
+        )
     if code == RESUMABLE or (code == 2 and end.is_alike):
         return code, None
     return code, f"{end}{f'; {reason}' if reason else ''}; the job ends with code {code}"
@@ -449,5 +452,5 @@ def job_result(
 def _how_to_go_on(durable: int | None) -> str:
     """Return the sentence on how to resume the job from its newest durable checkpoint."""
     if durable is None:
-        return "nothing was lost: start the same command later"
-    return f"the checkpoint of step {durable} is durable: go on with the same command and --load RUN_FOLDER"
+        return "nothing was lost: run the same command later"
+    return f"the checkpoint of step {durable} is durable: resume with the same command and --load RUN_FOLDER"

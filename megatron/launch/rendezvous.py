@@ -162,7 +162,9 @@ class NodeRendezvous(LaunchRendezvous):
                 master_listen_fd=os.dup(self._listener.fileno()) if self._listener else None,
             )  # fmt: skip
         except RuntimeError as error:
-            raise PeerError(self._unreachable(f"what listens there does not answer: {_first_line(error)}")) from error
+            raise PeerError(
+                self._unreachable(f"the process that listens there does not respond: {_first_line(error)}")
+            ) from error
         if self._listener:
             self._listener.close()
         store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
@@ -177,8 +179,9 @@ class NodeRendezvous(LaunchRendezvous):
             except OSError as error:
                 if self._listener:
                     raise PeerError(
-                        f"MASTER_ADDR must name this machine on node 0, got {self.host}, and {self.host}:{self.port} "
-                        f"cannot be reached here ({error.strerror or error}). Set MASTER_ADDR to this machine's name."
+                        f"MASTER_ADDR must name this machine on node 0, got {self.host}, but {self.host}:{self.port} "
+                        f"cannot be reached from it ({error.strerror or error}). Set MASTER_ADDR to this machine's "
+                        "name."
                     ) from error
                 if self._left() <= 0:
                     raise PeerError(self._unreachable(error.strerror or str(error))) from error
@@ -225,12 +228,12 @@ class NodeRendezvous(LaunchRendezvous):
             self._wait(lambda: store.check([begin_key]), lambda _: self._lost_message(store.add(ready_key, 0)))
 
     def _lost_message(self, come: int) -> str:
-        return f"{come} of {self.num_nodes} nodes came to restart {self._restart} within {self._timeout_s:g} s"
+        return f"{come} of {self.num_nodes} nodes joined restart {self._restart} within {self._timeout_s:g} s"
 
     def _missing_message(self, store: Store) -> str:
         missing = missing_of(store, "node/", self.num_nodes)
         return (
-            f"{self.num_nodes - len(missing)} of {self.num_nodes} nodes after {self._timeout_s:g} s at "
+            f"{self.num_nodes - len(missing)} of {self.num_nodes} nodes joined within {self._timeout_s:g} s at "
             f"{self.host}:{self.port}; missing: NODE_RANK {', '.join(map(str, missing))}. Start them with the same "
             "MASTER_ADDR, MASTER_PORT and NNODES, or wait longer with --init-timeout."
         )
@@ -249,7 +252,7 @@ class NodeRendezvous(LaunchRendezvous):
         except RuntimeError as error:
             if isinstance(error, PeerError):
                 raise
-            raise PeerError(self._unreachable("it left while the nodes were meeting")) from error
+            raise PeerError(self._unreachable("node 0 closed the connection while the nodes were joining")) from error
 
     def _left(self) -> float:
         """Return the seconds until the deadline."""
@@ -257,8 +260,8 @@ class NodeRendezvous(LaunchRendezvous):
 
     def _unreachable(self, why: str) -> str:
         return (
-            f"cannot reach {self.host}:{self.port} after {self._timeout_s:g} s ({why}): is node 0 up? "
-            "Start it with the same MASTER_ADDR, MASTER_PORT and NNODES, or wait longer with --init-timeout."
+            f"cannot reach {self.host}:{self.port} after {self._timeout_s:g} s ({why}). "
+            "Start node 0 with the same MASTER_ADDR, MASTER_PORT and NNODES, or wait longer with --init-timeout."
         )
 
 

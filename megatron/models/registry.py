@@ -39,7 +39,7 @@ def register(family: ModelFamily) -> None:
         ValueError: the name is already used by another family or by a configuration section of all families.
     """
     if family.name in FAMILIES or family.name in SECTIONS:
-        raise ValueError(f"a family needs a name of its own, got {family.name}, which is taken. Rename it")
+        raise ValueError(f"the family name {family.name} is already in use. Rename the family")
     FAMILIES[family.name] = family
 
 

@@ -188,7 +188,7 @@ class _Buffer:
     def slot(self) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return a free slot and a function that releases it."""
         if not self._free:
-            log.warning(f"the buffer of --contigious-checkpointing holds {self._size} inputs, one more waits: it grows")
+            log.warning(f"--contigious-checkpointing: all {self._size} slots of a buffer are used; the buffer grows")
             self._blocks.append(self._make())
             self._free.extend(reversed(self._blocks[-1].unbind()))
         slot = self._free.pop()

@@ -73,8 +73,8 @@ def split_along_context(x: torch.Tensor, group: Group, dim: int = 1) -> torch.Te
     size = x.shape[dim]
     if size % (2 * group.size):
         raise ValueError(
-            f"a sequence must be a multiple of 2 x --context-parallel-size = {2 * group.size}, got {size}. Choose a "
-            "length that it divides"
+            f"the sequence length must be a multiple of 2 x --context-parallel-size = {2 * group.size}, got {size}. Choose "
+            "another length or another --context-parallel-size"
         )
     chunks = x.chunk(2 * group.size, dim)
     return torch.cat([chunks[idx] for idx in chunks_of(group.rank, group.size)], dim)

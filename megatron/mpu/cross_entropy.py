@@ -84,8 +84,9 @@ def known_or_nan(
 
 def _outside(labels: torch.Tensor, vocab_size: int) -> ValueError:
     return ValueError(
-        f"labels of tokens that count must be 0 to {vocab_size - 1}, got {int(labels[0])} at the first of "
-        f"{len(labels)} tokens. Set loss_mask to 0 there, or --vocab-size to that of the data"
+        f"labels of tokens with a loss must be between 0 and {vocab_size - 1}, got {int(labels[0])} at the first of "
+        f"{len(labels)} invalid tokens. Set loss_mask to 0 for these tokens, or --vocab-size to the size of the data's "
+        "vocabulary"
     )
 
 

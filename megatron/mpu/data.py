@@ -94,7 +94,7 @@ def _on_device(
 
 def _checked(name: str, data: Mapping[str, torch.Tensor] | None, dtype: torch.dtype) -> torch.Tensor:
     if data is None or name not in data:
-        raise KeyError(f"the batch must hold {name!r}, got {sorted(data) if data is not None else None}")
+        raise KeyError(f"the batch must contain {name!r}, got {sorted(data) if data is not None else None}")
     if data[name].dtype != dtype:
         raise TypeError(
             f"broadcast_data needs {dtype} for {name!r}, got {data[name].dtype}. Convert it in the data set."

@@ -59,7 +59,7 @@ def get_grid() -> Grid:
         RuntimeError: ``initialize_model_parallel`` has not been called in this process.
     """
     if _grid is None:
-        raise RuntimeError("the grid of ranks is not there yet: call pretrain() or initialize_model_parallel() first")
+        raise RuntimeError("the grid of ranks is not initialized. Call pretrain() or initialize_model_parallel() first")
     return _grid
 
 

@@ -136,8 +136,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         if ctx.is_used_up:
             raise RuntimeError(
-                "the gradients of a loss in chunks are made in forward and used up by the first backward. "
-                "Run forward again, or make the logits whole (--loss-chunk-tokens 0)"
+                "the gradients of a chunked loss are computed in forward and overwritten by the first backward. "
+                "Run forward again, or disable chunking with --loss-chunk-tokens 0"
             )
         ctx.is_used_up = True
         factor = grads[0] / _scale(ctx.dtype)

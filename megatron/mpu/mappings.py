@@ -124,8 +124,8 @@ def _room_for_part(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Allocate the output of a reduce-scatter of ``x``, or raise ValueError if its rows cannot be split evenly."""
     if x.shape[0] % group.size:
         raise ValueError(
-            "with --sequence-parallel the sequence must be a multiple of the tensor-parallel size, got "
-            f"{x.shape[0]} and {group.size}. Choose a length that it divides, or leave the flag out."
+            "with --sequence-parallel, the sequence length must be a multiple of the tensor-parallel size, got "
+            f"{x.shape[0]} and {group.size}. Choose another length, or remove --sequence-parallel."
         )
     return x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
 
@@ -148,8 +148,8 @@ def _own_slice(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Return this rank's slice of the last dimension, or raise ValueError if it cannot be split evenly."""
     if x.shape[-1] % group.size:
         raise ValueError(
-            f"the last dimension must be a multiple of the group size, got {x.shape[-1]} and {group.size}. "
-            "Choose a size that the tensor-parallel size divides."
+            f"the last dimension ({x.shape[-1]}) must be divisible by the group size ({group.size}). "
+            "Choose a multiple of the tensor-parallel size."
         )
     return x.chunk(group.size, dim=-1)[group.rank].contiguous()
 

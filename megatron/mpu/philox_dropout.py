@@ -64,8 +64,8 @@ class PhiloxDropout(DropoutStreams):
     def generator(self, device: torch.device, layer: int, site: str, is_cut: bool) -> NoReturn:
         """Raise RuntimeError, because numbers drawn from a generator depend on the layout."""
         raise RuntimeError(
-            "with --layout-independent-dropout there is no generator to draw from, got a call of streams.generator. "
-            "Use streams.dropout, or leave the flag out"
+            "--layout-independent-dropout does not use random generators, got a call of streams.generator. "
+            "Call streams.dropout instead, or remove the flag"
         )
 
     def dropout(
@@ -84,9 +84,9 @@ class PhiloxDropout(DropoutStreams):
             return add_residual(residual, x)
         if x.dim() != 3 or not x.shape[1] or x.shape[1] % self.micro_batch_size:
             raise ValueError(
-                "with --layout-independent-dropout a tensor must be [sequence, micro-batch, hidden], so that its "
-                f"samples are known, got {tuple(x.shape)} at {site!r} with --batch-size {self.micro_batch_size}. "
-                "Bring it into that shape, or leave the flag out"
+                "with --layout-independent-dropout a tensor must have the shape [sequence, micro-batch, hidden], "
+                f"got {tuple(x.shape)} at {site!r} with --batch-size {self.micro_batch_size}. "
+                "Reshape it, or remove the flag"
             )
         length, samples, width = x.shape
         key, sample = self.key(layer, site, is_cut), self._first_sample(samples)

@@ -38,7 +38,7 @@ def shard_of(parameter: torch.Tensor) -> Shard:
         return shard
     if is_tensor_parallel(parameter):
         raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} says model_parallel = True but not which part it is. "
+            f"a parameter of shape {tuple(parameter.shape)} has model_parallel = True but no recorded shard. "
             "Call megatron.mpu.set_shard(parameter, Shard(global_shape, partition_dim, start, length))."
         )
     return Shard(tuple(parameter.shape))

@@ -209,8 +209,8 @@ def _library() -> ctypes.CDLL | None:
     except Exception as error:
         has_no_compiler = type(error).__name__ == "InvalidCxxCompiler"
         (log.info if has_no_compiler else log.warn_once)(
-            f"attention goes by torch's operators, some 5 % of a step longer, for {SOURCE.name} could not be built; it "
-            f"needs a C++ compiler (g++, or what CXX names): {str(error)[:3000]}"
+            f"{SOURCE.name} could not be built, so attention uses torch's operators, which makes a step about 5 % "
+            f"slower. The build needs a C++ compiler (g++, or the compiler in CXX): {str(error)[:3000]}"
         )
         return None
 
@@ -258,7 +258,7 @@ def _call(name: str, *tensors: torch.Tensor | None, is_backward: bool, packed: t
     pointers = (ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in (*tensors, memory))
     error = getattr(library, name)(*pointers, *map(ctypes.c_int64, (num_rooms, s, b * a, d, a)))
     if error is not None:
-        raise RuntimeError(f"{name} of {SOURCE.name} on {tuple(packed.shape)}: {error.decode()}")
+        raise RuntimeError(f"{name} in {SOURCE.name} failed for shape {tuple(packed.shape)}: {error.decode()}")
 
 
 def _like_outcome(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

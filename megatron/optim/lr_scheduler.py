@@ -62,7 +62,7 @@ class LRScheduler:
         if self.style == "exponential" and self.min_lr <= 0.0:
             raise ValueError(
                 f"--lr-decay-style exponential needs --min-lr above 0, got {self.min_lr}: the curve never reaches 0. "
-                "Give a --min-lr or use cosine."
+                "Set --min-lr or use cosine."
             )
 
     @property

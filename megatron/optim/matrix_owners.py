@@ -65,7 +65,8 @@ class MatrixPartition:
             part, size = parameter.shape[shard.partition_dim], shard.global_shape[shard.partition_dim]
             if part * tensor.size != size or shard.start != tensor.rank * part:
                 raise ValueError(
-                    f"a matrix must be cut evenly over {tensor.size} tensor ranks, got {part} of {size} rows or columns"
+                    f"a matrix must be split evenly over {tensor.size} tensor ranks, got {part} of {size} rows or "
+                    "columns"
                 )
             over_tensor = ParamPartition(shard.partition_dim, tuple(part * rank for rank in range(tensor.size + 1)))
         rows, columns = shard.global_shape

@@ -88,8 +88,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.policy = StepPolicy(scaler or GradScaler(), clip_grad)
         if fuses_accumulation and self.store.zero_stage > 1:
             raise ValueError(
-                f"--gradient-accumulation-fusion needs --zero-stage 0 or 1, got {self.store.zero_stage}, which keeps "
-                "no whole gradients to add to. Leave one of them out"
+                f"--gradient-accumulation-fusion requires --zero-stage 0 or 1, got {self.store.zero_stage}, which "
+                "keeps no full gradients to accumulate into. Omit one of the two flags"
             )
         self._fuses_accumulation = fuses_accumulation
         self.gradient_factor = self.last_factor = 1.0
@@ -233,7 +233,9 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             RuntimeError: with ZeRO, whose shards do not fit that format.
         """
         if any(map(self.store.is_sharded, self.store.main_params)):
-            raise RuntimeError("a state_dict is of whole masters, got ZeRO: save with --checkpoint-format native")
+            raise RuntimeError(
+                "state_dict requires full main params, but ZeRO shards them. Use --checkpoint-format native"
+            )
         return state_of(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -138,13 +138,13 @@ def build_optimizer(
         _refuse_padding(parameters)
         if zero_stage:
             raise ConfigError(
-                f"--optimizer adafactor needs --zero-stage 0, got {zero_stage}: its means are those of whole matrices, "
-                "of which ZeRO leaves each replica a part. Its states are small: use stage 0, or --optimizer adamw"
+                f"--optimizer adafactor requires --zero-stage 0, got {zero_stage}: its means are over full matrices, "
+                "which ZeRO shards. Use --zero-stage 0 (Adafactor's states are small) or --optimizer adamw"
             )
     if name == "adafactor" and tensor.size > 1:
         raise ValueError(
-            f"--optimizer adafactor needs --model-parallel-size 1, got {tensor.size}: the means over rows and columns "
-            "are those of whole matrices. Use --optimizer adamw, or --pipe-parallel-size in its place."
+            f"--optimizer adafactor requires --model-parallel-size 1, got {tensor.size}: its means over rows and "
+            "columns need full matrices. Use --optimizer adamw, or --pipe-parallel-size instead."
         )
 
     def build(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -213,8 +213,8 @@ def _refuse_padding(parameters: Iterable[torch.nn.Parameter]) -> None:
         rows = shard_of(parameter).unpadded(parameter).shape[:1]
         if rows != parameter.shape[:1]:
             raise ConfigError(
-                "--optimizer adafactor takes means over all rows of a weight, in which padded ones would count, got "
-                f"{parameter.shape[0]} rows of which {rows[0]} are real. Leave --make-vocab-size-divisible-by out"
+                "--optimizer adafactor does not support padded rows, which its means over all rows would include, got "
+                f"{parameter.shape[0]} rows of which {rows[0]} are real. Omit --make-vocab-size-divisible-by"
             )
 
 

@@ -107,8 +107,8 @@ class RateTable:
             if not any(fnmatchcase(name, pattern) for name in all_names):
                 similar = difflib.get_close_matches(pattern, all_names, n=3, cutoff=0.4) or all_names[:3]
                 raise ConfigError(
-                    f"a rate by name must fit a parameter, got {_flag(pattern)} and no such name in this model. Near "
-                    f"are {', '.join(similar)}; tools/inspect_checkpoint.py lists all"
+                    f"{_flag(pattern)} matches no parameter of this model. Similar names: {', '.join(similar)}. "
+                    "tools/inspect_checkpoint.py lists all names"
                 )
 
 

@@ -64,13 +64,15 @@ def _main_params(optimizer: StateOwner) -> list[torch.nn.Parameter]:
 
 def _problem(main_params: Sequence[torch.Tensor], state: Mapping[str, Any]) -> str | None:
     if missing := {"state", "masters", "scaler"} - set(state):
-        return f"it must be a state of this project's optimizer, got one without {', '.join(sorted(missing))}"
+        return f"the state must be that of this project's optimizer, but it lacks {', '.join(sorted(missing))}"
     saved, current = [[tuple(tensor.shape) for tensor in tensors] for tensors in (state["masters"], main_params)]
     if len(saved) != len(current):
-        return f"the optimizer must have the parameters that it was saved with: saved {len(saved)}, now {len(current)}"
+        return f"the number of the optimizer's parameters changed: saved {len(saved)}, now {len(current)}"
     for index, (saved_shape, shape) in enumerate(zip(saved, current, strict=True)):
         if saved_shape != shape:
-            return f"parameter {index} of the optimizer was saved as {list(saved_shape)}, now {list(shape)}"
+            return (
+                f"the shape of the optimizer's parameter {index} changed: saved {list(saved_shape)}, now {list(shape)}"
+            )
     return None
 
 

@@ -53,15 +53,15 @@ class StepPolicy:
         if self.scaler.is_dynamic:
             return (
                 f"overflow at the smallest loss scale ({self.scaler.scale:g}); the gradients themselves are not "
-                "finite: lower --lr or use bf16. The weights are as before this step."
+                "finite. The step did not change the weights. Lower --lr or use bf16."
             )
         if self.scaler.is_fixed:
             return (
                 f"fp16 gradients must not overflow at the fixed --loss-scale {self.scaler.scale:g}, got the norm "
-                f"{norm}. The weights are as before this step. Lower --loss-scale, or leave it out: a dynamic one "
-                "skips such a step and halves itself. If they overflow at any scale, lower --lr or use bf16."
+                f"{norm}. The step did not change the weights. Lower --loss-scale, or omit it: a dynamic loss scale "
+                "skips such steps and is halved. If they overflow at any scale, lower --lr or use bf16."
             )
         return (
-            f"the gradient norm must be finite, got {norm}. The weights are as before this step. "
-            "Lower --lr, or look at the batch."
+            f"the gradient norm must be finite, got {norm}. The step did not change the weights. "
+            "Lower --lr, or inspect the batch."
         )

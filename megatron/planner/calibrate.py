@@ -91,12 +91,12 @@ def calibrate(
     ranks = ranks or num_devices
     if ranks < 1 or (kind != "cpu" and ranks > num_devices):
         raise ValueError(
-            f"the ranks that calibrate must be 1 to {num_devices}, one for each {kind} device, got {ranks}"
+            f"--ranks must be between 1 and {num_devices}, the number of {kind} devices, got {ranks}"
         )
     began, load = time.monotonic(), os.getloadavg()[0]
-    report(f"{ranks} ranks on {kind}, about half a minute")
+    report(f"measuring with {ranks} ranks on {kind}, which takes about half a minute")
     if load > BUSY * len(os.sched_getaffinity(0)):
-        report(f"the machine has other work (load {load:.1f}): rates will be too low; calibrate when it is idle")
+        report(f"other programs use this machine (load {load:.1f}): rates will be too low. Calibrate when it is idle")
     pace = pace.shared_by(ranks, threads or 1) if kind == "cpu" else replace(pace, by_wall=True)
     backend = device.backend(kind) if ranks > 1 else ""
     run = functools.partial(run_ranks, deadline_s=DEADLINE_S, report=report, threads=threads)
@@ -160,12 +160,12 @@ def at_usual_speed(machine: Machine, readings: Sequence[float]) -> Machine:
 
 
 def _notes(ranks: int, load: float, has_sheet: bool) -> Iterator[str]:
-    yield f"Measured on {os.uname().nodename} under a load of {load:.1f}, torch {torch.__version__}, {ranks} at once."
+    yield f"Measured on {os.uname().nodename}, load {load:.1f}, torch {torch.__version__}, {ranks} simultaneous ranks."
     if ranks == 1:
-        yield "Messages are those of two processes of this host over gloo, for there was one rank."
-    yield "Between nodes nothing was measured: inter is intra; edit it before you plan for several nodes."
+        yield "The link was measured between two processes on this host over gloo, because there was only one rank."
+    yield "Links between nodes were not measured: inter is a copy of intra. Edit it before planning for several nodes."
     if not has_sheet:
-        yield "peak_flops is what the fastest products reached."
+        yield "peak_flops is the rate of the fastest matmuls."
 
 
 def _measure(

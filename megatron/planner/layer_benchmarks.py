@@ -183,7 +183,7 @@ def timed(rank: Rank, dtypes: Sequence[str], pace: TimingBudget, reference: Refe
         timings += [_timed(rank, family, dtype, shape, budget, reference) for shape in shapes for family in FAMILIES]
     can_cut = [shape for shape in shapes if shape.hidden // shape.head % rank.size == 0]
     if rank.backend and pace.ranks_per_core == 1 and can_cut:
-        rank.report(f"layers of every family in {dtypes[0]}, cut over the ranks")
+        rank.report(f"layers of every family in {dtypes[0]}, split over the ranks")
         everyone = Group(tuple(range(rank.size)), rank.number, dist.group.WORLD)
         timings += [
             _timed(rank, family, dtypes[0], shape, pace, reference, everyone)

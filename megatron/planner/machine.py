@@ -261,8 +261,8 @@ class Machine:
         """
         if dtype not in self.product_flops:
             raise ConfigError(
-                f"the machine {self.name} knows matrix products in {', '.join(self.product_flops)}, got {dtype}. Use "
-                "one of these, or --calibrate and --machine FILE"
+                f"the machine {self.name} has matmul rates for {', '.join(self.product_flops)}, got {dtype}. Use "
+                "one of these, or measure with --calibrate FILE and plan with --machine FILE"
             )
         table = self.product_flops[dtype]
         for (small, slow), (large, fast) in zip(table, table[1:], strict=False):
@@ -318,16 +318,16 @@ class Machine:
         try:
             values = json.loads(text)
         except ValueError as error:
-            raise ConfigError(f"a machine is JSON, got {origin}: {error}. Make one with --calibrate") from None
+            raise ConfigError(f"a machine must be JSON, got {origin}: {error}. Create one with --calibrate") from None
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
-            raise ConfigError(f'a machine has "format": "{FORMAT}", got {origin} without it. Make one with --calibrate')
+            raise ConfigError(f'a machine needs "format": "{FORMAT}", {origin} has none. Create one with --calibrate')
         try:
             machine = cls(**{key: _READ.get(key, _same)(value) for key, value in values.items()})
             wrong = list(_wrong(machine))
         except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise ConfigError(f"the machine in {origin} cannot be read: {error}. Make one with --calibrate") from None
+            raise ConfigError(f"the machine in {origin} cannot be read: {error}. Create one with --calibrate") from None
         if wrong:
-            raise ConfigError(f"the machine in {origin} cannot be: {'; '.join(wrong)}. Mend it, or use --calibrate")
+            raise ConfigError(f"the machine in {origin} is invalid: {'; '.join(wrong)}. Correct it, or use --calibrate")
         return machine
 
     def save(self, path: Path) -> None:
@@ -382,7 +382,7 @@ def _wrong_tables(machine: Machine) -> Iterator[str]:
         sides = [side for side, _ in table]
         is_rising = all(small < large for small, large in zip(sides, sides[1:], strict=False))
         if not table or not is_rising or not all(_is_number(value, above=0) for row in table for value in row):
-            yield f"product_flops of {dtype} must be pairs above 0 with rising sides, got {list(table)}"
+            yield f"product_flops of {dtype} must be pairs above 0 in ascending order of sides, got {list(table)}"
     for name, value in numbers(machine.tempos):
         if not _is_number(value):
             yield f"{name} must be a number of at least 0, got {value!r}"
@@ -471,8 +471,8 @@ def device(name: str) -> Machine:
     """
     if name not in SHEETS:
         raise ConfigError(
-            f"--gpu must be one of {', '.join(SHEETS)}, got {name}. Give another as --machine FILE, which --calibrate "
-            "writes"
+            f"--gpu must be one of {', '.join(SHEETS)}, got {name}. Describe another device with --machine FILE, which "
+            "--calibrate writes"
         )
     sheet = SHEETS[name]
     peak = PEAK_TFLOPS[sheet.part] * 1e12
@@ -494,7 +494,7 @@ def device(name: str) -> Machine:
         host_bandwidth=sheet.host_gb_s * 1e9 * STREAM,
         intra=Link.of(sheet.intra_gb_s * 1e9 * WIRE, INTRA_LATENCY_S),
         inter=Link.of(sheet.inter_gb_s * 1e9 * WIRE, INTER_LATENCY_S),
-        notes="data sheet and usual shares of it; not measured",
+        notes="from the data sheet, with typical shares of its values; not measured",
     )
 
 
@@ -514,8 +514,8 @@ def machine_of(flags: argparse.Namespace) -> Machine:
         machine = replace(machine, memory_bytes=int(flags.memory * 1e9))
     if machine.usable_bytes <= 0:
         raise ConfigError(
-            f"--memory must be more than the {machine.reserved_bytes / 1e9:g} GB that the driver and the libraries "
-            f"take, got {machine.memory_bytes / 1e9:g}. Use more"
+            f"--memory must be above the {machine.reserved_bytes / 1e9:g} GB that the driver and the libraries "
+            f"use, got {machine.memory_bytes / 1e9:g}. Increase it"
         )
     return machine
 
@@ -529,6 +529,6 @@ def check_nodes(world: int, machine: Machine) -> None:
     node = machine.devices_per_node
     if world > node and world % node:
         raise ConfigError(
-            f"--gpus must be a multiple of the devices of a node, {node}, where there are several nodes, got {world}. "
-            f"Use {world // node * node} or {(world // node + 1) * node}, or say --gpus-per-node"
+            f"--gpus ({world}) on several nodes must be a multiple of the devices per node ({node}). "
+            f"Use {world // node * node} or {(world // node + 1) * node}, or set --gpus-per-node"
         )

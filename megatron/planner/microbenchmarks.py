@@ -276,7 +276,7 @@ def fitted(samples: Sequence[Sample], latencies: float) -> Wire:
         ValueError: the samples have fewer than two sizes.
     """
     if len({sent for sent, _ in samples}) < 2:
-        raise ValueError(f"a line needs messages of two sizes at least, got {samples}")
+        raise ValueError(f"the fit of a line needs messages of at least two sizes, got {samples}")
     weights = [1 / seconds**2 for _, seconds in samples]
     total = sum(weights)
     mean_x = sum(w * x for w, (x, _) in zip(weights, samples, strict=True)) / total

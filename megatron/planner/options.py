@@ -249,7 +249,7 @@ def from_checkpoint(family: str, rest: Sequence[str]) -> tuple[dict[str, Any], P
     if source is None or isinstance(source.place, str):
         raise ConfigError(
             hub.load_problem(path)
-            or f"--load must name a Hugging Face folder or a run, got {path}, which holds no model yet"
+            or f"--load must name a Hugging Face folder or a run, got {path}, which contains no model yet"
         )
     return checkpoint_args.bring(scanned, {}), source.place
 
@@ -277,7 +277,7 @@ def with_defaults(
     if "enc_layers" in given and "dec_layers" in given:
         missing = [flag for flag in missing if flag != "--num-layers"]
     if missing and not scanned.problems:
-        raise ConfigError(f"the size of the model must be given, got no {' and no '.join(missing)}. Give both")
+        raise ConfigError(f"the size of the model is required, got no {' and no '.join(missing)}. Set both")
 
     def assume(*spelled: Any) -> None:
         words.extend(map(str, spelled))
@@ -322,7 +322,7 @@ def checked(
     typed = scan(words, (), family).values  # a --config file may have flags without effect, since it is for a full run
     ignored = [f"--{name.replace('_', '-')}" for name in config.given if name in typed and name not in effective]
     if ignored:
-        raise ConfigError(f"{', '.join(ignored)} changes nothing in a plan. Leave it out")
+        raise ConfigError(f"{', '.join(ignored)} has no effect on a plan. Remove it")
     return config
 
 
@@ -343,8 +343,8 @@ def _batch_size(
         missing = [f"--{name.replace('_', '-')}" for name in SHAPE if name not in given]
         if missing and "gas" in typed:
             raise ConfigError(
-                f"--gas in a search needs the samples of a step, got no {', '.join(missing)} to make them of. Add "
-                "--global-batch-size, or these, or leave --gas out"
+                f"--gas in a search requires the samples per step, which also depend on {', '.join(missing)}. Set "
+                "--global-batch-size or these flags, or remove --gas"
             )
         return config.batch.gas * micro * max(config.parallel.data_parallel_size(world), 1)
     least = max(world // config.parallel.context_parallel_size, 1) * (micro if "batch_size" in given else 1)
@@ -365,21 +365,21 @@ def make_parser(description: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--model", choices=(*FAMILIES, *model_types()), help="family or Hugging Face model type")
-    parser.add_argument("--gpus", type=positive, metavar="N", help="devices in all (default: those of one node)")
-    parser.add_argument("--gpu", metavar="NAME", help=f"kind of device: {', '.join(SHEETS)} (default h100-80g)")
-    parser.add_argument("--machine", type=Path, metavar="FILE", help="device and links as --calibrate measured them")
-    parser.add_argument("--gpus-per-node", type=positive, metavar="N", help="devices of a node (default 8, or as FILE)")
-    parser.add_argument("--memory", type=number, metavar="GB", help="memory of a device (default: the device's own)")
+    parser.add_argument("--gpus", type=positive, metavar="N", help="total number of devices (default: one node)")
+    parser.add_argument("--gpu", metavar="NAME", help=f"device: {', '.join(SHEETS)} (default h100-80g)")
+    parser.add_argument("--machine", type=Path, metavar="FILE", help="device and links measured by --calibrate")
+    parser.add_argument("--gpus-per-node", type=positive, metavar="N", help="devices per node (default 8, or FILE's)")
+    parser.add_argument("--memory", type=number, metavar="GB", help="memory of one device (default: as built)")
     parser.add_argument(
-        "--global-batch-size", type=positive, metavar="B", help="samples of a step (default: about 4 Mi tokens)"
+        "--global-batch-size", type=positive, metavar="B", help="samples per step (default: about 4 Mi tokens)"
     )
-    parser.add_argument("--tokens", type=number, metavar="N", help="also tell the days for so many tokens, as 300e9")
-    parser.add_argument("--fits", action="store_true", help="look at the one layout that is given, and how to fit it")
-    parser.add_argument("--top", type=positive, metavar="N", help="layouts in the ranking (default 10)")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of tables")
-    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="measure this machine, about 30 s, and write it")
-    parser.add_argument("--ranks", type=positive, metavar="N", help="with --calibrate: processes that work at once")
-    parser.add_argument("--device", metavar="KIND", help="with --calibrate: cpu or cuda (default: what is there)")
+    parser.add_argument("--tokens", type=number, metavar="N", help="also report the days for N tokens, such as 300e9")
+    parser.add_argument("--fits", action="store_true", help="evaluate the given layout and how to make it fit")
+    parser.add_argument("--top", type=positive, metavar="N", help="number of layouts to rank (default 10)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="measure this machine (30 s) and write FILE")
+    parser.add_argument("--ranks", type=positive, metavar="N", help="with --calibrate: simultaneous processes")
+    parser.add_argument("--device", metavar="KIND", help="with --calibrate: cpu or cuda (default: best available)")
     return parser
 
 
@@ -389,17 +389,17 @@ def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace, rest
         others = [name for name, value in vars(flags).items() if value and name not in ("calibrate", "ranks", "device")]
         if others or rest:
             got = " ".join([*(f"--{name.replace('_', '-')}" for name in others), *rest])
-            parser.error(f"--calibrate FILE measures and does nothing else, got {got} too. Plan with --machine FILE")
+            parser.error(f"--calibrate FILE cannot be combined with {got}. Calibrate, then plan with --machine FILE")
         return
     for name in ("ranks", "device"):
         if getattr(flags, name):
-            parser.error(f"--{name} acts with --calibrate only. Leave it out")
+            parser.error(f"--{name} has no effect without --calibrate. Remove it")
     if flags.model is None:
         if path := scan(rest).values.get("load"):
             parser.error(
                 hub.load_problem(path)
-                or f"--load must name a Hugging Face folder or a run with a checkpoint, got {path}, which holds no "
-                "model of ours. Correct the path, or give --model and the sizes"
+                or f"--load must name a Hugging Face folder or a run with a checkpoint, got {path}, which "
+                "contains no supported model. Correct the path, or set --model and the sizes"
             )
         if path := scan(rest).values.get("config"):
             try:
@@ -407,13 +407,13 @@ def check_flags(parser: argparse.ArgumentParser, flags: argparse.Namespace, rest
             except ConfigError as error:  # more specific than the error for a missing --model
                 parser.error(str(error))
         parser.error(
-            f"--model must be given, one of {', '.join(FAMILIES)}, unless --load names a folder or --config the "
+            f"--model is required, one of {', '.join(FAMILIES)}, unless --load names a folder or --config the "
             "config.json of a run, which contain the family"
         )
     if flags.gpu and flags.machine:
-        parser.error("--gpu names a known device and --machine a file: give one of them")
+        parser.error("--gpu (a known device) and --machine (a file) cannot be combined. Use one of them")
     if flags.fits and flags.top:
-        parser.error("--top counts what is ranked, and --fits looks at one layout: give one of them")
+        parser.error("--top (layouts to rank) and --fits (one layout) cannot be combined. Use one of them")
 
 
 def positive(text: str) -> int:

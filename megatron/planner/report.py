@@ -15,7 +15,7 @@ from megatron.planner.machine import SHEETS, SLOWER
 from megatron.planner.options import Question
 from megatron.planner.search import NEAR_TIE, PARTS, LayoutChange, Overflow, RankedLayouts
 
-NOT_SET = "add --lr, TRAIN_ITERS, DATA_PATH and TOKENIZER, which it does not set: else they are those of the sample run"
+NOT_SET = "add --lr, TRAIN_ITERS, DATA_PATH and TOKENIZER, which default to the values of the sample run"
 SHOWN_REMEDIES = 4
 MOST_ROWS = 8
 """Maximum number of rows in the memory table; a longer table is cut to the first two, the fullest and the last."""
@@ -44,9 +44,9 @@ def ranking(found: RankedLayouts, question: Question) -> Iterator[str]:
         )  # fmt: skip
     yield from _table(rows)
     yield (
-        f"{found.num_candidates:,} layouts of divisors, {found.num_estimates:,} of them estimated; the best of each "
-        f"tp x pp (within {100 * (NEAR_TIE - 1):.0f} % the lower ZeRO stage, then less memory); at most "
-        f"{_decimal_bytes(question.machine.usable_bytes)} of each device"
+        f"{found.num_candidates:,} candidate layouts, {found.num_estimates:,} of them estimated; the best one for each "
+        f"tp x pp (within {100 * (NEAR_TIE - 1):.0f} %, the lower ZeRO stage, then less memory); at most "
+        f"{_decimal_bytes(question.machine.usable_bytes)} per device"
     )
 
 
@@ -60,7 +60,7 @@ def _columns(has_experts: bool) -> tuple[str, ...]:
 def details(found: Estimate, question: Question) -> Iterator[str]:
     """Yield the report of one layout: time by activity, communication by type, memory by stage."""
     layout, machine = found.layout, question.machine
-    yield f"{layout}: {layout.world_size} x {machine.name}, {layout.global_batch_size:,} samples of a step"
+    yield f"{layout}: {layout.world_size} x {machine.name}, {layout.global_batch_size:,} samples per step"
     yield ""
     duration = ""
     if question.tokens:
@@ -72,19 +72,19 @@ def details(found: Estimate, question: Question) -> Iterator[str]:
     if likely_range := likely_mfu(found, question):
         min_percent, max_percent = (f"{100 * (times - 1):.0f}" for times in SLOWER)
         yield (
-            f"published runs with fused attention took {min_percent} to {max_percent} % longer than their plans: MFU "
-            f"{100 * likely_range[0]:.1f} to {100 * likely_range[1]:.1f} % is likelier"
+            f"published runs with fused attention took {min_percent} to {max_percent} % longer than planned: expect an "
+            f"MFU of {100 * likely_range[0]:.1f} to {100 * likely_range[1]:.1f} %"
         )
     shares = [f"{name} {100 * value / found.step_s:.1f} %" for name, value in found.parts.items() if value]
-    yield "of it " + ", ".join(shares)
+    yield "step time: " + ", ".join(shares)
     yield ""
-    rows = [("communication of a step", "bytes of a rank", "seconds", "hidden")]
+    rows = [("communication per step", "bytes per rank", "seconds", "hidden")]
     for traffic_type, sent in found.traffic.items():
         hidden = f"{100 * sent.hidden_s / sent.seconds:.0f} %" if sent.seconds else "-"
         rows.append((traffic_type, _decimal_bytes(sent.bytes), _seconds(sent.seconds), hidden))
     yield from _table(rows)
     yield ""
-    yield from _table([("memory of a rank", *PARTS, "in all", "of"), *_memory_rows(found, machine.usable_bytes)])
+    yield from _table([("memory per rank", *PARTS, "total", "share"), *_memory_rows(found, machine.usable_bytes)])
 
 
 def fitting(question: Question, over: Overflow | None, found: Sequence[LayoutChange]) -> Iterator[str]:
@@ -95,12 +95,12 @@ def fitting(question: Question, over: Overflow | None, found: Sequence[LayoutCha
         return
     yield (
         f"does not fit: stage {over.stage} needs {_decimal_bytes(over.needed)} of {_decimal_bytes(usable)}, "
-        f"{_decimal_bytes(over.over)} too much; its largest part is {over.part}, {_decimal_bytes(over.part_bytes)}"
+        f"{_decimal_bytes(over.over)} too much; the largest item is {over.part}, {_decimal_bytes(over.part_bytes)}"
     )
     if not found:
-        yield "no change of one or two things makes it fit: take more devices, or a smaller model or sequence"
+        yield "no change or pair of changes makes it fit: use more devices, a smaller model or a shorter sequence"
         return
-    yield "what makes it fit, the fastest first:"
+    yield "changes that make it fit, fastest first:"
     for remedy in found[:SHOWN_REMEDIES]:
         flags = together(remedy.changes)
         yield f"  {flags}: {_decimal_bytes(remedy.found.most_bytes)}, step {_seconds(remedy.found.step_s)}"
@@ -126,16 +126,16 @@ def pasted(found: Estimate, question: Question) -> Iterator[str]:
     if question.config_file is not None:
         settings, unset = file_settings(found.layout)
         path = COPY if question.is_of_run else question.config_file
-        yield f"to write into {f'a copy of {question.config_file}' if question.is_of_run else path}:"
+        yield f"write to {f'a copy of {question.config_file}' if question.is_of_run else path}:"
         yield from (f"  {name}: {value}" for name, value in settings.items())
         if removed := sorted(field.replace("_", "-") for field in question.file_fields & unset):
-            yield f"to remove from it: {', '.join(removed)}"
+            yield f"remove from it: {', '.join(removed)}"
         on_node = min(question.machine.devices_per_node, found.layout.world_size)
         script = FAMILIES[question.config.family].run_command
-        yield "to start it:"
+        yield "start it with:"
         yield f"  GPUS_PER_NODE={on_node} NNODES={found.layout.world_size // on_node} bash {script} --config {path}"
         return
-    yield f"to paste ({NOT_SET}):"
+    yield f"start it with ({NOT_SET}):"
     yield from (f"  {line}" for line in lines(question.config, found.layout, question.machine.devices_per_node))
 
 
@@ -147,11 +147,11 @@ def opening(question: Question, planner: Planner) -> Iterator[str]:
         active = f" in total, {_parameters(costs.num_active_parameters)} active,"
     yield (
         f"{question.config.family} of {_parameters(costs.num_parameters)} parameters{active} on "
-        f"{question.wanted.world_size:,} x {machine.name} ({machine.devices_per_node} in a node), "
-        f"{question.wanted.global_batch_size:,} samples of a step"
+        f"{question.wanted.world_size:,} x {machine.name} ({machine.devices_per_node} per node), "
+        f"{question.wanted.global_batch_size:,} samples per step"
     )
     if active:
-        yield "experts are taken to have an even load: one with twice the tokens keeps and computes twice as much"
+        yield "experts are assumed to have an even load: one with twice the tokens saves and computes twice as much"
     if question.assumed:
         yield f"assumed: {' '.join(question.assumed)}"
         yield from _few_steps(question, costs.num_parameters)
@@ -159,8 +159,8 @@ def opening(question: Question, planner: Planner) -> Iterator[str]:
         yield f"machine: {machine.notes}"
     if question.config.parallel.compile:
         yield (
-            "--compile: what it saves, fewer passes over memory and fewer kernels, is not reckoned: steps are shorter "
-            "than told; that sums over tensor ranks run beside nothing then, is"
+            "--compile: the savings from fewer memory passes and fewer kernels are not modelled, so steps are shorter "
+            "than estimated; the missing overlap of tensor-parallel all-reduces is modelled"
         )
 
 

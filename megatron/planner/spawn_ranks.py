@@ -129,13 +129,13 @@ def _answers(pipes: list[Connection], deadline_s: float, report: Report) -> list
         ready = wait(waiting, max(0.0, end - time.monotonic()))
         if not ready:
             missing = [idx for idx in range(len(pipes)) if idx not in answers]
-            raise RuntimeError(f"ranks must answer within {deadline_s:.0f} s, got nothing from {missing}")
+            raise RuntimeError(f"all ranks must return within {deadline_s:.0f} s, got no result from ranks {missing}")
         for pipe in ready:
             idx = pipes.index(pipe)  # type: ignore[arg-type]
             try:
                 message_type, value = pipes[idx].recv()
             except (EOFError, ConnectionResetError):
-                message_type, value = "failed", "it died"
+                message_type, value = "failed", "the process died"
             if message_type == "failed":
                 raise RuntimeError(f"rank {idx} of {len(pipes)}: {value}")
             if message_type == "told":

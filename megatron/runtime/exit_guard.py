@@ -35,16 +35,18 @@ _PEER_SIGNS = (
     "write error",
     "application timeout",
 )
-_GPU_OF_ITS_OWN = "Give each rank a GPU of its own: look at LOCAL_RANK and CUDA_VISIBLE_DEVICES of both ranks"
-_INTERFACE = "Let NCCL_SOCKET_IFNAME name an interface of this host that reaches the other hosts, or unset it"
-_SETTINGS = "Look at the NCCL_... variables of this rank; NCCL_DEBUG=WARN shows more"
+_GPU_OF_ITS_OWN = "Assign a separate GPU to each rank: check LOCAL_RANK and CUDA_VISIBLE_DEVICES of both ranks"
+_INTERFACE = "Set NCCL_SOCKET_IFNAME to an interface of this host that reaches the other hosts, or unset it"
+_SETTINGS = "Check the NCCL_... variables of this rank; NCCL_DEBUG=WARN logs details"
 _NCCL_SET_UP = {
     "duplicate gpu detected": _GPU_OF_ITS_OWN,
-    "out of memory": "NCCL needs some 100 MB of the GPU for each group: end what else uses it, or lower --batch-size",
+    "out of memory": (
+        "NCCL needs about 100 MB of GPU memory per process group: end other processes on the GPU, or lower --batch-size"
+    ),
     "no socket interface found": _INTERFACE,
     "neither af_inet": _INTERFACE,
     "nccl_socket_ifname": _INTERFACE,
-    "shared memory segment": "Give the container more of /dev/shm (docker run --shm-size=8g, or --ipc=host)",
+    "shared memory segment": "Increase the container's /dev/shm (docker run --shm-size=8g, or --ipc=host)",
     "ncclinvalidusage": _SETTINGS,
     "ncclinvalidargument": _SETTINGS,
 }
@@ -140,7 +142,7 @@ def leave_for_dead_peer(death: str) -> None:
     if isinstance(handled, JobError) and not isinstance(handled, StopRequest):
         leave(handled, rank_name)
     os.write(
-        2, f"{rank_name}: leaving, {death}\n".encode()
+        2, f"{rank_name}: exiting, {death}\n".encode()
     )  # os.write, because the signal may have interrupted a print
     os._exit(4)
 
@@ -178,7 +180,7 @@ def _print(error: BaseException, failure: BaseException, who: str) -> None:
             note_reported()
     elif isinstance(failure, PeerError | StopRequest):
         operation = heartbeat_now()
-        print_line(f"{who}: leaving{f' at {operation}' if operation else ''}, {failure}")
+        print_line(f"{who}: exiting{f' at {operation}' if operation else ''}, {failure}")
     else:
         cause = failure if isinstance(failure, JobError) else error
         print_line(f"{who} failed: {out_of_memory(error) or _left_early(error) or f'{type(cause).__name__}: {cause}'}")
@@ -192,8 +194,8 @@ def _left_early(error: BaseException) -> str | None:
     if not isinstance(error, SystemExit):
         return None
     return (
-        f"a run ends after its last step, by an error or by a request to stop, got sys.exit({error.code!r}) at "
-        f"{heartbeat_now() or 'the start'}. Raise an error there, or end the run with --exit-interval or a SIGTERM"
+        f"a run may end only after its last step, with an error or on a stop request, got sys.exit({error.code!r}) at "
+        f"{heartbeat_now() or 'the start'}. Raise an error instead, or stop the run with --exit-interval or SIGTERM"
     )
 
 
@@ -217,7 +219,7 @@ def as_peer_error(error: BaseException) -> BaseException:
         if isinstance(cause, dist_errors) or (
             type(cause) is RuntimeError and any(sign in text for sign in _PEER_SIGNS)
         ):
-            return PeerError(peer_failure() or f"another rank is gone or did not answer ({error})")
+            return PeerError(peer_failure() or f"another rank has exited or does not respond ({error})")
         cause = cause.__cause__
     return error
 
@@ -241,7 +243,7 @@ def fault_of_this_rank(error: BaseException, *, is_set_up: bool = False) -> Base
         if not is_set_up:
             return error
     detail = (last.strip() or str(error)).splitlines()[0]
-    config_error = ConfigError(f"NCCL must be able to work on this rank, got: {detail}. {cure or _SETTINGS}")
+    config_error = ConfigError(f"NCCL failed on this rank: {detail}. {cure or _SETTINGS}")
     config_error.is_of_this_rank = True
     return config_error
 
@@ -258,10 +260,10 @@ def out_of_memory(error: BaseException) -> str | None:
     size_match = re.search(r"(?:tried|trying|unable) to allocate ([\d.]+ ?\w+)", text, re.I)
     first_line = (text.splitlines() or [type(error).__name__])[0]
     return (
-        f"out of memory: could not allocate {size_match.group(1) if size_match else 'what it needed'}, "
+        f"out of memory: could not allocate {size_match.group(1) if size_match else 'memory'}, "
         f"at {heartbeat_now() or 'the start'} ({first_line}). "
-        "Lower --batch-size, add --checkpoint-activations, or cut the model further (--pipe-parallel-size, "
-        "--model-parallel-size)."
+        "Lower --batch-size, add --checkpoint-activations, or split the model over more ranks "
+        "(--pipe-parallel-size, --model-parallel-size)."
     )
 
 

@@ -26,7 +26,7 @@ LOSING = ("--finetune", "--load-weights-only", "--no-load-optim", "--no-load-rng
 """Flags that restore only part of a checkpoint; resuming a run needs all of it (``RestoreOptions``)."""
 REGROUP_VARIABLE = "MEGATRON_REGROUP_FILE"
 """Environment variable: path of a file that the launcher of an elastic job creates while a node waits to join."""
-REGROUP = "a node has come: the launcher starts again with it"
+REGROUP = "a node has joined: the launcher restarts the job with it"
 
 
 class StopRequests:
@@ -87,7 +87,7 @@ class StopRequests:
         if self.deadline is not None and time.monotonic() > self.deadline:
             return "--exit-duration-in-mins has passed"
         if self.kill_switch is not None and self.kill_switch.exists():
-            return f"--kill-switch-path {self.kill_switch} is there"
+            return f"--kill-switch-path {self.kill_switch} exists"
         return self.requested
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -122,19 +122,19 @@ def how_to_go_on(folder: Path, argv: Sequence[str] | None = None, env: Mapping[s
     loads_here = _is_folder(flags.get("--load"), folder) or (saves_here and "--resume" in flags)
     losing = [name for name in LOSING if name in flags]
     if loads_here:
-        command = "Go on with the same command " + (f"without {' and '.join(losing)}" if losing else "as before")
+        command = "Resume with the same command " + (f"without {' and '.join(losing)}" if losing else "as before")
     else:
         script = "of the run script " if "MEGATRON_VARIABLES" in env else ""
         replaced = [name for name in ("--load", "--resume", *LOSING) if name in flags]
         replaced_text = f" in place of {' and '.join(replaced)}" if replaced else ""
-        command = f"Go on with the same command {script}and --load {target}{replaced_text}"
+        command = f"Resume with the same command {script}and --load {target}{replaced_text}"
     job = env.get("SLURM_JOB_ID")
     if job is None:
         return command
     if loads_here and not losing:
-        return f"{command}, or `scontrol requeue {job}`; a script as in examples/slurm does so by itself"
+        return f"{command}, or `scontrol requeue {job}`; a script like those in examples/slurm requeues itself"
     return (
-        f"{command}; with --save {target} --resume --load-if-exists a requeued job goes on by itself (examples/slurm)"
+        f"{command}; with --save {target} --resume --load-if-exists a requeued job resumes by itself (examples/slurm)"
     )
 
 

@@ -54,7 +54,7 @@ STARTERS = (
     Starter(
         "srun",
         ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", _TASKS_OF_NODES),
-        "export MASTER_ADDR=HOST ahead of srun",
+        "export MASTER_ADDR=HOST before srun",
     ),
     Starter(
         "Hydra",
@@ -97,13 +97,13 @@ def _number_problems(env: Mapping[str, str], variables: tuple[str, ...], who: st
     missing = [name for name in (rank, size) if not env.get(name)]
     if missing:
         given_text = ", ".join(f"{name}={env[name]}" for name in variables if env.get(name)) or "none of these"
-        yield f"{who} must say {rank} and {size}, got {given_text} without {' and '.join(missing)}. {_START}"
+        yield f"{who} must set {rank} and {size}, got {given_text} without {' and '.join(missing)}. {_START}"
         return
     invalid = [name for name in (rank, size, *local) if name in env and not _is_number(name, env[name])]
     for name in invalid:
-        yield f"{name} must be a whole number, got {name}={env[name]!r}. {_START}"
+        yield f"{name} must be a non-negative integer, got {name}={env[name]!r}. {_START}"
     if not invalid and int(_first_number(env[rank])) >= int(_first_number(env[size])):
-        yield f"{rank} must be below {size}, got {env[rank]} and {env[size]}. Ranks count from 0"
+        yield f"{rank} must be less than {size}, got {env[rank]} and {env[size]}. Ranks are numbered from 0"
 
 
 def _set_address(env: MutableMapping[str, str], hand_over: str) -> Iterator[str]:
@@ -112,9 +112,9 @@ def _set_address(env: MutableMapping[str, str], hand_over: str) -> Iterator[str]
     if not env.get("MASTER_ADDR"):
         if size != "1" and env.get("LOCAL_WORLD_SIZE") != size:
             yield (
-                "ranks of several hosts meet on that of rank 0, got no MASTER_ADDR, WORLD_SIZE="
-                f"{size} and {env.get('LOCAL_WORLD_SIZE', 'an unknown number of')} ranks on this host. "
-                f"Say it: {hand_over}"
+                f"MASTER_ADDR must be set if ranks run on several hosts, got none, WORLD_SIZE={size} and "
+                f"{env.get('LOCAL_WORLD_SIZE', 'an unknown number of')} ranks on this host. Set it to the host of "
+                f"rank 0: {hand_over}"
             )
             return
         env["MASTER_ADDR"] = "127.0.0.1"
@@ -122,17 +122,17 @@ def _set_address(env: MutableMapping[str, str], hand_over: str) -> Iterator[str]
     min_port = 0 if size == "1" else 1  # only a single process may use any free port (0)
     if not re.fullmatch("[0-9]{1,5}", port) or not min_port <= int(port) <= MOST_PORT:
         yield (
-            f"MASTER_PORT must be a number from {min_port} to {MOST_PORT}, got MASTER_PORT={port!r}. Name a free port "
-            f"of the host of rank 0, the same for every rank, or leave it out for {DEFAULT_PORT}"
+            f"MASTER_PORT must be a number from {min_port} to {MOST_PORT}, got MASTER_PORT={port!r}. Set a free port "
+            f"of the host of rank 0, the same on every rank, or unset it to use {DEFAULT_PORT}"
         )
 
 
 def _lonely_problems(env: Mapping[str, str]) -> Iterator[str]:
     """Yield errors about variables that mention other ranks without stating the rank of this process."""
     if env.get("WORLD_SIZE", "1") != "1":
-        yield f"WORLD_SIZE={env['WORLD_SIZE']} needs RANK, which of them this process is, got none. {_START}"
+        yield f"WORLD_SIZE={env['WORLD_SIZE']} requires RANK, the index of this process, got none. {_START}"
     if not _is_number("LOCAL_RANK", env.get("LOCAL_RANK", "0")):
-        yield f"LOCAL_RANK must be a whole number, got LOCAL_RANK={env['LOCAL_RANK']!r}. {_START}"
+        yield f"LOCAL_RANK must be a non-negative integer, got LOCAL_RANK={env['LOCAL_RANK']!r}. {_START}"
 
 
 def raise_own(problems: list[str]) -> None:
@@ -166,4 +166,4 @@ def _first_number(text: str) -> str:
     return match.group() if match else ""
 
 
-_START = "Start the ranks by torchrun, deepspeed, mpirun, srun or a run script, or leave these variables out"
+_START = "Start the ranks with torchrun, deepspeed, mpirun, srun or a run script, or unset these variables"

@@ -47,7 +47,7 @@ def rendezvous(rank: int, size: int, timeout: timedelta, signal_name: Callable[[
         StopRequest: a stop was requested while ranks were missing.
     """
     address, limit_s = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", timeout.total_seconds()
-    requirement = f"all {size} ranks must meet at {address} within {limit_s:.0f} s (--phase-timeout-minutes)"
+    requirement = f"all {size} ranks must join at {address} within {limit_s:.0f} s (--phase-timeout-minutes)"
     deadline = time.monotonic() + limit_s
     store = open_store(rank, size, deadline, requirement, signal_name)
     store.set_timeout(timeout)
@@ -62,7 +62,9 @@ def rendezvous(rank: int, size: int, timeout: timedelta, signal_name: Callable[[
             time.sleep(_LINGER_S)
         raise
     except RuntimeError as error:
-        raise PeerError(f"{requirement}, and rank 0, which has the store, is gone ({_first_line(error)})") from error
+        raise PeerError(
+            f"{requirement}, but rank 0, which hosts the store, has exited ({_first_line(error)})"
+        ) from error
     return PrefixStore("default_pg", store)
 
 
@@ -85,12 +87,12 @@ def open_store(rank: int, size: int, deadline: float, wanted: str, signal_name: 
         )  # fmt: skip
     except RuntimeError as error:
         if not is_server:
-            raise PeerError(f"{wanted}, and what listens there does not answer ({_first_line(error)})") from error
+            raise PeerError(f"{wanted}, but the server there does not respond ({_first_line(error)})") from error
         with marked(is_of_this_rank=True):
             raise ConfigError(
-                f"rank 0 must be able to listen at {host}:{port}, got: {_first_line(error)}. Is there a second process "
-                "with RANK=0, or another job at this port? Give each process a RANK of its own, and each job a "
-                "MASTER_PORT of its own; MASTER_ADDR is the host of rank 0"
+                f"rank 0 cannot listen at {host}:{port}: {_first_line(error)}. Another process may have RANK=0, or "
+                "another job may use this port. Set a distinct RANK for each process and a distinct MASTER_PORT for "
+                "each job; MASTER_ADDR must be the host of rank 0"
             ) from error
 
 
@@ -103,8 +105,8 @@ def make_room(size: int) -> None:
     num_allowed = files.allow_open_files(num_needed)
     if num_allowed < num_needed:
         log.warning(
-            f"the store of {size:,} ranks needs {num_needed:,} open files, and `ulimit -n` lets this process have "
-            f"{num_allowed:,}: ranks beyond that cannot connect. Raise the limit (ulimit -Hn) on the node of rank 0"
+            f"the store of {size:,} ranks needs {num_needed:,} open files, but `ulimit -n` allows only "
+            f"{num_allowed:,}: further ranks cannot connect. Raise the limit (ulimit -Hn) on the node of rank 0"
         )
 
 
@@ -128,8 +130,8 @@ def _await_server(host: str, port: int, deadline: float, wanted: str, signal_nam
                 raise _asked_to_stop(signal_name()) from None
             if time.monotonic() > deadline:
                 raise PeerError(
-                    f"{wanted}, and rank 0 did not come: nothing answers there ({error.strerror or error}). Start it "
-                    "with the same MASTER_ADDR, its own host, and the same MASTER_PORT"
+                    f"{wanted}, but rank 0 did not join: nothing responds there ({error.strerror or error}). Start "
+                    "rank 0 on the host MASTER_ADDR with the same MASTER_PORT"
                 ) from error
         time.sleep(_POLL_S)
 
@@ -144,17 +146,18 @@ def _claim(keys: Store, rank: int, size: int, where: str) -> None:
     with marked(is_of_this_rank=True):
         if first_size != str(size):
             raise ConfigError(
-                f"all ranks at {where} must have the same WORLD_SIZE, got WORLD_SIZE={size} here (RANK={rank}) and "
-                f"{first_size} there. Start all with one number, or give each job a MASTER_PORT of its own"
+                f"all ranks at {where} must have the same WORLD_SIZE, got WORLD_SIZE={size} on RANK={rank} and "
+                f"{first_size} on another rank. Set the same WORLD_SIZE on all ranks, or a distinct MASTER_PORT for "
+                "each job"
             )
         if keys.add(f"{_CLAIMS}/{rank}", 1) > 1 and _is_held(keys, rank):
             holder = keys.get(f"{_HOLDERS}/{rank}").decode()
             problem = (
-                f"each process must have a RANK of its own, got RANK={rank} twice at {where}: {holder}, and {_own()}"
+                f"each process must have a distinct RANK, got RANK={rank} twice at {where}: {holder}, and {_own()}"
             )
             keys.compare_set(_COME, "", problem)
             raise ConfigError(
-                f"{problem}. Number the processes from 0 to {size - 1}, or give each job a MASTER_PORT of its own"
+                f"{problem}. Number the processes from 0 to {size - 1}, or set a distinct MASTER_PORT for each job"
             )
     keys.set(f"{_HOLDERS}/{rank}", _own())
 
@@ -193,10 +196,10 @@ def _barrier(
     while not keys.check([name]):
         now = time.monotonic()
         if signal_name() is not None:
-            keys.compare_set(name, "", f"{wanted}, and rank {rank} has left: it received {signal_name()}")
+            keys.compare_set(name, "", f"{wanted}, but rank {rank} has exited: it received {signal_name()}")
         elif now > deadline:
             missing = missing_of(keys, f"{name}/", size)
-            keys.compare_set(name, "", f"{wanted}, {_format_missing(missing)}")
+            keys.compare_set(name, "", f"{wanted}, but {_format_missing(missing)}")
         elif now > heartbeat:
             heartbeat = now + _HEARTBEAT_S
             keys.add(f"{_HEARTBEATS}/{rank}", 1)
@@ -229,14 +232,14 @@ def missing_of(keys: Store, opening: str, size: int) -> list[int]:
 
 def _format_missing(missing: list[int]) -> str:
     return (
-        f"rank{'s' * (len(missing) > 1)} {format_ranks(missing)} did not come. Start each process with a RANK of its "
-        "own and with the MASTER_ADDR, MASTER_PORT and WORLD_SIZE of the others"
+        f"rank{'s' * (len(missing) > 1)} {format_ranks(missing)} did not join. Start every process with a "
+        "distinct RANK and the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
     )
 
 
 def _asked_to_stop(name: str | None) -> StopRequest:
     """Return the error for a stop request before all ranks have joined."""
-    error = StopRequest(f"received {name} while it waited for other ranks: no step was taken. Start again as before")
+    error = StopRequest(f"received {name} while waiting for other ranks: no step was taken. Run the same command again")
     error.is_of_this_rank = True
     return error
 

@@ -105,11 +105,11 @@ def _guess(given: str | Path | None, merge_file: str | Path | None) -> str:
         return "GPT2BPETokenizer"
     if given is None:
         raise DataError(
-            "a tokenizer is needed: give --tokenizer-path FILE.json or FILE.model, or --vocab-file vocab.json with "
+            "a tokenizer is required. Set --tokenizer-path FILE.json or FILE.model, or --vocab-file vocab.json with "
             "--merge-file merges.txt. tools/train_tokenizer.py trains one."
         )
     if Path(given).name == "vocab.txt":
-        raise DataError(f"{given} may be of several kinds: give --tokenizer-type BertWordPiece or CPM2")
+        raise DataError(f"{given} may have several formats. Set --tokenizer-type BertWordPiece or CPM2")
     return "SentencePiece" if str(given).endswith(".model") else "TokenizersJSON"
 
 
@@ -157,10 +157,10 @@ def with_gigatoken(tokenizer: Tokenizer, sample: Sequence[str], *, is_required: 
         except ImportError as error:
             reason = f"gigatoken needs {error.name or error}, which cannot be imported: pip install -e '.[gigatoken]'"
             if is_required:
-                raise DataError(f"{reason}; the import says: {error}") from error
+                raise DataError(f"{reason}. The import failed: {error}") from error
         except _DiffersError as error:
             reason = str(error)
-    log.warning(f"{reason}; going on without gigatoken")
+    log.warning(f"{reason}; continuing without gigatoken")
     return tokenizer
 
 
@@ -174,7 +174,7 @@ def _why_not(tokenizer: Tokenizer) -> str:
         return "gigatoken must be installed to encode with it: pip install -e '.[gigatoken]'"
     description = getattr(tokenizer, "description", None)
     kind = json.loads(description)["model"].get("type", "BPE") if description else type(tokenizer).__name__
-    return "" if kind == "BPE" else f"gigatoken encodes byte-pair vocabularies (BPE) only, this one is {kind}"
+    return "" if kind == "BPE" else f"gigatoken only supports byte-pair vocabularies (BPE), this one is {kind}"
 
 
 def _verified(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokenizer:
@@ -184,7 +184,7 @@ def _verified(tokenizer: Tokenizer, texts: Sequence[str]) -> Tokenizer:
         fast = gigatoken_module.standing_in_for(tokenizer)
         difference = _first_difference(tokenizer, fast, texts)
     except Exception as error:  # the library does not document its exceptions
-        raise _DiffersError(f"gigatoken cannot do this vocabulary: {error}") from error
+        raise _DiffersError(f"gigatoken does not support this vocabulary: {error}") from error
     if difference:
         raise _DiffersError(f"gigatoken differs from `tokenizers`: {difference}")
     return fast
@@ -214,8 +214,8 @@ def _format_difference(tokenizer: Tokenizer, text: str, right: list[int], wrong:
     )
     text_before = tokenizer.decode(right[:first])
     return (
-        f"token {first} of the text that begins {text[:40]!r} is {wrong[first : first + 3]} rather than "
-        f"{right[first : first + 3]}, behind {text_before[-20:]!r}"
+        f"token {first} of the text starting with {text[:40]!r} is {wrong[first : first + 3]} rather than "
+        f"{right[first : first + 3]}, after {text_before[-20:]!r}"
     )
 
 
@@ -237,11 +237,11 @@ def read_vocabulary(path: Path, needed: str) -> dict[str, int]:
                 json.load(file) if path.suffix == ".json" else {line.strip(): idx for idx, line in enumerate(file)}
             )
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} must be a list of tokens in UTF-8, one a line; reading it failed: {error}") from error
+        raise DataError(f"{path} must list tokens in UTF-8, one per line; reading it failed: {error}") from error
     if not isinstance(vocabulary, dict) or not all(type(token) is int for token in vocabulary.values()):
-        raise DataError(f"{path} must give a number for each token, as {{{json.dumps(needed)}: 0}}")
+        raise DataError(f"{path} must map each token to an id, such as {{{json.dumps(needed)}: 0}}")
     if needed not in vocabulary:
         raise DataError(
-            f"{path} must have the token {needed}, one of {len(vocabulary)} lines; it has none. Is it a vocabulary?"
+            f"{path} must contain the token {needed}, got {len(vocabulary)} other tokens. Is it a vocabulary?"
         )
     return vocabulary

@@ -95,8 +95,8 @@ def _block_has_loss(context: jinja2.runtime.Context, has_loss: Mapping[int, bool
     values = {has_loss[id(value)] for value in context.get_all().values() if id(value) in has_loss}
     if len(values) != 1:
         raise jinja2.exceptions.TemplateError(
-            "a message without a loss (weight 0, loss false or train false) needs a template in which every "
-            "{% generation %} block sees one message as a variable, such as that of the loop over the messages"
+            "a message without a loss (weight 0, loss false or train false) requires a template in which exactly one "
+            "message is visible as a variable in every {% generation %} block, such as the variable of the message loop"
         )
     return values.pop()
 
@@ -143,8 +143,8 @@ def _compiled(text: str, source: str) -> jinja2.Template:
         return environment.from_string(text)
     except jinja2.TemplateSyntaxError as error:
         raise DataError(
-            f"the chat template must be one that jinja2 reads, got {source}, line {error.lineno}: {error.message}. "
-            "Correct it, or name another with --chat-template"
+            f"jinja2 cannot parse the chat template {source}, line {error.lineno}: {error.message}. "
+            "Correct it, or name another one with --chat-template"
         ) from error
 
 
@@ -181,7 +181,7 @@ class ChatTemplate:
         if not isinstance(tokenizer, LibraryTokenizer):
             raise DataError(
                 "a chat template needs a tokenizer of the `tokenizers` library (tokenizer.json, or vocab.json with "
-                f"merges.txt), got {type(tokenizer).__name__}. Name such a one with --tokenizer-path"
+                f"merges.txt), got {type(tokenizer).__name__}. Name one with --tokenizer-path"
             )
         self.text, self.tokenizer, self.source, self.special = text, tokenizer, source, dict(special)
         self.named = dict(named or {})
@@ -320,7 +320,7 @@ class ChatTemplate:
         try:
             if unusable := _UNUSABLE.search(json.dumps([cleaned, more], ensure_ascii=False, default=str)):
                 raise TemplateError(
-                    f"a conversation must not contain U+{ord(unusable.group()):04X}, which is no character "
+                    f"a conversation must not contain U+{ord(unusable.group()):04X}, which is not a character "
                     "(a lone surrogate, or reserved for internal use). Remove it"
                 )
             text = self._template(self._name_for(more)).render(
@@ -329,9 +329,9 @@ class ChatTemplate:
         except DataError:
             raise
         except RecursionError:
-            raise TemplateError("a conversation must not be nested so deeply. Flatten it, or remove it") from None
+            raise TemplateError("the conversation is nested too deeply. Flatten or remove it") from None
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-            raise TemplateError(f"the chat template ({self.source}) refuses it: {error}") from error
+            raise TemplateError(f"the chat template ({self.source}) rejects the conversation: {error}") from error
         return _without_marks(text)
 
     def _name_for(self, more: Mapping[str, Any]) -> str:
@@ -354,11 +354,11 @@ class ChatTemplate:
             prefix = self._rendered(messages[: idx + 1], False, False, more)[0]
             if not prefix.startswith(prompt) or not text.startswith(prefix):
                 raise TemplateError(
-                    f"the template ({self.source}) must render a conversation up to message {idx + 1} as the "
-                    "beginning of the whole, since it does not mark what the assistant says, got another text "
+                    f"the chat template ({self.source}) does not mark the assistant's text, so it must render the "
+                    f"messages up to message {idx + 1} as a prefix of the full conversation, got another text "
                     f"({_difference(prompt, prefix) if not prefix.startswith(prompt) else _difference(prefix, text)})."
-                    " Put {% generation %} and {% endgeneration %} around what the assistant says in a copy of the "
-                    "template, and give it as --chat-template FILE"
+                    " Put {% generation %} and {% endgeneration %} around the assistant's text in a copy of the "
+                    "template, and name the copy with --chat-template FILE"
                 )
             spans.append((len(prompt), len(prompt) + len(self._said(prefix[len(prompt) :]))))
         return spans
@@ -389,7 +389,7 @@ def _overlap(offsets: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
 def _difference(short: str, long: str) -> str:
     start = next((idx for idx, pair in enumerate(zip(short, long, strict=False)) if pair[0] != pair[1]), len(long))
-    return f"from character {start} on {short[start : start + 20]!r}, and then {long[start : start + 20]!r}"
+    return f"from character {start} on, {long[start : start + 20]!r} instead of {short[start : start + 20]!r}"
 
 
 # Locate and read templates.
@@ -409,7 +409,7 @@ def find_template(tokenizer: Tokenizer, given: str | Path | None = None) -> Chat
     if DEFAULT not in texts:
         others = f" (there are {', '.join(map(repr, sorted(texts)))})" if texts else ""
         raise DataError(
-            f"a conversation needs a chat template, got none next to the tokenizer ({folder}: {TEMPLATE}, or "
+            f"a conversation requires a chat template, got none next to the tokenizer ({folder}: {TEMPLATE}, or "
             f'"chat_template" in {SETTINGS}, as a text or with the name "{DEFAULT}"{others}). '
             "Name a file with --chat-template"
         )
@@ -460,4 +460,4 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--chat-template {path} must be a text that can be read: {error}") from error
+        raise DataError(f"--chat-template {path} must be a readable text file: {error}") from error

@@ -90,8 +90,8 @@ def from_cpm1_files(path: Path) -> CPM1Tokenizer:
         return CPM1Tokenizer(path)
     if not (folder / MODEL).exists():
         raise DataError(
-            f"--tokenizer-type CPM1 needs a SentencePiece .model file, or a folder with {MODEL} (and {NUMBERS} where "
-            f"ids are not the model's own), got {path}"
+            f"--tokenizer-type CPM1 needs a SentencePiece .model file, or a folder with {MODEL} (and {NUMBERS} if "
+            f"the ids differ from the model's), got {path}"
         )
     return CPM1Tokenizer(folder / MODEL, folder / NUMBERS if (folder / NUMBERS).exists() else None)
 
@@ -145,8 +145,9 @@ class CPM2Tokenizer(Tokenizer):
         self._ids = read_vocabulary(path, _UNK)
         if any(token.startswith("##") and len(token) > 2 for token in self._ids):
             raise DataError(
-                f"{path} must be a vocabulary without pieces that begin with ##, as CPM-Pretrain's; CPM-2's of Chinese "
-                "and English, and BERT's (--tokenizer-type BertWordPiece), are matched by other rules."
+                f"{path} must be a vocabulary without pieces that begin with ##, such as CPM-Pretrain's. CPM-2's "
+                "Chinese-English vocabulary follows other rules and is not supported. For BERT's vocabularies, use "
+                "--tokenizer-type BertWordPiece."
             )
         self._pieces = {token: piece for piece, token in self._ids.items()}
         self._words = _Words(self._ids)

@@ -135,8 +135,8 @@ class LibraryTokenizer(Tokenizer):
         largest = max(encoding.ids, default=0)
         if self.num_rows is not None and largest >= self.num_rows:
             raise DataError(
-                f"a conversation holds {self.piece(largest)} (id {largest}), but the model has {self.num_rows} rows. "
-                "Leave the token out of the conversation and of the chat template"
+                f"a conversation contains {self.piece(largest)} (id {largest}), but the model has only {self.num_rows} "
+                "rows. Remove the token from the conversation and the chat template"
             )
         return encoding.ids, encoding.offsets
 
@@ -189,7 +189,7 @@ def load(description: str) -> tokenizers.Tokenizer:
     if dropout := getattr(library.model, "dropout", None):
         library.model.dropout = None  # type: ignore[attr-defined]
         log.warn_once(
-            f"the vocabulary has BPE dropout {dropout}, which gives a text other ids each time; it is encoded without"
+            f"the vocabulary has BPE dropout {dropout}, which encodes a text differently each time; dropout is disabled"
         )
     return library
 
@@ -232,7 +232,7 @@ def from_json_files(path: Path) -> LibraryTokenizer:
     except OSError as error:
         raise DataError(f"--tokenizer-path {path} cannot be read: {error}") from error
     except (UnicodeDecodeError, _LoadError) as error:
-        raise DataError(f"{path} must be a JSON file of the `tokenizers` library; it says: {error}") from error
+        raise DataError(f"{path} must be a JSON file of the `tokenizers` library, which reports: {error}") from error
 
 
 def from_gpt2_files(vocab: Path, merges: Path) -> LibraryTokenizer:
@@ -242,7 +242,7 @@ def from_gpt2_files(vocab: Path, merges: Path) -> LibraryTokenizer:
     except Exception as error:  # the library raises plain Exception
         raise DataError(
             f"--vocab-file {vocab} and --merge-file {merges} must be GPT-2's vocab.json and merges.txt; "
-            f"the library says: {error}"
+            f"the library reports: {error}"
         ) from error
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()

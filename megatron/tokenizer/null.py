@@ -45,7 +45,7 @@ class NullTokenizer(Tokenizer):
         bad = [word for word in words if not word.isdecimal() or int(word) >= self._vocab_size]
         if bad:
             raise DataError(
-                f"a text of NullTokenizer must be ids below {self._vocab_size} with spaces between, got {bad[0]!r}. "
+                f"a text of NullTokenizer must be ids below {self._vocab_size} separated by spaces, got {bad[0]!r}. "
                 "Use a tokenizer with a vocabulary"
             )
         return [int(word) for word in words]
@@ -64,9 +64,9 @@ def null_tokenizer(vocab_size: int | None, files: Sequence[str | Path | None]) -
         DataError: ``vocab_size`` is None, or a file is given.
     """
     if vocab_size is None:
-        raise DataError("--tokenizer-type NullTokenizer needs --vocab-size, got none. Give it")
+        raise DataError("--tokenizer-type NullTokenizer requires --vocab-size. Set it")
     if given_files := [str(file) for file in files if file is not None]:
         raise DataError(
-            f"--tokenizer-type NullTokenizer reads no file, got {', '.join(given_files)}. Leave one of them out"
+            f"--tokenizer-type NullTokenizer does not read files, got {', '.join(given_files)}. Remove one or the other"
         )
     return NullTokenizer(vocab_size)

@@ -70,7 +70,7 @@ class Tokenizer(ABC):
         if self.token_to_id(name) is None:
             raise DataError(
                 f"--eod-token {name} is not in the vocabulary of {', '.join(map(str, self.paths))}. Name one of its "
-                "tokens, or leave the flag out"
+                "tokens, or remove the flag"
             )
         is_changed = name != self.eod_name
         self._eod_token = name
@@ -260,8 +260,8 @@ class Tokenizer(ABC):
         if token is None:
             raise DataError(
                 f"the vocabulary must have an end-of-document token, one of {', '.join(EOD_NAMES)}; "
-                f"{', '.join(map(str, self.paths))} has none. Name one of its tokens with --eod-token, take another "
-                "tokenizer (tools/train_tokenizer.py adds one), or leave out what needs it (preprocessing: "
+                f"{', '.join(map(str, self.paths))} has none. Name one of its tokens with --eod-token, use another "
+                "tokenizer (tools/train_tokenizer.py adds one), or disable its use (preprocessing: "
                 "--no-append-eod)."
             )
         return token

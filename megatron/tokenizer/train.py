@@ -223,7 +223,7 @@ def train_wordpiece(
     if max_token_length is not None:
         raise DataError(
             f"--max-token-length ({max_token_length}) is not supported with --model wordpiece, in which each Chinese "
-            "character is a token. Leave it out, or use --model bpe or unigram"
+            "character is a token. Remove it, or use --model bpe or unigram"
         )
     names = [*WORDPIECE_TOKENS, *(name for name in special if name not in WORDPIECE_TOKENS)]
     _check_room(vocab_size, 2, "characters", names)
@@ -299,7 +299,7 @@ def train_unigram(
         if errors:  # the library converts an error of the corpus to text; raise the original error
             raise errors[0] from None
         raise DataError(
-            f"--vocab-size {vocab_size} cannot be trained on this text; SentencePiece says: {error}"
+            f"--vocab-size {vocab_size} cannot be trained on this text; SentencePiece reports: {error}"
         ) from error
     return model.getvalue()
 
@@ -326,8 +326,9 @@ def _counted(texts: Iterable[str], pattern: re.Pattern[str], vocab_size: int, me
         counts.add(text)
     if counts.rate < 1:
         log.info(
-            f"the text has more different words than fit into {counts.bound / 1e6:.0f} MB of memory: {len(counts)} are "
-            f"trained on, the frequent ones and {counts.rate:.1%} of the rare; --memory-bytes gives more"
+            f"the distinct words of the text do not fit into {counts.bound / 1e6:.0f} MB of memory: training uses "
+            f"{len(counts)} of them, the frequent ones and {counts.rate:.1%} of the rare ones. Increase --memory-bytes "
+            "to use more"
         )
     return counts
 
@@ -399,8 +400,9 @@ def _weighed(texts: Iterable[str], memory_bytes: int | None) -> Iterator[str]:
         num_bytes += len(text.encode())
         if is_within and num_bytes * _UNIGRAM_MEMORY_FOR_A_BYTE > bound:
             log.warning(
-                f"unigram takes some {_UNIGRAM_MEMORY_FOR_A_BYTE} times the text in memory; {bound / 1e9:.1f} GB are "
-                f"enough for {num_bytes / 1e6:.0f} MB and the text has more. Give --sample-bytes {num_bytes}"
+                f"unigram needs about {_UNIGRAM_MEMORY_FOR_A_BYTE} times the size of the text in memory; "
+                f"{bound / 1e9:.1f} GB are enough for {num_bytes / 1e6:.0f} MB, and the text is larger. Set "
+                f"--sample-bytes {num_bytes}"
             )
         yield text
 

@@ -57,7 +57,7 @@ class Candidate:
 
     def __str__(self) -> str:
         is_twofold = self.chunks > 1 and self.schedule in ONE_CHUNK
-        return f"{self.schedule} of {self.chunks} chunks" if is_twofold else self.schedule
+        return f"{self.schedule} with {self.chunks} chunks" if is_twofold else self.schedule
 
 
 def usable_bytes(kind: str, ranks_here: int) -> int:
@@ -114,7 +114,10 @@ def with_placement(config: Config, topology: Topology, dtype: str, limit: int | 
     if not fitting:
         smallest = min(all_candidates, key=lambda each: each.most_bytes)
         return _noted(
-            _placed(config, smallest, [smallest]), f"{smallest}, which needs least; none fits", all_candidates, limit
+            _placed(config, smallest, [smallest]),
+            f"{smallest}, which needs the least memory; no schedule fits",
+            all_candidates,
+            limit,
         )
     chosen = min(fitting, key=lambda each: each.time * (1 + MARGIN * (each.chunks > 1)))
     same_placement = [each for each in fitting if (each.chunks, each.placement) == (chosen.chunks, chosen.placement)]
@@ -193,9 +196,9 @@ def _noted(config: Config, lie: str, every: list[Candidate], limit: int | None) 
     """
     fastest = min(each.time for each in every)
     ranked = ", ".join(f"{each} {each.time / fastest:.3f}" for each in sorted(every, key=lambda each: each.time))
-    note = f"--pipeline-schedule auto: {lie}; a step by simulation, over the fastest: {ranked}"
+    note = f"--pipeline-schedule auto: {lie}; simulated step times relative to the fastest: {ranked}"
     too_large = [each for each in every if limit is not None and each.most_bytes > limit]
     if limit is not None and too_large:
         listed = ", ".join(f"{each} {human_bytes(each.most_bytes)}" for each in too_large)
-        note += f"; not within {human_bytes(limit)} of memory: {listed}"
+        note += f"; exceeds the memory limit of {human_bytes(limit)}: {listed}"
     return replace(config, notes=(*config.notes, note))

@@ -88,6 +88,6 @@ def capture_metadata(
 def _check_between_steps(optimizer: MixedPrecisionOptimizer) -> None:
     if any(main_param.grad is not None for group in optimizer.param_groups for main_param in group["params"]):
         raise RuntimeError(
-            "a checkpoint can be saved between steps only: gradients are held, which it would not keep. Save after "
-            "the optimizer's step"
+            "a checkpoint can be saved only between steps, because it does not contain gradients. Save after the "
+            "optimizer step"
         )

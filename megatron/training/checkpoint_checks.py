@@ -31,8 +31,8 @@ def check_fits(checkpoint: Checkpoint, config: Config, fingerprint: str | None, 
     saved, now = checkpoint.metadata.get("optimizer"), config.optimizer.optimizer
     if options.optimizer and saved != now:
         raise CheckpointError(
-            f"the optimizer must be that of the checkpoint, got --optimizer {now} and {saved} in {checkpoint.path}. "
-            "Give the same one, or add --no-load-optim to go on with a fresh optimizer."
+            f"--optimizer must match the checkpoint, got --optimizer {now} and {saved} in {checkpoint.path}. "
+            "Use the same optimizer, or add --no-load-optim to continue with new optimizer state."
         )
     if options.optimizer and not is_of_this_format(checkpoint):
         check_moments(checkpoint)
@@ -56,8 +56,8 @@ def check_moments(checkpoint: Checkpoint) -> None:
     updates = former.progress(metadata)["updates"] if has_momentum else metadata["optimizer_steps"]
     if updates and not has_moments(checkpoint):
         raise CheckpointError(
-            f"{checkpoint.path} holds no optimizer state (it was saved with --no-save-optim). "
-            "Add --no-load-optim to go on with a fresh optimizer, or --finetune to start anew from its weights."
+            f"{checkpoint.path} contains no optimizer state (it was saved with --no-save-optim). "
+            "Add --no-load-optim to continue with new optimizer state, or --finetune to start from its weights."
         )
 
 
@@ -69,14 +69,14 @@ def _check_data(checkpoint: Checkpoint, fingerprint: str | None, config: Config)
     log.debug(f"data: fingerprint {saved} in {checkpoint.path}; now: {fingerprint}")
     changed = data_settings_changed(checkpoint.metadata.get("config", {}), config)
     differences = "; ".join(text for texts in changed.values() for text in texts)
-    differences = differences or "its documents or another setting of its samples have changed"
+    differences = differences or "the documents or another setting of the samples changed"
     if not config.checkpoint.allow_data_change:
         raise CheckpointError(
-            f"the data must be those of the checkpoint {checkpoint.path}, but {differences}. Samples would be repeated "
-            "or lost. Give the former data and settings, --allow-data-change to continue after the same number of "
-            "tokens, or --finetune to start from the weights."
+            f"the data differ from the data of the checkpoint {checkpoint.path}: {differences}. Samples would be "
+            "repeated or lost. Use the previous data and settings, add --allow-data-change to continue after the same "
+            "number of tokens, or add --finetune to start from the weights."
         )
-    log.info(f"the data are not those of the checkpoint ({differences}); continuing after the same number of tokens")
+    log.info(f"the data differ from the checkpoint ({differences}); continuing after the same number of tokens")
 
 
 def check_tokenizer(
@@ -100,8 +100,8 @@ def check_tokenizer(
     differences = "; ".join(changed) or "its files have changed"
     if not allow_change:
         raise CheckpointError(
-            f"the tokenizer must be that of the checkpoint, but {differences}. Token ids would have another meaning. "
-            "Give the former tokenizer; only if its ids mean the same, or if the model is to learn new ones, add "
-            "--allow-vocab-change"
+            f"the tokenizer must match the checkpoint, but {differences}. Token ids would have another meaning. Use "
+            "the previous tokenizer. Add --allow-vocab-change only if the ids have the same meaning, or if the model "
+            "is to learn new ones"
         )
-    log.info(f"the tokenizer is not that of the checkpoint ({differences}); accepted because of --allow-vocab-change")
+    log.info(f"the tokenizer differs from the checkpoint ({differences}); accepted because of --allow-vocab-change")

@@ -79,8 +79,9 @@ def format_of(folder: Path, flags: CheckpointConfig) -> str:
     chosen = flags.checkpoint_format or (existing[0] if existing else NATIVE)
     if existing not in ([], [chosen]) and not flags.eval_only:
         raise ConfigError(
-            f"a run folder holds checkpoints of one format, got {' and '.join(existing)} ones in {folder} and "
-            f"--checkpoint-format {chosen}. Give --save another folder (--load may name this one), or the same format"
+            f"a run folder may contain checkpoints of one format only, got {' and '.join(existing)} ones in {folder} "
+            f"and --checkpoint-format {chosen}. Set --save to another folder (--load may name this one), or use the "
+            "same format"
         )
     return chosen
 
@@ -104,16 +105,16 @@ def require_checkpoint(source: Path) -> None:
         return
     folder = checkpoints_in(source)
     if not folder.is_dir():
-        found_instead = "a file" if folder.exists() else "not there"
+        found_instead = "is a file" if folder.exists() else "does not exist"
         raise CheckpointError(
-            hub.load_problem(source) or f"--load must name a folder of checkpoints; {folder} is {found_instead}"
+            hub.load_problem(source) or f"--load must name a folder of checkpoints; {folder} {found_instead}"
         )
     if not (folder / MANIFEST_NAME).exists() and not any(folder.glob("step-*")):
         message = f"no checkpoint found in {folder}: a checkpoint is a folder like step-00000020"
         if deepspeed_folders.foreign_tags_in(source):
             message += (
-                ". What DeepSpeed wrote without --checkpoint-format deepspeed does not say where a run stood; "
-                "tools/import_checkpoint.py takes the weights"
+                ". A checkpoint that DeepSpeed wrote without --checkpoint-format deepspeed does not contain the "
+                "position of the run; tools/import_checkpoint.py imports its weights"
             )
         raise CheckpointError(message)
 

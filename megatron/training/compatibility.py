@@ -49,39 +49,39 @@ RULES = (
         "the weights would not fit; every difference is listed (check_model)",
     ),
     Rule(
-        "--rotary-base and all else of rotary positions, --alibi-bias-max, windows, --softmax-scale, soft-caps, "
+        "--rotary-base and all other rotary flags, --alibi-bias-max, windows, --softmax-scale, soft-caps, "
         "--scale-embeddings, --clip-qkv, muP and MiniCPM's scalings (decoders), --relative-attention-max-distance (T5)",
         (*(f"model.{name}" for name in REFITTED), "t5.relative_attention_max_distance"), MUST,
-        "the same weights compute something else; --finetune takes the values given now, and warns (check_model)",
+        "the same weights produce other outputs; --finetune uses the current values and warns (check_model)",
         is_of_weights=True,
     ),
     Rule(
         "tokenizer", (), MUST,
-        "ids would stand for other words; --allow-vocab-change takes another one of the same size (check_tokenizer)",
+        "token ids would change their meaning; --allow-vocab-change accepts one of the same size (check_tokenizer)",
     ),
     Rule(
-        "corpora, --split, lengths and --seed, by a fingerprint", (), MUST,
-        "samples would come twice or never; --allow-data-change, --finetune (resume_order)",
+        "corpora, --split, lengths and --seed (compared by fingerprint)", (), MUST,
+        "samples would be repeated or lost; --allow-data-change, --finetune (resume_order)",
     ),
     Rule(
         "--optimizer", (), MUST,
-        "its moments would mean something else; --no-load-optim, --load-weights-only, --finetune (check_fits)",
+        "its moments would have another meaning; --no-load-optim, --load-weights-only, --finetune (check_fits)",
     ),
     Rule(
         "--train-iters, --train-samples, --train-tokens, --lr-decay-iters, --lr-decay-samples",
         ("batch.train_iters", "batch.train_samples", "batch.train_tokens", "optimizer.lr_decay_iters",
          "optimizer.lr_decay_samples"), WARNED,
-        "the order of the samples stays; the decay of the learning rate follows the flags given now",
+        "the order of the samples is unchanged; the learning-rate decay follows the current flags",
     ),
     Rule(
         "--batch-size, --gas, replicas, --rampup-batch-size",
         ("batch.batch_size", "batch.gas", "batch.requested_global_batch_size", "batch.rampup_batch_size"), WARNED,
-        "the position is kept in samples, so any size continues with the next sample. "
-        "A learning rate and an end of the run that are given in samples or tokens follow the samples",
+        "the position is stored in samples, so a run with any batch size continues with the next sample. "
+        "A learning-rate schedule or run length in samples or tokens follows the samples",
     ),
     Rule(
         "--seq-length-schedule", ("batch.seq_length_schedule",), WARNED,
-        "the length given now holds from the next step on; the samples and their order are the same",
+        "the current schedule applies from the next step on; the samples and their order are unchanged",
     ),
     Rule(
         "--lr, --lr-embedding, --lr-head, --lr-by-name, --decoupled-lr, --decoupled-min-lr, --min-lr, "
@@ -91,7 +91,7 @@ RULES = (
          "optimizer.warmup", "optimizer.lr_warmup_rounding", "optimizer.lr_warmup_iters",
          "optimizer.lr_warmup_samples", "optimizer.wsd_decay_fraction",
          "optimizer.lr_wsd_decay_iters", "optimizer.lr_wsd_decay_samples", "optimizer.lr_wsd_decay_style"), WARNED,
-        "the course given now holds, at the number of updates, or of their samples, of the checkpoint",
+        "the current schedule applies from the checkpoint's number of updates (or their samples) on",
     ),
     Rule(
         "--weight-decay, --weight-decay-by-name, --adam-*, --sgd-momentum, --muon-*, --clip-grad, --z-loss, "
@@ -101,39 +101,39 @@ RULES = (
          "optimizer.muon_num_ns_steps", "optimizer.muon_scale_mode", "optimizer.muon_extra_scale_factor",
          "optimizer.muon_split_qkv", "optimizer.muon_split_qkv_heads", "optimizer.sgd_momentum", "model.z_loss",
          "model.loss_average"), WARNED,
-        "holds from the next step on",
+        "applies from the next step on",
     ),
     Rule(
-        "number format and loss scale",
+        "precision and loss scale",
         ("precision.dtype", "precision.loss_scale", "precision.loss_scale_window", "precision.hysteresis",
          "precision.min_scale", "optimizer.exp_avg_dtype", "optimizer.exp_avg_sq_dtype"), WARNED,
-        "master weights and moments are taken over exactly (fp64, and moments to bf16: rounded); a dynamic loss scale "
-        "of fp16 resumes in a run that has one, every other combination starts as a new run does",
+        "main params and moments are restored exactly (from fp64, and moments to bf16: rounded); a dynamic fp16 "
+        "loss scale resumes in a run that has one, otherwise the loss scale starts as in a new run",
     ),
     Rule(
         "--seed, dropout", ("run.seed", "model.attention_dropout", "model.hidden_dropout",
          "model.layout_independent_dropout"), WARNED,
-        "other masks from the next step on",
+        "dropout masks differ from the next step on",
     ),
     Rule(
         "--layernorm-epsilon, --apply-residual-connection-post-layernorm",
         ("model.layernorm_epsilon", "model.apply_residual_connection_post_layernorm"), WARNED,
-        "the same weights compute something else", is_of_weights=True,
+        "the same weights produce other outputs", is_of_weights=True,
     ),
     Rule(
         "--compile, --fused-kernels, --cpu-adam, --loss-chunk-tokens",
         ("parallel.compile", "parallel.fused_kernels", "optimizer.cpu_adam", "model.loss_chunk_tokens"), WARNED,
-        "other kernels round otherwise from the next step on",
+        "other kernels round differently from the next step on",
     ),
     Rule(
         "versions of torch, threads, CPU or GPU", (), WARNED,
-        "bitwise identity with the run that did not stop is not guaranteed (machine)",
+        "bitwise identity with an uninterrupted run is not guaranteed (machine_properties)",
     ),
     Rule(
         "layout, schedule, recomputation, ZeRO stage, number of processes", (), MAY,
-        "each rank reads the slices it needs; other sums round otherwise; a line says what was and what is",
+        "each rank reads the slices it needs; other reductions round differently; both layouts are logged",
     ),
-    Rule("everything else: intervals, folders, logging, evaluation, guards", (), MAY, "holds from now on"),
+    Rule("everything else: intervals, folders, logging, evaluation, guards", (), MAY, "applies from now on"),
 )  # fmt: skip
 
 
@@ -193,7 +193,7 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown(value: object) -> str:
-    return "not given" if value is None else str(value)
+    return "not set" if value is None else str(value)
 
 
 def warn_of_changes(state: Mapping[str, Any], now: Config, kind: str) -> None:
@@ -203,7 +203,7 @@ def warn_of_changes(state: Mapping[str, Any], now: Config, kind: str) -> None:
     if elastic.span_of(os.environ):
         changed = [text for text in changed if not text.startswith(("gas:", "requested_global_batch_size:"))]
     if changed:
-        log.warning(f"other settings than in the checkpoint: {'; '.join(changed)}")
+        log.warning(f"settings differ from the checkpoint: {'; '.join(changed)}")
     current = machine(kind)
     old = {"torch": state.get("torch"), **state.get("machine", {})}
     changes = [
@@ -213,8 +213,8 @@ def warn_of_changes(state: Mapping[str, Any], now: Config, kind: str) -> None:
     ]
     if changes:
         log.warning(
-            f"another machine than the checkpoint's ({'; '.join(changes)}): bitwise identity with a run that did not "
-            "stop is not guaranteed"
+            f"the machine differs from the checkpoint's ({'; '.join(changes)}): bitwise identity with an "
+            "uninterrupted run is not guaranteed"
         )
 
 
@@ -226,7 +226,7 @@ def warn_of_weights(saved: Mapping[str, Any], now: Config, source: Path, advice:
     changed = list(settings_changed(saved, now, [rule for rule in RULES if rule.is_of_weights]))
     if changed:
         log.warning(
-            f"the weights of {source} compute something else with the settings given now: {'; '.join(changed)}{advice}"
+            f"the weights of {source} produce other outputs with the current settings: {'; '.join(changed)}{advice}"
         )
 
 

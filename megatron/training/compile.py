@@ -54,7 +54,7 @@ def compile_layers(
     layers = [child for child in module.modules() if isinstance(getattr(child, "mlp", None), MLP)]
     if not layers and has_all:
         raise ConfigError(
-            f"--compile compiles modules with a child `mlp` of megatron.models.common.transformer.MLP, got none in "
+            "--compile needs layers with a child `mlp` of type megatron.models.common.transformer.MLP, found none in "
             f"{type(module).__name__}. Leave it out, or compile your layers in model_provider"
         )
     if backend == "inductor":
@@ -70,7 +70,7 @@ def compile_layers(
                 submodule.layer = torch.tensor(submodule.layer)  # type: ignore[assignment]
         layer.compile(backend=backend, dynamic=False)
     layer_types = sorted({type(layer).__name__ for layer in layers})
-    log.info(f"torch.compile: {len(layers)} layers here ({', '.join(layer_types)}); the first step waits for it")
+    log.info(f"torch.compile: {len(layers)} layers ({', '.join(layer_types)}), compiled in the first step")
 
 
 def check_compiler(device: torch.device) -> None:
@@ -96,6 +96,6 @@ def check_compiler(device: torch.device) -> None:
         raise ConfigError("--compile on a GPU needs Triton, which is not installed. Install it, or leave --compile out")
     if inductor.triton.cudagraphs:
         raise ConfigError(
-            "--compile must be without CUDA graphs, which write over activations of micro-batches in flight, got "
+            "--compile does not support CUDA graphs, which overwrite the activations of micro-batches in flight, got "
             "TORCHINDUCTOR_CUDAGRAPHS=1. Unset it, or leave --compile out"
         )

@@ -79,8 +79,8 @@ def disagreement(ranks_data: Sequence[RankData]) -> str | None:
                 f"{text} on rank{'s' * (len(readers) > 1)} {_ranges(readers)}" for text, readers in ranks.items()
             )
             return (
-                f"all ranks must read the same data, got of the {split} data {listed}. Give every node the same "
-                "files under the same paths."
+                f"all ranks must read the same data, got different {split} data: {listed}. Use the same files under "
+                "the same paths on every node."
             )
     return None
 

@@ -58,7 +58,7 @@ def start_rows(data: RunData, num_samples: int) -> Iterator[tuple[str, str]]:
     sizes = {name: getattr(part, "samples_per_epoch", None) for name, part in parts.items()}
     known = {name: size for name, size in sizes.items() if isinstance(size, int) and size}
     if known and len(known) == len(sizes):
-        yield "samples", f"{numbers_text(known, ',')} an epoch"
+        yield "samples", f"{numbers_text(known, ',')} per epoch"
     if data.order is not None:
         epochs = numbers_text(data.order.epochs(num_samples), ".3g")
-        yield "epochs", f"{epochs} when the {num_samples:,} samples of the run are read"
+        yield "epochs", f"{epochs} in the {num_samples:,} samples of the run"

@@ -68,22 +68,22 @@ def _length_ratio(metadata: Mapping[str, Any], tokens_per_sample: int | None) ->
     if not samples or tokens is None or tokens_per_sample is None or tokens == samples * tokens_per_sample:
         return SAME_LENGTH
     log.info(
-        f"data: samples of {tokens_per_sample} tokens, of {tokens // samples} in the checkpoint: going on at sample "
-        f"{-(-tokens // tokens_per_sample)}, the first that begins at or after the {tokens} tokens consumed"
+        f"data: samples have {tokens_per_sample} tokens, and {tokens // samples} in the checkpoint: continuing at "
+        f"sample {-(-tokens // tokens_per_sample)}, the first that begins at or after the {tokens} consumed tokens"
     )
     return Fraction(tokens, samples * tokens_per_sample)
 
 
 def _check_unknown_data(consumed: int, allow_change: bool) -> None:
     """Reject a checkpoint without the identity of its data, unless --allow-data-change is given."""
-    problem = f"the checkpoint does not say of which data the {consumed} samples were that it has read"
+    problem = f"the checkpoint does not identify the data of its {consumed} consumed samples"
     if not allow_change:
         raise CheckpointError(
-            f"a checkpoint must say which data it has read, but {problem}: some may come again. Give the data set of "
-            "your own that it was trained on, --allow-data-change to go on as if they had been the first of the data "
-            "given now, or --finetune to start anew from the weights."
+            f"{problem}: some samples may be repeated. Use the data set that it was trained on, add "
+            "--allow-data-change to continue as if they were the first samples of the current data, or add --finetune "
+            "to start from the weights."
         )
-    log.info(f"data: {problem}; going on as if they had been the first of the data given now")
+    log.info(f"data: {problem}; continuing as if they were the first samples of the current data")
 
 
 def data_to_save(data: RunData, samples_consumed: int, loaded: SavedData) -> SavedData:

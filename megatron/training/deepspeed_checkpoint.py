@@ -147,15 +147,16 @@ def check_layout(checkpoint: Checkpoint, config: Config, now: Topology, *, takes
     difference = layout_text(layout, now)
     if layout["tensor"] != now.tensor or (layout["pipe"] > 1) != (now.pipe > 1):
         raise CheckpointError(
-            f"{checkpoint.path} is in DeepSpeed's layout, whose files load with the tensor size that saved them, and "
-            f"with a pipeline or without one as they were saved: {difference}. Start with that layout, and save with "
-            "--checkpoint-format native, which every layout loads"
+            f"{checkpoint.path} is in DeepSpeed's format, which loads only with the tensor-parallel size that it was "
+            f"saved with, and with a pipeline only if it was saved with one: {difference}. Start with the saved "
+            "layout, and save with --checkpoint-format native, which loads in every layout"
         )
     if takes_optimizer and (stated_cut := _other_cut(checkpoint, config, now)):
         raise CheckpointError(
-            f"{checkpoint.path} is in DeepSpeed's layout, whose optimizer states load only where every stage has the "
-            f"layers that it had: {stated_cut}. Start as it was saved and save with --checkpoint-format native, which "
-            "every layout loads; or take the weights alone with --load-weights-only or --finetune"
+            f"{checkpoint.path} is in DeepSpeed's format, whose optimizer states load only if every stage has the "
+            f"same layers as when it was saved: {stated_cut}. Start with the saved layout and save with "
+            "--checkpoint-format native, which loads in every layout, or load only the weights with "
+            "--load-weights-only or --finetune"
         )
 
 
@@ -180,7 +181,7 @@ def _read(engine: Any, path: Path, takes_optimizer: bool) -> dict[str, Any]:
         load_module_only=not takes_optimizer,
     )  # fmt: skip
     if client is None:
-        raise CheckpointError(f"{path} holds no file of this rank")
+        raise CheckpointError(f"{path} contains no file for this rank")
     return dict(client)
 
 

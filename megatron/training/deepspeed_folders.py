@@ -90,7 +90,7 @@ def clean_up(path: Path, keep: RetentionPolicy) -> None:
         files.replace_bytes(root / folders.LATEST, path.name.encode())
         remove_old(tags_in(root), keep)
     except OSError as error:
-        log.warning(f"{root}: {error}; {path} is complete, but `latest` or older checkpoints are as they were")
+        log.warning(f"{root}: {error}; {path} is complete, but `latest` or older checkpoints were not updated")
 
 
 def _named(root: Path) -> list[Path]:

@@ -42,8 +42,8 @@ def _configure_workspace() -> None:
     workspace = os.environ.setdefault(WORKSPACE, WORKSPACES[0])
     if workspace not in WORKSPACES:
         raise ConfigError(
-            f"with --deterministic the environment's {WORKSPACE} must be {' or '.join(WORKSPACES)}, got {workspace!r}. "
-            "Unset it, or leave the flag out"
+            f"--deterministic needs {WORKSPACE}={' or '.join(WORKSPACES)} in the environment, got {workspace!r}. "
+            "Unset the variable, or leave the flag out"
         )
 
 
@@ -51,10 +51,16 @@ def determinism_rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
     """Yield the row of the start table that states if a resumed run is bitwise identical to an uninterrupted one."""
     is_deterministic = config.run.deterministic
     if kind == "cuda" and is_deterministic:
-        yield "resume", "bit for bit in the same layout (--deterministic)"
+        yield "resume", "bitwise identical in the same layout (--deterministic)"
     elif kind == "cuda":
-        yield "resume", "not bit for bit: kernels on this device add in any order; --deterministic makes it so, slower"
+        yield (
+            "resume",
+            "not bitwise identical: kernels on this device sum in any order; --deterministic fixes it, but is slower",
+        )
     elif is_deterministic and kind != "cpu":
-        yield "resume", f"bit for bit in the same layout, as far as the kernels of {kind} hold to it (--deterministic)"
+        yield (
+            "resume",
+            f"bitwise identical in the same layout if the kernels of {kind} are deterministic (--deterministic)",
+        )
     elif is_deterministic:
-        yield "resume", "bit for bit in the same layout; on a CPU so without --deterministic, too"
+        yield "resume", "bitwise identical in the same layout; on a CPU also without --deterministic"

@@ -81,7 +81,7 @@ def check_agreement(kind: str) -> None:
     if deepspeed_device != kind:
         raise ConfigError(
             f"DeepSpeed must use the device of --device, got {deepspeed_device} and {kind}: it was imported before the "
-            f"device was chosen. Set DS_ACCELERATOR={kind} in the environment"
+            f"device was selected. Set DS_ACCELERATOR={kind} in the environment"
         )
 
 

@@ -36,9 +36,9 @@ def sample_rows(config: Config) -> Iterator[tuple[str, str]]:
     if config.own.is_encoder_decoder and data.cuts_spans:
         yield "spans", _spans_text(config)
     if data.sft is not None:
-        yield "packing", "best-fit: whole conversations, kept apart; loss on what the assistant says alone"
+        yield "packing", "best-fit: full conversations, separated in attention; loss only on the assistant's messages"
     elif data.packing == "best-fit":
-        yield "packing", "best-fit: whole documents, kept apart; what they leave of a sample is padded"
+        yield "packing", "best-fit: full documents, separated in attention; the unused end of a sample is padded"
     if data.fim_rate:
         first = f"{100 * data.fim_spm_rate:g} % with the suffix first"
         yield "fill in the middle", f"{100 * data.fim_rate:g} % of the documents, of these {first}"
@@ -59,8 +59,8 @@ def data_text(config: Config) -> str:
         paths = f"{data.data_path}, split {data.split}{by}"
     else:
         flags = [f"{name.split('_')[0]} {getattr(data, name)}" for name in EACH if getattr(data, name) is not None]
-        paths = ", ".join(flags) or "the script's own"
-    return paths + (f", weights from tokens on: {data.mixture_schedule}" if data.mixture_schedule else "")
+        paths = ", ".join(flags) or "the script's data sets"
+    return paths + (f", mixture schedule {data.mixture_schedule}" if data.mixture_schedule else "")
 
 
 def _spans_text(config: Config) -> str:
@@ -70,8 +70,8 @@ def _spans_text(config: Config) -> str:
     if t5.denoisers != "R":
         noise = f"denoisers {t5.denoisers}"
     prefix = "up to " if len(t5.kinds) > 1 else ""
-    text = f"{t5.raw_length} tokens of text become {prefix}{t5.enc_seq_length} of inputs"
-    return f"{text} and {prefix}{t5.longest_target} of targets; {noise}"
+    text = f"{t5.raw_length} text tokens become {prefix}{t5.enc_seq_length} input tokens"
+    return f"{text} and {prefix}{t5.longest_target} target tokens; {noise}"
 
 
 # Rows of the start table for a configuration on a grid of ranks; they need no model.
@@ -100,7 +100,7 @@ def dry_run(config: Config, world_size: int, program: str = "", run_name: str = 
         config = with_vocabulary(tokenizer, config)
     if config.model.vocab_size is None:
         raise_all(with_variables(list(plan_checks.tokenizer_problems(config, program)), os.environ))
-        problem = "--dry-run needs a vocabulary size, got no --tokenizer-path and no --vocab-size. Give one of them"
+        problem = "--dry-run needs a vocabulary size, got no --tokenizer-path and no --vocab-size. Add one of them"
         raise ConfigError(with_variables([problem], os.environ)[0])
     if config.own.is_encoder_decoder and tokenizer is not None and config.data.cuts_spans:
         flag = f"--enc-seq-length {config.own.enc_seq_length}"
@@ -179,7 +179,10 @@ def plan_rows(
     )
     if batch.rampup_batch_size is not None:
         sizes = batch.sizes(d)
-        yield "batch ramp-up", f"from {sizes.start} samples a step by {sizes.increment} over {sizes.samples:,} samples"
+        yield (
+            "batch ramp-up",
+            f"from {sizes.start} samples per step by {sizes.increment} over {sizes.samples:,} samples",
+        )
     yield from schedule_rows(config, d)
     yield from _length_rows(config, d)
     yield from sample_rows(config)
@@ -199,8 +202,8 @@ def plan_rows(
     if config.optimizer.optimizer == "sgd":
         yield "optimizer", f"SGD, momentum {config.optimizer.sgd_momentum:g}"
     if states := config.optimizer.bf16_states:
-        yield "AdamW's states", f"{' and '.join(states)} in bf16; updates are computed in the masters' format"
-    yield "precision", f"{dtype}, gradient norm clipped at {config.optimizer.clip_grad or 'nothing'}"
+        yield "AdamW's states", f"{' and '.join(states)} in bf16; updates are computed in the main params' precision"
+    yield "precision", f"{dtype}, gradient norm clipping {config.optimizer.clip_grad or 'off'}"
     yield "data", data_text(config)
 
 
@@ -213,11 +216,11 @@ def _muon_text(config: Config, topology: Topology) -> str:
         group.number * newton_schulz_flops(group.inner, group.columns, settings.muon_num_ns_steps) for group in products
     )
     text = (
-        f"muon on {human_count(sum(group.weights for group in products))} parameters in matrices of layers (momentum "
-        f"{settings.muon_momentum:g}, {settings.muon_scale_mode}), AdamW on all else; Newton-Schulz takes "
-        f"{flops / 1e12:,.3g} TFLOP a step"
+        f"Muon for {human_count(sum(group.weights for group in products))} parameters in matrices of layers (momentum "
+        f"{settings.muon_momentum:g}, {settings.muon_scale_mode}), AdamW for all others; Newton-Schulz takes "
+        f"{flops / 1e12:,.3g} TFLOP per step"
     )
-    return text if owners == 1 else f"{text}, by {owners} owners of whole matrices on each stage"
+    return text if owners == 1 else f"{text}, by {owners} owners of full matrices on each stage"
 
 
 def _length_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
@@ -230,7 +233,7 @@ def _length_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
         f"{length} from {tokens:,} tokens on (about step {sizes.steps_until(sample) + 1:,})"
         for tokens, sample, length in later
     ]
-    yield "sequence length", f"{first[2]}, {', '.join(changes)}; pieces of the same samples"
+    yield "sequence length", f"{first[2]}, {', '.join(changes)}; chunks of the same samples"
 
 
 def ignored_text(config: Config) -> str:
@@ -292,11 +295,11 @@ def _expert_rows(config: Config) -> Iterator[tuple[str, str]]:
     if not model.num_experts:
         return
     layers = sum(expert_layers(model.moe_layer_freq, model.num_layers))
-    placement = f"; {model.num_experts // ranks} of a layer on each of {ranks} ranks" if ranks > 1 else ""
+    placement = f"; {model.num_experts // ranks} per layer on each of {ranks} ranks" if ranks > 1 else ""
     yield (
         "experts",
-        f"{model.num_experts} in each of {layers} layers, {model.moe_router_topk} for each token{placement}; memory is "
-        "that of an even load",
+        f"{model.num_experts} in each of {layers} layers, {model.moe_router_topk} per token{placement}; memory assumes "
+        "an even load",
     )
 
 
@@ -306,35 +309,37 @@ def _context_rows(config: Config) -> Iterator[tuple[str, str]]:
     c = parallel.context_parallel_size
     if c == 1:
         return
-    communication = "keys and values are gathered, and their gradients summed"
+    communication = "keys and values are gathered, and their gradients are summed"
     if parallel.cp_comm_type == "a2a":
-        communication = "all of a head goes to one rank and comes back"
+        communication = "an all-to-all moves each head to one rank and back"
     elif parallel.cp_comm_type == "p2p":
-        communication = f"{communication}, with --cp-comm-type p2p, too"
-    yield "context", f"2 pieces of {length // (2 * c)} tokens on each of {c} ranks; in attention {communication}"
+        communication = f"{communication}, also with --cp-comm-type p2p"
+    yield "context", f"2 chunks of {length // (2 * c)} tokens on each of {c} ranks; in attention, {communication}"
 
 
 def _zero_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
     """Yield the rows on state sharded over replicas (ZeRO) and on state offloaded to the CPU."""
     settings = config.optimizer
-    sharded = ["masters and optimizer states", "gradients", "weights (gathered by the layer)"][: settings.zero_stage]
+    sharded = ["main params and optimizer states", "gradients", "weights (gathered per layer)"][: settings.zero_stage]
     if sharded and replicas > 1:
         names = ", ".join(sharded[:-1]) + (" and " if len(sharded) > 1 else "") + sharded[-1]
         ranks = config.parallel.expert_model_parallel_size if config.model.num_experts else 1
-        experts_text = f", of experts {replicas // ranks} that have the same" if ranks > 1 else ""
+        experts_text = f"; {replicas // ranks} replicas share those of an expert" if ranks > 1 else ""
         yield "ZeRO", f"stage {settings.zero_stage}: {replicas} replicas share {names}{experts_text}"
-    states = f"masters and optimizer states, updated there by {settings.cpu_adam}'s AdamW"
+    states = f"main params and optimizer states, updated there by {settings.cpu_adam}'s AdamW"
     if settings.optimizer == "muon":
-        states = f"masters and optimizer states, updated there but for Newton-Schulz; {settings.cpu_adam}'s AdamW"
+        states = (
+            f"main params and optimizer states, updated there except for Newton-Schulz; {settings.cpu_adam}'s AdamW"
+        )
     elif settings.optimizer != "adamw":
-        states = "masters and optimizer states, updated there"
+        states = "main params and optimizer states, updated there"
     offloaded = [states] * settings.offload_optimizer + ["weights"] * settings.offload_parameters
     if offloaded:
         yield "on the CPU", "; ".join(offloaded)
 
 
 def _host_text(num_bytes: int) -> str:
-    return f", {human_bytes(num_bytes)} of its own on the CPU" if num_bytes else ""
+    return f", {human_bytes(num_bytes)} on the CPU" if num_bytes else ""
 
 
 def _pipeline_rows(
@@ -349,7 +354,10 @@ def _pipeline_rows(
     schedule_text = AUTO if candidates_text else file_of(schedule) or schedule
     yield "pipeline", f"schedule {schedule_text}{candidates_text}{chunks_text}"
     if forecast is None and method != "balanced":
-        yield "partition", f"--partition-method {method} cuts at the start; the stages above are the balanced ones"
+        yield (
+            "partition",
+            f"--partition-method {method} splits the model at the start; the stages above are the balanced ones",
+        )
     costs = registry.costs_of(config).piece_costs(bounds) if is_known else None
     idle_share, about = forecast or bubble, "" if forecast else "about "
     bubbles = []
@@ -403,4 +411,4 @@ def _kept_text(config: Config, bounds: Sequence[int], stages: int, stage: int) -
     schedule, chunks, *placement_args = schedule_of(config, bounds, stages).values()
     num_kept = in_flight(stages, config.batch.gas, schedule, chunks, stage, *placement_args)
     total = f"{config.batch.gas} x {chunks} forwards" if chunks > 1 else f"{config.batch.gas} micro-batches"
-    return f"keeps the activations of {num_kept} of {total}"
+    return f"stores the activations of {num_kept} of {total}"

@@ -36,25 +36,24 @@ def choose_eod(tokenizer: Tokenizer, config: Config, world: Group | None = None)
     file_tokens = _read_by_first_rank(tokenizer, config, world)
     is_given = "eod_token" in config.given
     if chosen is not None and not is_given and chosen != BY_NAME and tokenizer.token_to_id(chosen) is None:
-        log.info(f"the tokenizer has no {chosen}, which ended the documents of this run: --eod-token is chosen again")
+        log.info(f"the tokenizer has no {chosen}, this run's end-of-document token so far: another token is selected")
         chosen = None
     if chosen is None and file_tokens:
         chosen = tokenizer.name_of(file_tokens[0][1])
     if chosen is not None:
         tokenizer.use_eod(chosen)
     if tokenizer.eod_name != default_name and not is_given:
-        reason = (
-            "as the documents of its token files" if config.data.eod_token is None else "as when the run was started"
-        )
+        reason = "as in the token files" if config.data.eod_token is None else "as at the start of the run"
         log.info(
-            f"documents end with {_named(tokenizer, tokenizer.eod_id)}, {reason}; the tokenizer's own is {default_name}"
+            f"documents end with {_named(tokenizer, tokenizer.eod_id)}, {reason}; the tokenizer's default is "
+            f"{default_name}"
         )
     for prefix, eod_id in file_tokens:
         if eod_id != tokenizer.eod_id:
             raise DataError(
                 f"the documents of {prefix} end with {_named(tokenizer, eod_id)}, but the end-of-document token of the "
-                f"run is {_named(tokenizer, tokenizer.eod_id)}. Give --eod-token '{tokenizer.name_of(eod_id)}', or "
-                "build the token file again"
+                f"run is {_named(tokenizer, tokenizer.eod_id)}. Set --eod-token '{tokenizer.name_of(eod_id)}', or "
+                "rebuild the token file"
             )
 
 

@@ -12,7 +12,7 @@ def finished_text(trainer: Trainer) -> str:
         num_left = batch.train_samples - progress.samples_consumed
         if not trainer.sizes.steps_within(batch.train_samples, progress.samples_consumed):
             size = trainer.sizes.at(progress.samples_consumed)
-            rest = f"; the {num_left} that remain are less than a step of {size}" if num_left > 0 else ""
+            rest = f"; the remaining {num_left} are fewer than a step of {size}" if num_left > 0 else ""
             return (
                 f"{progress.samples_consumed} of --train-samples {batch.train_samples} are consumed already, after "
                 f"step {progress.step}{rest}. Raise --train-samples to continue"

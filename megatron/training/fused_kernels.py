@@ -34,14 +34,14 @@ def check_fused_kernels(config: Config, kind: str) -> None:
         return
     if kind != "cuda":
         raise ConfigError(
-            f"--fused-kernels apex needs a GPU, got --device {kind}: apex has kernels for CUDA only. Leave it out"
+            f"--fused-kernels apex needs a GPU, got --device {kind}: apex has only CUDA kernels. Leave it out"
         )
     if config.precision.dtype == "fp64":
         raise ConfigError("--fused-kernels apex needs fp32, bf16 or fp16, got --fp64. Use --fused-kernels torch")
     if missing := _missing():
         raise ConfigError(
             f"--fused-kernels apex needs NVIDIA's apex with its CUDA extensions, got {missing}. Build apex with "
-            "APEX_CPP_EXT=1 APEX_CUDA_EXT=1, or use --fused-kernels torch, which needs nothing"
+            "APEX_CPP_EXT=1 APEX_CUDA_EXT=1, or use --fused-kernels torch, which has no requirements"
         )
 
 
@@ -123,9 +123,9 @@ def apex_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Opti
 def fused_kernel_rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
     """Yield the row of the start table that names the library of the fused kernels."""
     if config.parallel.fused_kernels == "apex":
-        others = "" if uses_adam(config) else "; the optimizer is not apex's: it has AdamW on the GPU alone"
+        others = "" if uses_adam(config) else "; the optimizer is not apex's, which has only AdamW on the GPU"
         yield "fused kernels", f"apex's norms{' and AdamW' if uses_adam(config) else ''}{others}"
     elif kind == "cuda" and config.parallel.fused_kernels == "auto" and _missing() is None:
-        yield "fused kernels", "torch's (apex is here too: --fused-kernels apex takes its norms and AdamW)"
+        yield "fused kernels", "torch's (apex is installed, too: --fused-kernels apex uses its norms and AdamW)"
     else:
         yield "fused kernels", "torch's"

@@ -83,8 +83,8 @@ def missing_tokenizer(config: Config) -> str:
             f"{size}, or name a tokenizer with --tokenizer-path"
         )
     problem = (
-        "this script needs a tokenizer, got no --tokenizer-path and no --vocab-file. Name the tokenizer of the data; "
-        "tools/train_tokenizer.py trains one"
+        "this script needs a tokenizer, got no --tokenizer-path and no --vocab-file. Set --tokenizer-path to the "
+        "tokenizer of the data; tools/train_tokenizer.py trains one"
     )
     return with_variables([problem], os.environ)[0]
 
@@ -107,5 +107,5 @@ def get_streams() -> Any:
 
 def _needed(value: Any, what: str) -> Any:
     if value is None:
-        raise RuntimeError(f"there is no {what} yet: it exists while pretrain() runs")
+        raise RuntimeError(f"there is no {what} yet: it exists only while pretrain() runs")
     return value

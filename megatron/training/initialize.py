@@ -174,8 +174,8 @@ def _init_process_group(
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise PeerError(
-            f"all {size} ranks have met, and must connect within {timeout.total_seconds():.0f} s "
-            f"(--phase-timeout-minutes), got: {error}. Can the hosts reach each other?"
+            f"all {size} ranks have joined, but did not connect within {timeout.total_seconds():.0f} s "
+            f"(--phase-timeout-minutes): {error}. Check that the hosts can reach each other"
         ) from error
 
 
@@ -196,4 +196,4 @@ def _touch_every_group(grid: Grid, torch_device: torch.device) -> None:
                 raise
             raise local_error from None
         if value.item() != group.size:
-            raise PeerError(f"the {name} group must have {group.size} ranks, heard from {value.item():.0f}")
+            raise PeerError(f"the {name} group must have {group.size} ranks, got {value.item():.0f}")

@@ -26,7 +26,7 @@ def drops_by_kernel(config: Config, kind: str) -> bool:
 def dropout_rows(config: Config, kind: str) -> Iterator[tuple[str, str]]:
     """Yield the row of the start table on the dropout kernel on CUDA."""
     if drops_by_kernel(config, kind):
-        yield "dropout", "by a kernel in Triton, which no GPU has run yet (--fused-kernels torch takes torch's)"
+        yield "dropout", "by a Triton kernel that has not been run on a GPU yet (--fused-kernels torch uses torch's)"
 
 
 def dropout_warning(config: Config, kind: str) -> str | None:
@@ -34,25 +34,25 @@ def dropout_warning(config: Config, kind: str) -> str | None:
     model = config.model
     if kind != "cuda" or not model.layout_independent_dropout:
         return None
-    attention = "; dropout of attention keeps all probabilities in memory" if model.attention_dropout else ""
+    attention = "; attention dropout stores all probabilities in memory" if model.attention_dropout else ""
     if drops_by_kernel(config, kind):
         return (
-            "--layout-independent-dropout makes its masks by a kernel in Triton that has been held against torch's "
-            f"operators on a CPU and not been run on a GPU{attention}"
+            "--layout-independent-dropout generates its masks with a Triton kernel that was compared with torch's "
+            f"operators on a CPU, but has not been run on a GPU{attention}"
         )
     return (
-        "--layout-independent-dropout makes each mask by some 100 operators of torch's, by which a step is estimated "
-        f"to take 6 to 7 times as long{attention}. Install Triton and leave --fused-kernels torch out"
+        "--layout-independent-dropout generates each mask with about 100 torch operators. A step is estimated to take "
+        f"6 to 7 times as long{attention}. Install Triton and leave --fused-kernels torch out"
     )
 
 
 KERNEL_NAMES = {
-    SDPBackend.ERROR: "none that torch has",
-    SDPBackend.MATH: "torch's operators one by one",
+    SDPBackend.ERROR: "no kernel of torch",
+    SDPBackend.MATH: "unfused torch operators",
     SDPBackend.FLASH_ATTENTION: "FlashAttention",
     SDPBackend.EFFICIENT_ATTENTION: "the memory-efficient kernel",
     SDPBackend.CUDNN_ATTENTION: "cuDNN's",
-    SDPBackend.OVERRIDEABLE: "the device's own",
+    SDPBackend.OVERRIDEABLE: "the device's kernel",
 }
 
 
@@ -62,7 +62,7 @@ def attention_rows(config: Config, place: torch.device) -> Iterator[tuple[str, s
         return
     model = config.model
     if model.layout_independent_dropout and model.attention_dropout:
-        yield "attention", "torch's operators one by one, for the masks of --layout-independent-dropout"
+        yield "attention", "unfused torch operators, for the masks of --layout-independent-dropout"
         return
     plain, masked = (attention_kernel(config, place, has_mask=has_mask) for has_mask in (False, True))
     yield "attention", f"causal by {plain}" + (f", with a mask by {masked}" if masked != plain else "")
@@ -74,16 +74,16 @@ def document_rows(config: Config, place: torch.device) -> Iterator[tuple[str, st
     if not config.data.keeps_documents_apart and not pads:
         return
     if config.own.is_encoder_decoder:
-        yield "documents", "apart by masks of [b, 1, s, s], one a stage: scores have biases"
+        yield "documents", "separated by masks of [b, 1, s, s], one per stage: scores have biases"
         return
     kernel_text, reason = _way_of_documents(
         config, place, is_causal=registry.family_of(config.family).kind == "decoder"
     )
-    subject = "padding apart" if pads else "apart"
+    subject = "padding separated" if pads else "separated"
     if reason is not None:
-        yield "documents", f"{subject} by a mask of [b, 1, s, s], one a stage: {reason}"
+        yield "documents", f"{subject} by a mask of [b, 1, s, s], one per stage: {reason}"
         return
-    yield "documents", f"{subject} by where each begins, without a mask{kernel_text}"
+    yield "documents", f"{subject} by start positions, without a mask{kernel_text}"
 
 
 def _way_of_documents(config: Config, place: torch.device, *, is_causal: bool) -> tuple[str, str | None]:
@@ -99,7 +99,7 @@ def _way_of_documents(config: Config, place: torch.device, *, is_causal: bool) -
     way = way_of(x, config.batch.seq_length, model.kv_hidden_size, is_plain=is_causal and not has_score_changes)
     if way is None:
         return "", "flex_attention needs Triton, which is not installed"
-    return {TILES: "", BLOCKS: ", by flex_attention, which no GPU has run yet"}.get(way, f", by {way}"), None
+    return {TILES: "", BLOCKS: ", by flex_attention, which has not been run on a GPU yet"}.get(way, f", by {way}"), None
 
 
 def attention_kernel(config: Config, place: torch.device, *, has_mask: bool) -> str:

@@ -18,12 +18,12 @@ def check_sequence_is_cut(module: torch.nn.Module, is_asked_for: bool) -> None:
         return
     if is_asked_for:
         raise ConfigError(
-            f"--sequence-parallel acts on layers that are built for it, got none in {type(module).__name__}. Build it "
+            f"--sequence-parallel needs layers that are built for it, got none in {type(module).__name__}. Build them "
             "with megatron.models.ParallelContext(group, streams, sequence_parallel=True), or leave the flag out"
         )
     raise ConfigError(
         f"layers of {type(module).__name__} are built with sequence_parallel=True, got no --sequence-parallel. "
-        "Give the flag, or build them without"
+        "Add the flag, or build them with sequence_parallel=False"
     )
 
 
@@ -44,7 +44,7 @@ def check_context_is_cut(module: torch.nn.Module, size: int) -> None:
     built = {context.context.size for context in contexts if context is not None}
     if size > 1 and built != {size}:
         raise ConfigError(
-            f"--context-parallel-size {size} acts on layers that are built for it, got "
-            f"{', '.join(map(str, sorted(built))) or 'none'} in {type(module).__name__}. Build it with "
+            f"--context-parallel-size {size} needs layers that are built for this size, got "
+            f"{', '.join(map(str, sorted(built))) or 'none'} in {type(module).__name__}. Build them with "
             "megatron.models.ParallelContext(..., context=mpu.get_grid().context), or leave the flag out"
         )

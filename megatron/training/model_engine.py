@@ -55,7 +55,7 @@ class ModelEngine(torch.nn.Module):
         except AttributeError:
             raise AttributeError(
                 f"the engine of a run without a pipeline has no attribute {name!r}. DeepSpeed's engine may have it: "
-                "--verbose-deepspeed or --checkpoint-format deepspeed trains on that one"
+                "add --verbose-deepspeed or --checkpoint-format deepspeed to train on it"
             ) from None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

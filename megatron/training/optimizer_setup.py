@@ -38,8 +38,8 @@ def deepspeed_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim
         return DeepSpeedCPUAdam(groups, adamw_mode=True, **settings)
     except Exception as error:  # any error of the compiler, the loader or their files
         raise ConfigError(
-            f"--cpu-adam deepspeed compiles an extension, which failed here: {type(error).__name__}: {error}. It needs "
-            "a C++ compiler (g++) and ninja. Use --cpu-adam torch, which needs none"
+            f"--cpu-adam deepspeed cannot compile its extension: {type(error).__name__}: {error}. It needs a C++ "
+            "compiler (g++) and ninja. Use --cpu-adam torch, which needs no extension"
         ) from error
 
 

@@ -127,7 +127,7 @@ def compare(reference: Trace, ranks: Sequence[Trace]) -> Difference:
     """
     names = {name for trace in ranks for name in trace.gradients}
     if names != set(reference.gradients):
-        raise ValueError(f"the layouts hold different parameters: {sorted(names ^ set(reference.gradients))}")
+        raise ValueError(f"the layouts have different parameters: {sorted(names ^ set(reference.gradients))}")
     floor = SMALLEST_SHARE * reference.grad_norms[0]
     gradient, worst = max(_differences(reference.gradients, [t.gradients for t in ranks], floor), default=(0.0, ""))
     weight, _ = max(_differences(reference.weights, [t.weights for t in ranks], 1e-12), default=(0.0, ""))

@@ -53,7 +53,7 @@ def combination_problems(config: Config, tokenizer: Any, program: str = "") -> I
         for name in ("sample_prompts", "eval_tasks"):
             if name in given_flags:
                 flag = f"--{name.replace('_', '-')}"
-                yield f"{flag} needs a tokenizer, got none. Name it with --tokenizer-path, or leave {flag} out"
+                yield f"{flag} needs a tokenizer, got none. Set --tokenizer-path, or leave {flag} out"
     elif _reads_with_tokenizer(config, program):
         yield from _vocabulary_problems(config, tokenizer)
     yield from _empty_split_problems(config)
@@ -80,7 +80,7 @@ def _vocabulary_problems(config: Config, tokenizer: Any) -> Iterator[str]:
     data = config.data
     has_eod = getattr(tokenizer, "has_eod", True)
     if flags := [f"--{name.replace('_', '-')}" for name in EOD_FLAGS if getattr(data, name) and not has_eod]:
-        yield f"{', '.join(flags)} need an end-of-document token, the tokenizer has none"
+        yield f"{', '.join(flags)} need an end-of-document token, but the tokenizer has none"
     if data.fim_rate and not any(all(tokenizer.token_to_id(name) is not None for name in row) for row in FIM_TOKENS):
         known = " or ".join(" ".join(row) for row in FIM_TOKENS)
         yield f"--fim-rate {data.fim_rate:g} needs a vocabulary with the tokens {known}. Leave it out"
@@ -94,16 +94,16 @@ def _vocabulary_problems(config: Config, tokenizer: Any) -> Iterator[str]:
     if config.own.is_encoder_decoder and data.cuts_spans and len(config.own.kinds) > 1:
         modes = tokens_of(tokenizer, config).modes
         if missing := [denoiser.kind for denoiser in config.own.kinds if denoiser.kind not in modes]:
-            yield f"each of several denoisers must have a mode token, {', '.join(missing)} has none"
+            yield f"each of several denoisers needs a mode token, but the tokenizer has none for {', '.join(missing)}"
 
 
 def _empty_split_problems(config: Config) -> Iterator[str]:
     """Yield errors about splits that the run needs although ``--split`` gives them no documents."""
     data, (train, _, test) = config.data, config.data.split_shares
     if config.checkpoint.eval_only and not test:
-        yield f"--eval-only needs a test split, got --split {data.split}, which gives it no documents. Change --split"
+        yield f"--eval-only needs a test split, but --split {data.split} assigns it no documents. Change --split"
     if not config.checkpoint.eval_only and config.batch.train_iters and not train:
-        yield f"training needs documents, got --split {data.split}, which gives it none. Change --split"
+        yield f"training needs documents, but --split {data.split} assigns it none. Change --split"
 
 
 def machine_problems(
@@ -159,9 +159,9 @@ def _device_problems(config: Config, world_size: int) -> Iterator[str]:
     if config.parallel.device != "cuda":
         return
     if not num_gpus:
-        yield "--device cuda needs a GPU, this machine has none (no /dev/nvidia*, /dev/kfd). Use --device cpu"
+        yield "--device cuda needs a GPU, but this machine has none (no /dev/nvidia*, /dev/kfd). Use --device cpu"
     elif num_gpus < ranks and Path("/dev/nvidia0").exists() and config.parallel.distributed_backend != "gloo":
-        yield f"each rank needs a GPU of its own, got {ranks} ranks on this machine and {num_gpus} GPUs. Use more nodes"
+        yield f"each rank needs a separate GPU, got {ranks} ranks and {num_gpus} GPUs on this machine. Use more nodes"
 
 
 def _memory_problems(config: Config, world_size: int, memory: Sequence[Memory]) -> Iterator[str]:
@@ -172,15 +172,15 @@ def _memory_problems(config: Config, world_size: int, memory: Sequence[Memory]) 
     if is_on_gpu:
         peak, limit = max(stage.total for stage in memory), gpu_bytes()
         if limit is not None and peak > limit:
-            yield f"a rank needs about {human_bytes(peak)}, a GPU of this machine has {human_bytes(limit)}. {_SMALLER}"
+            yield f"a rank needs about {human_bytes(peak)}, but a GPU has {human_bytes(limit)}. {_SMALLER}"
     elif config.parallel.device not in ("auto", "cpu", *accelerators.BUILT_IN):
         return
     # If all ranks are on this host, they cover the stages evenly; otherwise assume that all have the largest stage.
     needed = sum(on_host) * ranks // len(memory) if ranks == world_size else max(on_host) * ranks
     if needed > host_bytes():
         yield (
-            f"{ranks} {'rank needs' if ranks == 1 else 'ranks need'} about {human_bytes(needed)} of host memory, this "
-            f"machine has {human_bytes(host_bytes())}. {_SMALLER}"
+            f"{ranks} {'rank needs' if ranks == 1 else 'ranks need'} about {human_bytes(needed)} of host memory, but "
+            f"this machine has {human_bytes(host_bytes())}. {_SMALLER}"
         )
 
 

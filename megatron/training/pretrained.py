@@ -31,17 +31,18 @@ def load_pretrained(trainer: Trainer, source: Path) -> None:
         with marked(is_of_this_rank=False):
             if not (flags.finetune or flags.eval_only):
                 raise CheckpointError(
-                    f"{source} is a Hugging Face folder, which holds weights and nothing to go on with. Add --finetune"
+                    f"{source} is a Hugging Face folder, which contains only weights: a run cannot resume from it. "
+                    "Add --finetune"
                 )
             folder = weights.open_pretrained(source, stack)
             folder.check_fits(trainer.config)
         folder.load(weight_records(trainer.engine.module, trainer.engine.optimizer))
     trainer.engine.optimizer.copy_main_params_to_parameters()
     if trainer.world.rank == 0:
-        advice = f". The folder's own: {folder.flags}"
+        advice = f". The folder's settings: {folder.flags}"
         warn_of_weights(folder.config.to_dict(), trainer.config, source, advice)
         _compare_tokenizers(trainer.config, source)
-    log.info(f"loaded the weights of {source}, a Hugging Face folder: each rank has read its parts")
+    log.info(f"loaded the weights of {source}, a Hugging Face folder: each rank has read its shards")
 
 
 def _compare_tokenizers(config: Config, source: Path) -> None:
@@ -49,9 +50,9 @@ def _compare_tokenizers(config: Config, source: Path) -> None:
     try:
         difference = tokenizer_difference(source, config)
     except (ConfigError, DataError) as error:
-        log.info(f"whether the tokenizer is that of {source} is not checked: {error}")
+        log.info(f"cannot compare the tokenizer with that of {source}: {error}")
         return
     if difference:
-        log.warning(f"the tokenizer is not that of {source}: {difference}. Token ids have another meaning")
+        log.warning(f"the tokenizer differs from that of {source}: {difference}. Token ids have another meaning")
     else:
-        log.info(f"the tokenizer has the ids of that in {source}")
+        log.info(f"the tokenizer has the same ids as that of {source}")

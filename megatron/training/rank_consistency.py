@@ -94,11 +94,11 @@ def compare_devices(place: torch.device, grid: Grid) -> None:
         for (host, gpu), ranks in shared.items()
     ]
     raise ConfigError(
-        "each rank must have a GPU of its own, got several ranks on one:\n  "
+        "each rank must have a separate GPU, got several ranks on one:\n  "
         + "\n  ".join(rows[:MOST_ROWS])
-        + "\nStart as many ranks on each host as it has GPUs, each with a LOCAL_RANK of its own; LOCAL_RANK=0 for all "
-        "is right only where CUDA_VISIBLE_DEVICES names another GPU for each. For numbers only, ranks may share a GPU: "
-        "--distributed-backend gloo."
+        + "\nStart as many ranks on each host as it has GPUs, each with a distinct LOCAL_RANK. LOCAL_RANK=0 for all is "
+        "correct only if CUDA_VISIBLE_DEVICES selects a different GPU for each. If speed does not matter, ranks may "
+        "share a GPU with --distributed-backend gloo."
     )
 
 
@@ -114,12 +114,12 @@ def _compare_kinds(kinds: Sequence[str], grid: Grid) -> None:
     for ranks in grid.topology.groups("pipe", "context", "tensor"):
         if len({kinds[rank] for rank in ranks}) > 1:
             raise ConfigError(
-                f"the ranks of a replica must have GPUs of one kind, got {models}: other kernels would round "
-                f"otherwise, and copies of a weight drift apart (ranks {format_ranks(ranks)}). Start them on hosts of "
-                "one kind"
+                f"the ranks of a replica must have the same GPU model, got {models}: other kernels would round "
+                f"differently, and copies of a weight would diverge (ranks {format_ranks(ranks)}). Start them on hosts "
+                "with the same GPU model"
             )
     if grid.world.rank == 0:
-        log.warning(f"replicas have GPUs of unlike kinds, and the slowest sets the pace: {models}")
+        log.warning(f"replicas have different GPU models, and the slowest limits the speed: {models}")
 
 
 def facts(config: Config) -> dict[str, str]:

@@ -242,7 +242,7 @@ def _load(checkpoint: Checkpoint, records: list[TensorRecord], *, resizes_vocab:
 def _report(trainer: Trainer, checkpoint: Checkpoint, options: RestoreOptions) -> None:
     """Log what was loaded and how this run differs from the one that saved the checkpoint."""
     config, world, metadata = trainer.config, trainer.world, checkpoint.metadata
-    log.info(f"loaded {checkpoint.path}: going on after step {trainer.progress.step}")
+    log.info(f"loaded {checkpoint.path}: resuming after step {trainer.progress.step}")
     if layout_change := layout_text(metadata["layout"], world.grid.topology):
         rng_note = "; torch's generators start from --seed" if options.generators else ""
         log.info(f"{layout_change}: each rank reads the slices that it needs{rng_note}")

@@ -106,12 +106,12 @@ def check_store(paths: RunPaths, flags: CheckpointConfig) -> None:
         object_store.check_writable(flags.save_remote)
         uploaded = remote.find(flags.save_remote)
     except DataError as error:
-        raise ConfigError(f"--save-remote must name a place of a store that can be written to: {error}") from error
+        raise ConfigError(f"--save-remote must name a writable location in an object store: {error}") from error
     if uploaded and not _is_own_store(flags) and last_sequence(saved_in(paths.folder)) < uploaded[0].sequence:
         raise ConfigError(
-            f"--save-remote must be empty or hold this run, got {flags.save_remote} with {uploaded[0].name} and "
-            f"{len(uploaded) - 1} more checkpoints that are not in {paths.folder}. Go on with them (--load "
-            f"{flags.save_remote}), or give another place"
+            f"--save-remote must be empty or contain this run, got {flags.save_remote} with {uploaded[0].name} and "
+            f"{len(uploaded) - 1} more checkpoints that are not in {paths.folder}. Resume from them (--load "
+            f"{flags.save_remote}), or set another location"
         )
 
 
@@ -195,4 +195,4 @@ def _free(folder: Path) -> Path:
             return candidate
         except FileExistsError:
             continue
-    raise CheckpointError(f"no free name for a run folder beside {folder}")
+    raise CheckpointError(f"no free name for a run folder next to {folder}")

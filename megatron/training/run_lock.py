@@ -65,8 +65,8 @@ class RunLock:
 
         def refusal(text: bytes) -> str:
             return (
-                f"one job at a time may write to {folder}, got {_format_holder(_parsed(text))}, which holds {path}. "
-                "Name another folder with --save, or end that job; if it is gone, delete the file"
+                f"only one job at a time may write to {folder}, got {_format_holder(_parsed(text))}, which holds "
+                f"{path}. Set --save to another folder, or end that job. If it no longer exists, delete the file"
             )
 
         try:
@@ -74,12 +74,12 @@ class RunLock:
                 path, "lockf", wait_s=patience, describe=refusal, error=ConfigError, without_lock=_is_left
             )
             if holder := _parsed(self._lock.left):
-                log.info(f"{path} is stale: {_format_holder(holder)} is gone; taken over")
+                log.info(f"{path} is stale: {_format_holder(holder)} has exited; taking over the lock")
             self._lock.write(json.dumps(_own()).encode() + b"\n")
         except OSError as error:
             raise ConfigError(
-                f"{path} must be a file that can be written and locked, got: {error}. Name another folder with "
-                "--save, or remove what is there"
+                f"{path} must be a file that can be written and locked, got: {error}. Set --save to another folder, or "
+                "remove the file"
             ) from error
 
     def release(self) -> None:
@@ -133,7 +133,7 @@ def _start_of(pid: int) -> str | None:
 
 def _format_holder(found: dict[str, Any]) -> str:
     if not found:
-        return "a process that has not written who it is"
+        return "a process that has not written its name yet"
     return f"host {found.get('host')}, pid {found.get('pid')}, since {found.get('since')}"
 
 

@@ -139,7 +139,7 @@ def build_model(config: Config, world: World, model_provider: Callable[[], torch
             # If another rank exited first, rank 0 would be ended before it reports the error.
             dist.barrier(group=world.grid.host.handle)
         method = config.parallel.partition_method
-        raise ConfigError(f"--partition-method {method} cannot cut this model: {error}") from None
+        raise ConfigError(f"--partition-method {method} cannot split this model: {error}") from None
 
 
 def check_chunks(module: torch.nn.Module, chunks: int, placement: str = LOOP) -> None:
@@ -151,14 +151,14 @@ def check_chunks(module: torch.nn.Module, chunks: int, placement: str = LOOP) ->
     num_built = getattr(module, "chunks", 1)
     if chunks > 1 and num_built != chunks:
         raise ConfigError(
-            f"--pipeline-chunks must be the chunks that the model was built with, got {chunks} and {num_built}. "
+            f"--pipeline-chunks must match the chunks of the model, got {chunks} and {num_built}. "
             f"Build it with tds.PipelineModule(..., chunks={chunks}), or leave the flag out"
         )
     actual = getattr(module, "placement", LOOP)
     if actual != placement:
         raise ConfigError(
-            f"--pipeline-placement must be how the model was built, got {placement} and {actual}. Build it with "
-            f'tds.PipelineModule(..., placement="{placement}"), or choose a schedule for a {actual}'
+            f"--pipeline-placement must match the model, got {placement} and {actual}. Build it with "
+            f'tds.PipelineModule(..., placement="{placement}"), or choose a schedule for {actual}'
         )
 
 

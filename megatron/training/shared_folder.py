@@ -37,7 +37,7 @@ def _leave_probe(folder: Path) -> Path:
     try:
         descriptor, name = tempfile.mkstemp(prefix=".probe-", dir=folder)
     except OSError as error:
-        raise ConfigError(f"--save must name a folder that can be written, got {folder}: {error}") from error
+        raise ConfigError(f"--save must name a writable folder, got {folder}: {error}") from error
     os.close(descriptor)
     return Path(name)
 
@@ -50,6 +50,6 @@ def _judge(probe: Path, blind: list[str]) -> None:
         return
     if blind:
         raise ConfigError(
-            f"--save must be a folder that all nodes share; node {', '.join(blind)} does not see what rank 0 writes to "
-            f"{probe.parent} on {platform.node()}. Name a folder of a file system that all of them mount there"
+            f"--save must name a folder that all nodes share, but node {', '.join(blind)} does not see the files that "
+            f"rank 0 writes to {probe.parent} on {platform.node()}. Use a file system that all nodes mount at this path"
         )

@@ -57,7 +57,7 @@ def start_rows(
 ) -> Iterator[tuple[str, str]]:
     """Yield the rows of the start table."""
     bounds = bounds_of(config, module)
-    yield "device", device.name(world.kind) + (f", {human_count(peak)}FLOP/s in all" if peak else "")
+    yield "device", device.name(world.kind) + (f", {human_count(peak)}FLOP/s in total" if peak else "")
     yield from device_setup.device_rows(world.kind)
     if not config.parallel.has_pipeline and (reasons := reasons_for_deepspeed(config, module)):
         yield "engine", f"DeepSpeed's, for {', '.join(reasons)}"
@@ -79,7 +79,7 @@ def _saves_row(flags: CheckpointConfig) -> str:
     """Return text that states when the run saves."""
     steps = f"every {flags.save_interval} steps" if flags.save_interval else ""
     minutes = f"every {flags.minutes:g} minutes" if flags.minutes else ""
-    retention = f" (the last {DEFAULT_KEPT} of these stay)" if flags.is_default_interval else ""
+    retention = f" (the last {DEFAULT_KEPT} of these are retained)" if flags.is_default_interval else ""
     when = " and ".join(part for part in (steps, minutes) if part)
     background = ", in the background" if flags.async_save else ""
     return f"{when + retention + ', ' if when else ''}at the end, and when stopped{background}"
@@ -95,11 +95,14 @@ def _loss_row(module: torch.nn.Module, average: str) -> str:
         return "mean over micro-batches of their means over valid tokens (--loss-average micro-batch)"
     if getattr(module, "loss_weighting", None) == "tokens":
         return "mean over the valid tokens of the global batch"
-    return "mean over micro-batches and replicas (of a pair (sum, count): over all that is counted)"
+    return "mean over micro-batches and replicas (for a pair (sum, count): over all counted tokens)"
 
 
 def fusion_text(module: torch.nn.Module, fused: Collection[torch.Tensor]) -> str:
     """Return text on the share of weights with fused gradient accumulation, and on the weights without it."""
     share, others = share_of(fused, dict(module.named_parameters()))
-    others_text = f"; autograd adds those of {others}" if others else ""
-    return f"--gradient-accumulation-fusion: products add the gradients of {share} % of the weights here{others_text}"
+    others_text = f"; autograd accumulates those of {others}" if others else ""
+    return (
+        f"--gradient-accumulation-fusion: matrix products accumulate the gradients of {share} % of the weights on this "
+        f"rank{others_text}"
+    )

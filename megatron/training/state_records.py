@@ -105,7 +105,7 @@ def _shard_of_state(key: str, value: torch.Tensor, main_param: torch.Tensor) -> 
         state_size not in (1, size) for state_size, size in zip(value.shape, local, strict=True)
     ):
         raise RuntimeError(
-            f"a state of the optimizer must have its master's shape, or 1 in some dimensions, got {key} of shape "
+            f"an optimizer state must have the shape of its main param, or 1 in some dimensions, got {key} of shape "
             f"{tuple(value.shape)} for {local}: it cannot be saved"
         )
     is_mean = [state_size != size for state_size, size in zip(value.shape, local, strict=True)]

@@ -83,11 +83,11 @@ class FiniteLossCheck:
         return True
 
     def _not_finite_text(self) -> str:
-        hint = " If it is so from the first step on, weights are read outside of the forward of a module that has "
-        hint += "them, which --zero-stage 3 gathers them for: use --zero-stage 2."
+        hint = " If this happens from the first step on, weights are read outside of the forward of their module, for "
+        hint += "which --zero-stage 3 gathers them: use --zero-stage 2."
         return (
-            f"the loss must be finite, got {self._loss}. The weights are as before this step. Lower --lr, look at "
-            "the samples, or leave such steps out with --stability-guard skip."
+            f"the loss must be finite, got {self._loss}. The step did not change the weights. Lower --lr, inspect "
+            "the samples, or skip such steps with --stability-guard skip."
             + (hint if self._optimizer.store.gathers_weights else "")
         )
 

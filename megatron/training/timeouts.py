@@ -105,7 +105,7 @@ class Sections:
         outer = self.name
         if name == STEP and not self._has_stepped:
             name = FIRST_STEP
-        self._meet(f"waiting for all ranks ahead of {name}")
+        self._meet(f"waiting for all ranks before {name}")
         self._enter(name)
         try:
             yield
@@ -186,7 +186,7 @@ def leave_stuck(found: str, own: Report, linger: Callable[[], None] | None, name
         rank_status.note_state(rank_status.LATE)  # so that the launcher also names this rank
     message = found if is_named else f"{found}. This rank {own.words}"
     limit = f"{limit_s:g} s (--step-timeout; outside of steps --phase-timeout-minutes)"
-    exit_guard.leave(PeerError(f"{message}. It may get no further for {limit}"), name, linger)
+    exit_guard.leave(PeerError(f"{message}. The limit without progress is {limit}"), name, linger)
 
 
 def _handles(grid: Grid) -> list[tuple[str, Any]]:

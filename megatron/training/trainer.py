@@ -341,7 +341,7 @@ class Trainer:
             "",
         )
         message = f"step {self.samples.step} ({self.samples.text}): {error}"
-        located = NumericsError(f"{message} Here {location}." if location else message)
+        located = NumericsError(f"{message} On this rank, {location}." if location else message)
         located.is_of_this_rank = bool(location)
         return located
 

@@ -48,9 +48,9 @@ def with_vocabulary(tokenizer: Any, config: Config) -> Config:
     num_sentinels = len(tokenizer.sentinel_ids) if config.own.is_encoder_decoder else 0
     if num_sentinels and "vocab_extra_ids" in config.given:
         raise ConfigError(
-            "--vocab-extra-ids is for a tokenizer without sentinels, got --vocab-extra-ids "
-            f"{config.own.vocab_extra_ids} and a tokenizer with {num_sentinels} of its own, which are used. Leave it "
-            "out"
+            "--vocab-extra-ids needs a tokenizer without sentinels, got --vocab-extra-ids "
+            f"{config.own.vocab_extra_ids} and a tokenizer with {num_sentinels} sentinels, which are used. Leave the "
+            "flag out"
         )
     num_rows, tokens = config.model.vocab_size, tokens_of(tokenizer, config)
     num_ids = tokens.vocab_size
@@ -58,7 +58,7 @@ def with_vocabulary(tokenizer: Any, config: Config) -> Config:
     if num_rows is not None and num_ids > num_rows and uses_text_only and tokenizer.text_vocab_size <= num_rows:
         log.info(
             f"the tokenizer has {num_ids} ids and the model {num_rows} rows: the ids from {num_rows} on are special "
-            "tokens, which plain text never becomes"
+            "tokens, which do not occur in plain text"
         )
         tokenizer.num_rows, num_ids = num_rows, num_rows
     return config.with_vocab(num_ids)

@@ -59,9 +59,9 @@ def build(provider: Callable[[], torch.nn.Module], *, arrives: bool) -> torch.nn
         if not arrives or SINGLE_PLACE not in str(error):
             raise
         raise ConfigError(
-            "with --zero-stage 3 the weights of megatron.mpu's layers are filled after the model is built, got a "
-            "model_provider that writes to one. Nothing would be left of that in other stages either: leave it out, or "
-            "set the weight as an nn.Parameter of your own"
+            "--zero-stage 3 initialises the weights of megatron.mpu's layers after the model is built, got a "
+            "model_provider that writes to one. Other ZeRO stages would overwrite it, too: leave the write out, or "
+            "assign your own nn.Parameter"
         ) from error
 
 

@@ -94,7 +94,7 @@ def _check(package: str, installed: str | None, oldest: tuple[int, ...], below: 
             installed = metadata.version(package)
         except metadata.PackageNotFoundError as missing:
             raise ImportError(
-                f"tds needs {package}, which is not installed: pip install '{package}{requirement}'"
+                f"tds requires {package}, which is not installed. Run pip install '{package}{requirement}'"
             ) from missing
     numbers = []
     for part in installed.split("+")[0].split(".")[:3]:
@@ -103,8 +103,8 @@ def _check(package: str, installed: str | None, oldest: tuple[int, ...], below: 
     version = tuple(numbers)
     if version < oldest or (below is not None and version >= below):
         raise ImportError(
-            f"tds needs {package} {requirement}, got {installed}: it builds on private parts that change between "
-            f"versions. pip install '{package}{requirement}'"
+            f"tds requires {package} {requirement}, got {installed}: it uses private APIs that change between "
+            f"versions. Run pip install '{package}{requirement}'"
         )
 
 
@@ -217,7 +217,7 @@ class _Following(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name == "__path__":
-            raise AttributeError(f"module {self.__name__!r} is no package")
+            raise AttributeError(f"module {self.__name__!r} is not a package")
         if name in self._own:
             value = vars(self)[name] = getattr(importlib.import_module(self._own[name]), name)
             return value

@@ -83,7 +83,7 @@ class LayerCheckpoints:
             ValueError: ``custom_load_fn`` is given; it is not supported, because each layer has its own file.
         """
         if custom_load_fn is not None:
-            raise ValueError("custom_load_fn must be None for a pipeline, whose layers lie in files of their own")
+            raise ValueError("custom_load_fn must be None for a pipeline, because each layer is stored in its own file")
         chosen = _agreed_tag(self, load_dir, tag)
         if chosen is None:
             return None, None
@@ -218,13 +218,13 @@ def _agreed_tag(engine: LayerCheckpoints, load_dir: str, tag: str | None) -> str
     if len(ranks) > 1:
         tags = "; ".join(f"{_name(rank_tag, pointer)} on {_listed(tag_ranks)}" for rank_tag, tag_ranks in ranks.items())
         raise CheckpointError(
-            f"all ranks must load the same checkpoint, got {tags}, in {load_dir}. Let every host see the same folder, "
-            "or pass the tag"
+            f"all ranks must load the same checkpoint, got {tags} in {load_dir}. Make the same folder "
+            "visible on every host, or pass the tag"
         )
     if chosen is None and engine.load_universal_checkpoint():
-        raise CheckpointError(f"a universal checkpoint must have a file {pointer}, got none in {load_dir}")
+        raise CheckpointError(f"a universal checkpoint requires a file {pointer}, got none in {load_dir}")
     if chosen is None and engine.global_rank == 0:
-        _log.warning('no file "%s" in %s: nothing is loaded. Pass the tag if there is a checkpoint', pointer, load_dir)
+        _log.warning('no file "%s" in %s: no checkpoint is loaded. Pass the tag if there is one', pointer, load_dir)
     return chosen
 
 
@@ -259,12 +259,12 @@ def _missing_files(engine: LayerCheckpoints, load_dir: str, tag: str) -> str | N
     for layer in layers_to_load(engine.module, folder):
         if not os.path.exists(layer.path):
             return (
-                f"each layer must have its file, got no {layer.path}: the checkpoint is of another model or cut short"
+                f"the layer file {layer.path} does not exist: the checkpoint belongs to another model or is incomplete"
             )
         if layer.number_of_files != size:
             return (
-                f"a layer must have one file for each tensor slice, got {layer.number_of_files} beside {layer.path} "
-                f"and {size} slices here; load with as many slices as saved"
+                f"a layer must have one file per tensor slice, got {layer.number_of_files} files next to {layer.path} "
+                f"for {size} tensor slices. Load with the number of slices with which the checkpoint was saved"
             )
     return None
 
@@ -288,25 +288,25 @@ def _other_layout(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str |
     if difference is None:
         return None
     return (
-        f"optimizer states can be loaded only where each rank holds the layers that it held when they were saved: "
-        f"{difference}. Pass load_optimizer_states=False to load the weights alone."
+        f"optimizer states can be loaded only if each rank has the same layers as when they were saved: {difference}. "
+        "Pass load_optimizer_states=False to load only the weights."
     )
 
 
 def _difference(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str | None:
     saved, current = checkpoint["mp_world_size"], engine.mp_world_size
     if saved != current:
-        return f"saved on {saved} ranks for each replica (stages x tensor slices), now {current}"
+        return f"they were saved with {saved} ranks per replica (stages x tensor slices), now {current}"
     layers = layer_numbers(engine.module)
     layout = checkpoint.get(LAYOUT_KEY)
     if layout is not None and layout["layers"] != layers:
         return f"stage {engine.stage_id} had the layers {layout['layers']}, now {layers}"
     if layout is None and layers != list(range(layers[0], layers[-1] + 1)):
-        return f"DeepSpeed's stages hold one run of layers each, here stage {engine.stage_id} has {layers}"
+        return f"DeepSpeed saves one contiguous run of layers per stage, but stage {engine.stage_id} has {layers}"
     if engine.zero_optimization() or engine._is_bf16_without_zero():
         replicas, current_replicas = checkpoint["dp_world_size"], engine.seq_dp_world_size
         if replicas != current_replicas:
-            return f"they were cut over {replicas} replicas, now {current_replicas}"
+            return f"they were sharded over {replicas} replicas, now over {current_replicas}"
     if engine.zero_optimization():
         shapes, current_shapes = checkpoint["param_shapes"], engine.zero_shapes()
         return (

@@ -19,20 +19,20 @@ def refuse_unsupported(engine: Any) -> None:
     if not isinstance(engine.module, PipelineModule) and sharing_layers(layer_specs(engine.module)):
         raise TypeError(
             f"layers that share modules need tds.PipelineModule, got {type(engine.module).__module__}."
-            f"{type(engine.module).__name__}: there nobody builds what they share"
+            f"{type(engine.module).__name__}, which does not build the shared modules"
         )
     if engine.has_moe_layers:
-        raise NotImplementedError("the pipeline engine of tds does not train DeepSpeed's MoE layers; use DeepSpeed's")
+        raise NotImplementedError("the pipeline engine of tds does not support DeepSpeed's MoE layers. Use DeepSpeed's")
     accepted(engine.config_given)
     if engine.torch_autocast_enabled():
         raise NotImplementedError(
-            'the pipeline engine of tds does not act on "torch_autocast"; use "bf16" or "fp16", or '
+            'the pipeline engine of tds does not support "torch_autocast". Use "bf16" or "fp16", or '
             "torch.autocast inside your layers"
         )
     if engine.zero_optimization_stage() >= 2:
         raise ValueError(
-            f"ZeRO stages 2 and 3 cut gradients that a pipeline still adds to, got zero_optimization.stage="
-            f"{engine.zero_optimization_stage()}; use 0 or 1"
+            f"zero_optimization.stage={engine.zero_optimization_stage()} is not supported: ZeRO stages 2 and 3 shard "
+            "gradients to which later micro-batches of a pipeline still add. Use 0 or 1"
         )
 
 
@@ -44,8 +44,8 @@ def log_unused_settings(engine: Any) -> None:
     if unused and engine.global_rank == 0:
         listed = ", ".join(f'"{key}"' for key in unused)
         log_rank_0(
-            f"{listed} in the JSON act on nothing in tds: it divides gradients once, after their sums, and a boundary "
-            "says of each tensor whether it is cut over the tensor group"
+            f"{listed} in the JSON: no effect in tds, which divides gradients once, after their all-reduce, and "
+            "declares per tensor of a boundary whether it is sharded over the tensor group. Remove the keys"
         )
     if "overlap_forward_backward" in config.get("pipeline", {}) and engine.global_rank == 0:
         log_rank_0(
@@ -54,7 +54,7 @@ def log_unused_settings(engine: Any) -> None:
         )
     if engine.asks_for_flops and engine.global_rank == 0:
         log_rank_0(
-            '"flops_profiler" in the JSON profiles nothing in tds. Use "pipeline": {"trace": "a folder"}, or run '
+            '"flops_profiler" in the JSON has no effect in tds. Use "pipeline": {"trace": "a folder"}, or run '
             "deepspeed.profiling.flops_profiler.get_model_profile on a layer"
         )
 

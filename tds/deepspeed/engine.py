@@ -180,7 +180,7 @@ class PipelineEngine(  # type: ignore[misc]  # grad_norm is a property of BaseEn
         raise PipelineError("a pipeline engine has no backward(): train_batch(data_iter) runs it")
 
     def step(self, *_: Any, **__: Any) -> Any:
-        raise PipelineError("a pipeline engine has no step(): train_batch(data_iter) takes it")
+        raise PipelineError("a pipeline engine has no step(): train_batch(data_iter) updates the weights")
 
     def _groups(self) -> Collection[Any]:
         return list(groups_of(self.module))

@@ -37,7 +37,7 @@ def initialize(
         return deepspeed.initialize(**arguments)
     if mpu is not None:
         raise ValueError(
-            f"mpu must be None for a pipeline model, which brings its own grid, got {type(mpu).__name__}. Leave it out."
+            f"mpu must be None for a pipeline model, which has its own grid, got {type(mpu).__name__}. Remove it."
         )
     arguments["config"] = _accepted(config)
     with _our_engine(), without_prints():
@@ -45,8 +45,10 @@ def initialize(
     if not isinstance(built[0], PipelineEngine):
         raise RuntimeError(
             f"deepspeed.initialize must build tds.PipelineEngine for a pipeline model, got {type(built[0]).__module__}."
-            f"{type(built[0]).__name__}: deepspeed {deepspeed.__version__} does not take it from where tds puts it, or "
-            "another library has replaced deepspeed.initialize. Import tds ahead of that, or install deepspeed 0.19.8"
+            f"{type(built[0]).__name__}. Either deepspeed {deepspeed.__version__} does not use the engine class that "
+            "tds "
+            "sets, or another library has replaced deepspeed.initialize. Import tds before that library, or install "
+            "deepspeed 0.19.8"
         )
     return built
 

@@ -70,7 +70,7 @@ class PipelineModule(BaseModule):
         profile_batch: tuple[Any, Any] | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
         if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-            raise ValueError(f"chunks must be a whole number of 1 or more, got {chunks!r}")
+            raise ValueError(f"chunks must be a positive integer, got {chunks!r}")
         if dist.is_initialized() and not deepspeed.comm.is_initialized():
             deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         layers = list(layers)
@@ -190,7 +190,7 @@ def chunk_of(parts: Sequence[int], layer: int) -> int:
     for piece in range(len(parts) - 1):
         if parts[piece] <= layer < parts[piece + 1]:
             return piece
-    raise ValueError(f"a layer's number must lie within the bounds {list(parts)}, got {layer}")
+    raise ValueError(f"a layer index must be within the bounds {list(parts)}, got {layer}")
 
 
 @contextmanager
@@ -213,8 +213,8 @@ def _naming_classes(specs: Sequence[Any], method: str) -> Iterator[None]:
             raise
         classes = ", ".join(dict.fromkeys(_class_name(spec) for spec in specs))
         raise PartitionError(
-            f"partition_method must be type: and a part of the name of a layer's class, got {method!r}; the classes "
-            f"are {classes}. Take one of them, or another method."
+            f"partition_method={method!r} matches no layer; the classes are {classes}. Write type: and a part of one "
+            "of these names, or use another method."
         ) from None
 
 
@@ -232,11 +232,11 @@ def check_bounds(bounds: Any, num_layers: int, num_pieces: int) -> list[int]:
     except (TypeError, ValueError):
         exact = False
     if not exact:
-        raise PartitionError(f"partition_method must be a name or a list of whole numbers, {got}")
+        raise PartitionError(f"partition_method must be a name or a list of integers, {got}")
     if len(as_ints) != num_pieces + 1 or as_ints[0] != 0 or as_ints[-1] != num_layers or as_ints != sorted(as_ints):
         raise PartitionError(
-            f"partition bounds must be {num_pieces + 1} rising numbers from 0 to the number of layers, {got}. "
-            f"Write [0, ..., {num_layers}] so that each layer lies on one stage."
+            f"partition bounds must be {num_pieces + 1} increasing integers from 0 to the number of layers, {got}. "
+            f"Write [0, ..., {num_layers}], so that each layer is on one stage."
         )
     return as_ints
 
@@ -249,7 +249,7 @@ def refuse_empty_pieces(parts: list[int], num_layers: int, method: Any, placemen
     num_stages, chunks = placement.num_stages, placement.num_chunks
     location = f"stage {placement.stage_of(empty[0])}" + (f", chunk {empty[0] // num_stages}" if chunks > 1 else "")
     raise PartitionError(
-        f"each stage must hold a layer{' in each chunk' if chunks > 1 else ''}, got none on {location}: {num_layers} "
-        f"layers, {num_stages} stages, {chunks=}, partition_method={method!r} gives bounds {parts}. "
-        "Use fewer stages or chunks, more layers, or bounds of your own."
+        f"each stage must have a layer{' in each chunk' if chunks > 1 else ''}, got none on {location}: {num_layers} "
+        f"layers, {num_stages} stages, {chunks=}, partition_method={method!r} results in the bounds {parts}. "
+        "Use fewer stages or chunks, more layers, or explicit bounds."
     )

@@ -146,13 +146,11 @@ def gradients_of(optimizer: Any, zero_stage: int) -> GradientSource:
         return FP16Gradients(optimizer)
     if type(optimizer) is DeepSpeedZeroOptimizer and zero_stage == 1:
         if any(parameter.dtype is torch.float64 for group in optimizer.bit16_groups for parameter in group):
-            raise ValueError(
-                "ZeRO keeps master weights in fp32, got parameters of fp64. Use zero_optimization.stage 0."
-            )
+            raise ValueError("ZeRO keeps the main params in fp32, got fp64 parameters. Use zero_optimization.stage 0.")
         return ZeroGradients(optimizer)
     if zero_stage > 0:
         raise NotImplementedError(
-            f"the pipeline engine of tds cannot work with DeepSpeed's {type(optimizer).__name__} (ZeRO stage "
+            f"the pipeline engine of tds does not support DeepSpeed's {type(optimizer).__name__} (ZeRO stage "
             f"{zero_stage}). Use ZeRO 0, or ZeRO 1 without ZenFlow."
         )
     source: GradientSource | None = getattr(optimizer, "gradient_source", None)

@@ -103,12 +103,12 @@ class Recompute:
         if self._has_logged or dist.get_rank() != 0:
             return
         self._has_logged = True
-        share = f"1/{checkpointing.mp_size} on each tensor rank" if checkpointing.PARTITION_ACTIVATIONS else "whole"
+        share = f"1/{checkpointing.mp_size} on each tensor rank" if checkpointing.PARTITION_ACTIVATIONS else "unsharded"
         location = "on the host" if checkpointing.CPU_CHECKPOINT else "on the device"
-        buffers = ", in no buffer of its own" if checkpointing.CONTIGUOUS_CHECKPOINTING else ""
+        buffers = ", without a contiguous buffer" if checkpointing.CONTIGUOUS_CHECKPOINTING else ""
         log_rank_0(
-            "recompute with partition_activations or cpu_checkpointing is tds's own: DeepSpeed's empties tensors that "
-            f"others hold, which loses gradients. An input waits {share}, {location}{buffers}"
+            "tds replaces DeepSpeed's recompute with partition_activations or cpu_checkpointing, which empties tensors "
+            f"that are still in use and loses gradients. Each input is stored {share}, {location}{buffers}"
         )
 
 

@@ -83,9 +83,9 @@ def load_safely(path: str, read: Callable[..., Any] = torch.load, **options: Any
             return read(path, **options)
     except pickle.UnpicklingError as error:
         raise UnsafeFileError(
-            f"{path} may hold tensors, numbers, texts and the few classes that DeepSpeed itself saves, got "
-            f"{_named(error)}, and nothing of it was run. Save it anew without it; only if you trust whoever wrote the "
-            "file, whose code would run here, pass load_checkpoint(..., is_trusted=True)"
+            f"{path} may only contain tensors, numbers, strings and the few classes that DeepSpeed saves, got "
+            f"{_named(error)}. No code of the file was run. Save the file again without this object. Only if you trust "
+            "the author of the file, pass load_checkpoint(..., is_trusted=True), which runs the author's code"
         ) from error
 
 
@@ -120,4 +120,4 @@ def make_safe(checkpoint_engine: Any) -> SafeLoad:
 def _named(error: pickle.UnpicklingError) -> str:
     """Return the name of the object that torch rejected."""
     match = _NAME.search(str(error))
-    return match[1] if match else "what no such file has (it is damaged, or not one of torch.save)"
+    return match[1] if match else "unreadable content (the file is damaged, or not from torch.save)"

@@ -28,7 +28,7 @@ class Shared:
 
     def __init__(self, key: str, typename: type[nn.Module], *args: Any, **kwargs: Any) -> None:
         if not key.isidentifier():
-            raise ValueError(f"the key of a shared module must be a name such as 'bias', got {key!r}")
+            raise ValueError(f"the key of a shared module must be an identifier such as 'bias', got {key!r}")
         self.key, self.typename, self.args, self.kwargs = key, typename, args, kwargs
 
     def build(self) -> nn.Module:
@@ -76,7 +76,8 @@ class SharingLayerSpec(LayerSpec):
         for name, shared in self.shares.items():
             if hasattr(layer, name):
                 raise ValueError(
-                    f"{self.typename.__name__} shares a module by the name {name!r}, which is taken there. Take another"
+                    f"{self.typename.__name__} cannot share a module as {name!r}, because it has this attribute. Use "
+                    "another name"
                 )
             if shared.key not in modules:
                 modules[shared.key] = shared.build()
@@ -118,7 +119,7 @@ def sharing_layers(specs: Sequence[Any]) -> dict[str, list[int]]:
             if expected_class is not shared.typename:
                 raise ValueError(
                     f"a key must belong to one shared module, got {shared.key!r} for {expected_class.__name__} and for "
-                    f"{shared.typename.__name__} of layer {layer_idx}. Give one of them another key."
+                    f"{shared.typename.__name__} of layer {layer_idx}. Use another key for one of them."
                 )
             layers_by_key.setdefault(shared.key, []).append(layer_idx)
     return dict(sorted(layers_by_key.items()))

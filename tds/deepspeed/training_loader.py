@@ -42,11 +42,13 @@ def training_loader(data: Any, grid: Any, make_loader: Callable[..., Any], *, ha
     """
     if has_curriculum and grid.pipe_parallel_size > 1:
         raise NotImplementedError(
-            "DeepSpeed's curriculum sampler draws on rank 0 for ranks of its own data-parallel group, so it cannot "
-            f"feed the last of {grid.pipe_parallel_size} stages: "
-            '"data_efficiency.data_sampling.curriculum_learning" needs '
-            "one stage. Pass an iterator to train_batch, and cut sequences to the length of DeepSpeed's "
-            "CurriculumScheduler in the batch function (set_batch_fn): shapes may change from call to call."
+            '"data_efficiency.data_sampling.curriculum_learning" needs one stage, got '
+            f"{grid.pipe_parallel_size} stages: DeepSpeed's curriculum sampler draws samples on rank 0 and sends them "
+            "only "
+            "to rank 0's data-parallel group, which does not contain the last stage. Pass an iterator to train_batch, "
+            "and "
+            "truncate sequences to the length of DeepSpeed's CurriculumScheduler in the batch function (set_batch_fn). "
+            "Shapes may change from call to call."
         )
     sampler: Any = torch.utils.data.distributed.DistributedSampler(
         data,

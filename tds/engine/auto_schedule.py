@@ -51,8 +51,10 @@ def choices(schedule: str, placement: Placement) -> tuple[str, ...]:
     if unknown or not names:
         possible = candidates(AUTO, placement.num_chunks, placement.kind)
         raise ValueError(
-            f'"auto" can choose among {", ".join(possible)} for chunks that lie as these, got '
-            f'"pipeline": {{"schedule": "{schedule}"}}. Name some of them, or none for all'
+            f'"auto" can choose among {", ".join(possible)} for {placement.num_chunks} chunks per stage and the '
+            "placement "
+            f'"{placement.kind}", got "pipeline": {{"schedule": "{schedule}"}}. List some of these schedules, or none '
+            "for all"
         )
     return names
 
@@ -100,8 +102,8 @@ class Auto:
         self.is_chosen = len(self._trials) == 1
         self._set_schedule(self._trials[0])
         if self.is_chosen:
-            why = "with one stage" if placement.num_stages == 1 else "of one schedule"
-            self._log(f"{self._trials[0]}: {why} there is nothing to choose")
+            why = "one stage" if placement.num_stages == 1 else "one schedule"
+            self._log(f"{self._trials[0]}: with {why} there is no choice")
 
     @property
     def measures(self) -> bool:
@@ -145,7 +147,7 @@ class Auto:
         costs = costs_of(by_stage, self._placement.num_chunks, self._placement.kind)
         rows = [*map(list, (costs.forward, costs.backward_input, costs.backward_weight, costs.backward))]
         total = torch.tensor(rows, dtype=torch.float32, device=self._device)
-        with collective_scope(self._stage, "averaging the times of its actions"):
+        with collective_scope(self._stage, "averaging the action times"):
             dist.all_reduce(total, group=self._group)
         forward, *backwards = (total * self._placement.num_stages / dist.get_world_size(self._group)).tolist()
         return Costs(tuple(forward), tuple(backwards[0]), tuple(backwards[1]), backward=tuple(backwards[2]))
@@ -188,9 +190,9 @@ def best(
     )
     bubble = 100 * timelines[name].bubble
     return name, (
-        f"{name} for {num_micro_batches} micro-batches, with a bubble of {bubble:.1f} %: a step takes by simulation, "
-        f"in ms, {listed}; "
-        f"measured per micro-batch, in ms, forward, backward, its two halves: {measured}"
+        f"{name} for {num_micro_batches} micro-batches, with a bubble of {bubble:.1f} %; simulated step times "
+        f"in ms: {listed}; "
+        f"measured times per micro-batch in ms (forward, backward, its two halves): {measured}"
     )
 
 

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-BATCH_STRUCTURE = (
-    "((inputs...), labels): what the first layer takes, and what the loss function takes beside the output"
-)
+BATCH_STRUCTURE = "((inputs...), labels): the inputs of the first layer, and the labels of the loss function"
 _MOST_SHOWN = 6
 _DEEPEST = 6
 _LABELS = ("labels", "label", "targets", "target", "y")
@@ -49,11 +47,11 @@ def refuse_input(value: Any, path: str, inputs: Any) -> TypeError:
         path: the position of ``value`` in the inputs, such as "inputs[1]".
         inputs: all inputs of the first layer.
     """
-    hint = "Leave it out"
+    hint = "Remove it"
     if hasattr(value, "__array__") or isinstance(value, (int, float)):
-        hint = "Make a tensor of it (torch.as_tensor), or leave it to torch's default collate function"
+        hint = "Convert it to a tensor (torch.as_tensor), or use torch's default collate function"
     elif isinstance(value, (str, bytes)):
-        hint = "Leave it out, or make numbers of the text first"
+        hint = "Remove it, or convert the text to numbers first"
     return TypeError(
         "the first stage's inputs must be tensors, or tuples, lists or dicts of them, got "
         f"{type(value).__name__} at {path} of the inputs {describe_structure(inputs)}. {hint}"
@@ -66,14 +64,16 @@ def _rest(number: int) -> list[str]:
 
 def _advice(batch: Any) -> str:
     if batch is None:
-        return "Return the pair from the batch function (one without a return gives None), or let the loader give it"
+        return (
+            "Return the pair from the batch function (without a return statement it returns None), or from the loader"
+        )
     if isinstance(batch, torch.Tensor):
-        return "Give (it, labels); where there are no labels, or they travel with the inputs, give (it, None)"
+        return "Return (tensor, labels), or (tensor, None) if there are no labels or the inputs contain them"
     if isinstance(batch, Mapping):
         return _advice_on_names([key for key in batch if isinstance(key, str)])
     if isinstance(batch, (tuple, list)):
         return _advice_on_parts(tuple(batch))
-    return "Give tensors: a pair from the loader's collate_fn, or from a batch function (engine.set_batch_fn)"
+    return "Return a pair of tensors from the loader's collate_fn, or from a batch function (engine.set_batch_fn)"
 
 
 def _advice_on_names(names: list[str]) -> str:
@@ -81,20 +81,20 @@ def _advice_on_names(names: list[str]) -> str:
     inputs = "".join(f'batch["{name}"], ' for name in names if name != labels)[:-1] or 'batch["inputs"],'
     inputs = inputs if inputs.count(",") == 1 else inputs.rstrip(",")
     return (
-        "Say which is which: from collate_fn, or by "
-        f'engine.set_batch_fn(lambda batch: (({inputs}), batch["{labels}"])) where a rank without data gets none'
+        "Return the pair from collate_fn, or call "
+        f'engine.set_batch_fn(lambda batch: (({inputs}), batch["{labels}"])). A rank without data calls it with None'
     )
 
 
 def _advice_on_parts(parts: tuple[Any, ...]) -> str:
     if not parts:
-        return "It is empty; let the loader give (inputs, labels)"
+        return "The batch is empty. The loader must return (inputs, labels)"
     if len(parts) == 1:
         inner = parts[0]
         if isinstance(inner, (tuple, list)) and len(inner) == 2:
-            return f"It is nested one level too deep: give {describe_structure(inner)}"
+            return f"It is nested one level too deep. Return {describe_structure(inner)}"
         corrected = f"({describe_structure(inner)}, labels)"
-        return f"The labels are missing: give {corrected}; where there are none, None in their place"
+        return f"The labels are missing. Return {corrected}, with None in place of the labels if there are none"
     nested = parts[:-1], parts[-1]
     shown = describe_structure(nested)
-    return f"Put what the first layer takes into a tuple of its own: {shown}, if the last are the labels"
+    return f"Put the inputs of the first layer into one tuple: {shown}, if the last element is the labels"

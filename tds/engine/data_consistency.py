@@ -62,11 +62,11 @@ class DataConsistency:
             StopIteration: the iterators of all ranks that read have ended.
             DataEnded: the iterators of some of these ranks have ended.
         """
-        states = [row[0] for row in self._gather([state], "agreeing on whether there is data")]
+        states = [row[0] for row in self._gather([state], "checking that all ranks have data")]
         ended, ready = ([rank for rank, value in enumerate(states) if value == wanted] for wanted in (ENDED, READY))
         if ended and ready:
             raise DataEnded(
-                "the data must last equally long on all ranks that read, got none for this call on "
+                "all ranks that read data must have the same number of micro-batches, got none for this call on "
                 f"{self._format_ranks(ended)}, and more on {self._format_ranks(ready)}. {_ADVICE}"
             )
         if ended:
@@ -87,13 +87,13 @@ class DataConsistency:
         local_row = [NOWHERE if ended_at is None else ended_at, self._replica]
         if self.compares:
             local_row += list(checksums) or [NOWHERE] * num_micro_batches
-        rows = self._gather(local_row, "agreeing on the data that were read")
+        rows = self._gather(local_row, "comparing the data of all ranks")
         ended = {rank: row[0] for rank, row in enumerate(rows) if row[0] != NOWHERE}
         if ended:
             raise DataEnded(
-                f"a global batch needs {num_micro_batches} micro-batches, got "
-                f"{', '.join(f'{count} on {self._name_of(rank)}' for rank, count in ended.items())}, where the data "
-                f"ended. {_ADVICE}"
+                f"a global batch needs {num_micro_batches} micro-batches, but the data ended after "
+                f"{', '.join(f'{count} on {self._name_of(rank)}' for rank, count in ended.items())}. "
+                f"{_ADVICE}"
             )
         if self.compares:
             self._compare([(row[1], row[2:]) for row in rows])
@@ -107,10 +107,10 @@ class DataConsistency:
             for micro_batch, (first_crc, crc) in enumerate(zip(rows[first_rank][1], checksums, strict=True)):
                 if first_crc != crc:
                     raise DataDisagreement(
-                        "all ranks of a replica that read must read the same micro-batches, got different ones of "
-                        f"number {micro_batch}: checksum {first_crc:08x} on {self._name_of(first_rank)}, {crc:08x} on "
-                        f"{self._name_of(rank)}. Give the first and the last stage the same loader with the same "
-                        "seed, and a sampler by replica (data-parallel rank), not by rank"
+                        "all ranks of a replica that read data must read the same micro-batches, but micro-batch "
+                        f"{micro_batch} differs: checksum {first_crc:08x} on {self._name_of(first_rank)}, {crc:08x} on "
+                        f"{self._name_of(rank)}. Use the same loader with the same seed on the first and the last "
+                        "stage, and a sampler that depends on the replica (data-parallel rank), not on the rank"
                     )
 
     def _gather(self, numbers: Sequence[int], doing: str) -> list[list[int]]:
@@ -127,8 +127,8 @@ class DataConsistency:
 
 
 _ADVICE = (
-    "Give every rank that reads the same number of micro-batches, a multiple of gradient_accumulation_steps "
-    "(drop_last=True), or let the loader begin anew (deepspeed.utils.RepeatingLoader)"
+    "Provide the same number of micro-batches on every rank that reads data, a multiple of "
+    "gradient_accumulation_steps (drop_last=True), or use a loader that restarts (deepspeed.utils.RepeatingLoader)"
 )
 
 

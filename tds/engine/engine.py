@@ -152,7 +152,7 @@ class ScheduleEngine:
             RuntimeError: gradients are disabled, a peer is gone, or there is no data or no optimizer.
         """
         if not torch.is_grad_enabled():
-            raise RuntimeError("train_batch needs gradients, which are switched off here; use eval_batch under no_grad")
+            raise RuntimeError("train_batch needs gradients, which are disabled. Use eval_batch under no_grad")
         if data_iter is not None and data_iter is not self.data_iterator:
             self.set_dataiterator(data_iter)
         self.module.train()
@@ -171,14 +171,16 @@ class ScheduleEngine:
             # 2. All-reduce of the losses.
             gradients, reducer = self._gradients, call.reducer
             if gradients is None:
-                raise RuntimeError("train_batch needs an optimizer; pass one to initialize or name one in the JSON")
+                raise RuntimeError(
+                    "train_batch needs an optimizer. Pass one to initialize, or configure one in the JSON"
+                )
             if reducer is not None:
                 reducer.finish_launch()
             losses = self._reduce_losses(call.meter)
             call.source.read_ahead()
 
             # 3. All-reduce of the gradients: over the copies of tied weights, then over the replicas.
-            doing = "adding up the gradients of tied weights and replicas"
+            doing = "all-reducing the gradients of tied weights and replicas"
             with collective_scope(self.stage_id, doing), self.report.part(REDUCTION):
                 is_scattered = reducer is not None and reducer.is_scattered
                 if not is_scattered:
@@ -355,7 +357,7 @@ class ScheduleEngine:
             return
         parameters, tensor_rank = self._trained(), self.grid.get_slice_parallel_rank()
         counted = [gradients.of(p) for p in parameters if is_counted_in_norm(p, tensor_rank)]
-        with collective_scope(self.stage_id, "taking the norm of the gradients"):
+        with collective_scope(self.stage_id, "computing the norm of the gradients"):
             norm = global_norm(counted, [self.grid.get_model_parallel_group()], self.device)
         clip([gradients.of(p) for p in parameters], norm, max_norm)
         self.grad_norm = float(norm) if is_host(norm.device) else norm  # stays on the device until it is read
@@ -404,7 +406,7 @@ class ScheduleEngine:
     def _reduce_losses(self, meter: LossMeter) -> LossReduction:
         """All-reduce the losses over the replicas and broadcast them to all stages. Collective."""
         grid = self.grid
-        with collective_scope(self.stage_id, "agreeing on the loss"):
+        with collective_scope(self.stage_id, "all-reducing the loss"):
             return all_reduce_loss(
                 meter if self.is_last_stage() else None,
                 self.device,
@@ -432,7 +434,7 @@ class ScheduleEngine:
     def _take_step(self, gradients: GradientSource) -> None:
         """Clip the complete gradients, update the weights and count the step. Collective."""
         if self._update is None:
-            raise RuntimeError("train_batch needs an optimizer; pass one to initialize or name one in the JSON")
+            raise RuntimeError("train_batch needs an optimizer. Pass one to initialize, or configure one in the JSON")
         scale = gradients.loss_scale()
         self._has_untaken_gradients = True  # kept for inspection after an error; the next batch discards them
         with self.report.part(STEP):
@@ -480,7 +482,9 @@ class ScheduleEngine:
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and parameter not in known:
                 raise RuntimeError(
-                    f"{type(self.optimizer).__name__} updates only what is trained when tds.initialize is called, got "
-                    f"{name}, which was unfrozen since. Unfreeze it ahead of tds.initialize (a learning rate of 0 in a "
-                    "parameter group of its own keeps it as it is), or save, and load into a new engine"
+                    f"{type(self.optimizer).__name__} only updates parameters that are trainable when tds.initialize "
+                    "is "
+                    f"called, but {name} was unfrozen later. Unfreeze it before tds.initialize (a separate parameter "
+                    "group with a learning rate of 0 keeps it unchanged), or save a checkpoint and load it into a new "
+                    "engine"
                 )

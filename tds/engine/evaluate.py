@@ -21,7 +21,7 @@ def check_arguments(reduce_output: str | None, num_micro_batches: int) -> None:
     if reduce_output is not None and str(reduce_output).lower() != "avg":
         raise NotImplementedError(f'reduce_output must be "avg" or None, got {reduce_output!r}')
     if isinstance(num_micro_batches, bool) or not isinstance(num_micro_batches, int) or num_micro_batches < 1:
-        raise ValueError(f"num_micro_batches must be a whole number of 1 or more, got {num_micro_batches!r}")
+        raise ValueError(f"num_micro_batches must be a positive integer, got {num_micro_batches!r}")
 
 
 def mean_output(outputs: Sequence[Any], grid: PipelineGrid) -> Any:
@@ -37,8 +37,8 @@ def mean_output(outputs: Sequence[Any], grid: PipelineGrid) -> Any:
         return [mean_output(elements, grid) for elements in zip(*outputs, strict=True)]
     if not isinstance(first, torch.Tensor):
         raise TypeError(
-            f'reduce_output="avg" takes the mean of tensors, got an output of {type(first).__name__}. '
-            "Pass reduce_output=None to have the outputs as they are."
+            f'reduce_output="avg" averages tensors, got an output of type {type(first).__name__}. '
+            "Pass reduce_output=None to get the outputs unreduced."
         )
     mean = sum(outputs) / len(outputs)
     if grid.data_parallel_size > 1:

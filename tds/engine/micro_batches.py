@@ -45,8 +45,8 @@ class BatchSource:
     def __post_init__(self) -> None:
         if self.iterator is not None and not hasattr(self.iterator, "__next__"):
             raise TypeError(
-                f"train_batch and eval_batch take an iterator, got {type(self.iterator).__name__}. Make one by "
-                "iter(...), once ahead of all steps"
+                f"train_batch and eval_batch need an iterator, got {type(self.iterator).__name__}. Create one with "
+                "iter(...), once before the first step"
             )
 
     def begin(self, reads: bool) -> None:
@@ -63,7 +63,7 @@ class BatchSource:
         if reads and self.iterator is None and self.batch_fn is None:
             raise RuntimeError(
                 f"stage {self.stage} needs data: pass an iterator to train_batch or eval_batch, or training_data to "
-                "initialize; a rank that does not read needs a batch function (set_batch_fn)"
+                "initialize. A rank that does not read data needs a batch function (set_batch_fn)"
             )
         state = NO_READER
         if reads and self.iterator is not None:
@@ -129,7 +129,7 @@ class BatchSource:
             batch = self._fetched.pop() if self._fetched else next(iterator)
         except StopIteration:
             if self.agreement is None:
-                raise DataEnded(f"the data ended behind {self._number} micro-batches of a global batch") from None
+                raise DataEnded(f"the data ended after {self._number} micro-batches of a global batch") from None
             self.ended_at = self._number if self.ended_at is None else self.ended_at
             return copy.copy(self._last)
         # Copied because a batch function may empty the item.

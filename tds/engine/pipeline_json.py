@@ -27,9 +27,9 @@ micro_batch_group_size, trace, trace_steps, timeout_s, check_data, overlap_reduc
 BACKWARD_SPLITS = {"auto": None, "linear": False, "graph": True}
 UNSUPPORTED = {
     "amp": 'use "bf16" or "fp16"',
-    "progressive_layer_drop": "drop layers in your own modules, by torch's random numbers",
+    "progressive_layer_drop": "drop layers in your own modules, with torch's random number generator",
     "compression_training": "quantize or prune in your own layers, or after training",
-    "eigenvalue": "take eigenvalues in the program, between steps",
+    "eigenvalue": "compute eigenvalues in the program, between steps",
 }
 """JSON sections that only DeepSpeed's engine implements, in its forward and backward, and the alternative to each."""
 
@@ -104,7 +104,7 @@ def check_keys(section: Mapping[str, Any]) -> None:
     for key in unknown:
         close = difflib.get_close_matches(str(key), KEYS, n=1)
         problems.append(f'"{key}"' + (f' (did you mean "{close[0]}"?)' if close else ""))
-    raise ValueError(f'"pipeline" in the JSON has no {", ".join(problems)}; its keys are {", ".join(KEYS)}')
+    raise ValueError(f'"pipeline" in the JSON has no {", ".join(problems)}. Its keys are {", ".join(KEYS)}')
 
 
 def chosen_schedule(section: Mapping[str, Any], module: Any) -> Any:
@@ -121,19 +121,21 @@ def chosen_schedule(section: Mapping[str, Any], module: Any) -> Any:
     setting, schedule = section.get("chunks", chunks), section.get("schedule")
     if not has_chunks and (setting != 1 or schedule == "interleaved"):
         raise ValueError(
-            f"a stage of several chunks needs tds.PipelineModule(..., chunks=c), got a plain {type(module).__name__} "
+            f"several chunks per stage require tds.PipelineModule(..., chunks=c), got a plain {type(module).__name__} "
             f'and "pipeline": {{"schedule": {schedule!r}, "chunks": {setting!r}}}. Build it with tds.PipelineModule.'
         )
     if setting != chunks:
         raise ValueError(
-            f'"pipeline": {{"chunks": ...}} in the JSON must be the module\'s, got {setting!r} there and {chunks=} in '
-            "PipelineModule. The layers are built before the JSON is read: change the module, or leave the key out."
+            f'"pipeline": {{"chunks": ...}} in the JSON must be equal to chunks of PipelineModule, got {setting!r} in '
+            "the "
+            f"JSON and {chunks=} in PipelineModule. The layers are built before the JSON is read: change the module, "
+            "or remove the key."
         )
     if section.get("placement", placement) != placement:
         raise ValueError(
-            f'"pipeline": {{"placement": ...}} in the JSON must be the module\'s, got {section["placement"]!r} there '
-            f"and {placement!r} in PipelineModule. Build it with tds.PipelineModule(..., placement=...), or leave the "
-            "key out."
+            f'"pipeline": {{"placement": ...}} in the JSON must be equal to placement of PipelineModule, got '
+            f"{section['placement']!r} in the JSON and {placement!r} in PipelineModule. Build it with "
+            "tds.PipelineModule(..., placement=...), or remove the key."
         )
     if (path := section.get("schedule_file")) is not None:
         return _schedule_in(path, section)
@@ -145,8 +147,9 @@ def _schedule_in(path: Any, section: Mapping[str, Any]) -> FileSchedule:
     conflicting = [key for key in ("schedule", "micro_batch_group_size") if section.get(key)]
     if not isinstance(path, (str, os.PathLike)) or conflicting:
         raise ValueError(
-            f'"pipeline": {{"schedule_file": ...}} must be the path of a file, and stand without "schedule" and '
-            f'"micro_batch_group_size", got {path!r}' + (f" beside {', '.join(conflicting)}" if conflicting else "")
+            f'"pipeline": {{"schedule_file": ...}} must be the path of a file and excludes "schedule" and '
+            f'"micro_batch_group_size", got {path!r}'
+            + (f" together with {', '.join(conflicting)}" if conflicting else "")
         )
     return read_schedule(os.fspath(path))
 
@@ -163,8 +166,8 @@ def accepted(given: dict[str, Any]) -> dict[str, Any]:
     for key, instead in UNSUPPORTED.items():
         if _is_enabled(given.get(key)):
             raise NotImplementedError(
-                f'the pipeline engine of tds does not act on "{key}" in the JSON, got it enabled; {instead}, and take '
-                "the section out"
+                f'the pipeline engine of tds does not support "{key}", which the JSON enables. Remove the section, and '
+                f"{instead} instead"
             )
     return {key: value for key, value in given.items() if key not in UNSUPPORTED}
 
@@ -231,7 +234,7 @@ def max_ctas(section: Mapping[str, Any]) -> int:
     value = section.get("p2p_max_ctas", process_groups.MAX_CTAS)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(
-            f'"pipeline": {{"p2p_max_ctas": ...}} must be a whole number of 0 (as NCCL chooses) or more, got {value!r}'
+            f'"pipeline": {{"p2p_max_ctas": ...}} must be a non-negative integer (0: NCCL\'s default), got {value!r}'
         )
     return value
 
@@ -247,13 +250,13 @@ def group_size(section: Mapping[str, Any], placement: Placement) -> int:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if value != 0 and not (is_number and value >= placement.num_stages):
         raise ValueError(
-            '"pipeline": {"micro_batch_group_size": ...} must be a whole number, as large as the stages are many, got '
+            '"pipeline": {"micro_batch_group_size": ...} must be an integer of at least the number of stages, got '
             f"{value!r} for {placement.num_stages} stages"
         )
     if value and (placement.num_chunks == 1 or placement.kind != LOOP):
         raise ValueError(
-            f'"pipeline": {{"micro_batch_group_size": {value}}} needs several chunks on each stage, in a {LOOP}, got '
-            f"{placement.num_chunks} in a {placement.kind}. Leave it out"
+            f'"pipeline": {{"micro_batch_group_size": {value}}} needs several chunks per stage and the placement '
+            f'"{LOOP}", got {placement.num_chunks} chunks and the placement "{placement.kind}". Remove the key'
         )
     return int(value)
 

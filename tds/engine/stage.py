@@ -117,9 +117,9 @@ class Stage:
     def _refuse_if_broken(self) -> None:
         if self._broken_by is not None:
             raise RuntimeError(
-                f"stage {self.index} cannot go on: an earlier train_batch or eval_batch ended in the middle, with "
-                f"messages between stages on their way ({self._broken_by}). End the program and resume"
-                + ("" if self._is_aborted else ", or build the engine anew on all ranks")
+                f"stage {self.index} cannot continue: an earlier train_batch or eval_batch failed while messages "
+                f"between stages were in flight ({self._broken_by}). End the program and resume"
+                + ("" if self._is_aborted else ", or build a new engine on all ranks")
             )
 
     def _do(self, actions: Sequence[Action], call: Call) -> None:
@@ -150,7 +150,7 @@ class Stage:
             inputs, leaves = self.exchange.recv_forward(incoming)
         if call.is_training and call.on_micro_batch is not None:
             call.on_micro_batch(action.micro_batch)
-        noting = _adding_note(lambda: f"the first layer was given {describe_structure(inputs)}", incoming is None)
+        noting = _adding_note(lambda: f"the first layer received {describe_structure(inputs)}", incoming is None)
         with call.part(FORWARD), noting, self._splittable_layers(action), self._recomputing():
             output = self.module(inputs) if self.num_chunks == 1 else self.module(inputs, action.chunk)
         if not call.is_training:
@@ -251,7 +251,7 @@ class Stage:
             call.outputs.append(self.made_output(output))
             return
         loss_args = output, labels
-        noting = _adding_note(lambda: f"the loss function was given {describe_structure(loss_args)}")
+        noting = _adding_note(lambda: f"the loss function received {describe_structure(loss_args)}")
         with call.part(FORWARD), noting, self._splittable_layers(action):
             loss = output if call.loss_fn is None else call.loss_fn(output, labels)
         with _adding_note(lambda: NO_LOSS_FN, not has_loss_function(call.loss_fn)):
@@ -262,7 +262,7 @@ class Stage:
         call.last_output = None
         if not weighted_loss.requires_grad:
             raise RuntimeError(
-                f"the loss must depend on the parameters, got one without a gradient at micro-batch "
+                f"the loss must depend on the parameters, but it requires no gradient at micro-batch "
                 f"{action.micro_batch} on stage {self.index}"
             )
         scaled = weighted_loss if call.loss_scale == 1.0 else weighted_loss * call.loss_scale
@@ -278,9 +278,9 @@ class Stage:
         if with_grad or not any(p.requires_grad for p in self.module.parameters()):
             return
         raise RuntimeError(
-            f"stage {self.index} has parameters to train, but none of its outputs requires a gradient. "
-            "Reentrant recompute of a layer whose inputs need no gradient (token ids) detaches it: set "
-            '"pipeline": {"use_reentrant": false}, or leave that layer out of checkpointable_layers.'
+            f"stage {self.index} has trainable parameters, but none of its outputs requires a gradient. "
+            "Reentrant recompute detaches the output of a layer whose inputs need no gradient (token ids). Set "
+            '"pipeline": {"use_reentrant": false}, or remove that layer from checkpointable_layers.'
         )
 
 
@@ -297,5 +297,5 @@ def _adding_note(words: Callable[[], str], is_needed: bool = True) -> Iterator[N
 
 def _gradients(call: Call) -> GradientSource:
     if call.gradients is None:
-        raise RuntimeError("a backward needs an optimizer; pass one to initialize")
+        raise RuntimeError("a backward needs an optimizer. Pass one to initialize")
     return call.gradients

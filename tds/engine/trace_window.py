@@ -25,12 +25,12 @@ def asked_window(section: Mapping[str, Any]) -> tuple[str, int] | None:
     folder, num_steps = section.get("trace"), section.get("trace_steps", trace.DEFAULT_STEPS)
     if folder is None:
         if "trace_steps" in section:
-            raise ValueError('"pipeline": {"trace_steps": ...} has no effect without "trace": name a folder there')
+            raise ValueError('"pipeline": {"trace_steps": ...} has no effect without "trace". Set "trace" to a folder')
         return None
     if not isinstance(folder, str) or not folder:
         raise ValueError(f'"pipeline": {{"trace": ...}} must be the name of a folder, got {folder!r}')
     if not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1:
-        raise ValueError(f'"pipeline": {{"trace_steps": ...}} must be a whole number of 1 or more, got {num_steps!r}')
+        raise ValueError(f'"pipeline": {{"trace_steps": ...}} must be a positive integer, got {num_steps!r}')
     return folder, num_steps
 
 
@@ -87,5 +87,5 @@ class Tracing:
     def _give_up(self, error: OSError) -> None:
         """Warn and stop tracing; a failing trace must not end the run."""
         rank, problem = dist.get_rank() if dist.is_initialized() else 0, f"{type(error).__name__}: {error}"
-        _log.warning("rank %d goes on without a trace, which cannot be written (%s)", rank, problem)
+        _log.warning("rank %d continues without a trace, which cannot be written (%s)", rank, problem)
         self._left, self._file = 0, None

@@ -255,7 +255,7 @@ class WeightGradStore:
         if self._current is None:
             raise RuntimeError(
                 "a layer must not run backward() on its own weights within forward() under a schedule that splits the "
-                'backward: use "pipeline": {"schedule": "1f1b"}, or "interleaved" with chunks'
+                'backward. Use "pipeline": {"schedule": "1f1b"}, or "interleaved" with chunks'
             )
         return self._current
 
@@ -287,8 +287,8 @@ class WeightGradStore:
         """Return a sentence with the percentage of deferred weights and the names of the others."""
         share, others = share_of(self.split, parameters)
         if not others:
-            return "the gradients of all its weights are put off"
-        return f"the gradients of {share} % of its weights are put off; with the input's go those of {others}"
+            return "all its weight gradients are deferred"
+        return f"{share} % of its weight gradients are deferred; computed with the input gradients: {others}"
 
 
 class _SplitLinear(torch.autograd.Function):

@@ -93,7 +93,9 @@ def declared_boundary(module: Any) -> Declared:
     lists = {name: list(getattr(module, name)) for name in LISTS if getattr(module, name, None) is not None}
     if records is not None:
         if lists:
-            raise BoundaryError(f"what crosses a stage must be declared once, got boundary and {', '.join(lists)}")
+            raise BoundaryError(
+                f"the tensors of a boundary must be declared only once, got boundary and {', '.join(lists)}"
+            )
         if isinstance(records, Mapping):
             return {int(piece): _checked(tuple(fields)) for piece, fields in records.items()}
         return _checked(tuple(records))
@@ -101,7 +103,7 @@ def declared_boundary(module: Any) -> Declared:
         return None
     lengths = {name: len(values) for name, values in lists.items()}
     if len(set(lengths.values())) != 1:
-        raise BoundaryError(f"the lists that say what crosses a stage must be of one length, got {lengths}")
+        raise BoundaryError(f"the lists that declare the tensors of a boundary must have equal lengths, got {lengths}")
     size = next(iter(lengths.values()))
     types = lists.get("_input_type", [None] * size)
     grads = lists.get("_input_grad", [None] * size)
@@ -123,7 +125,7 @@ def set_list(module: Any, name: str, values: Sequence[Any] | None) -> None:
         BoundaryError: the name is unknown, or an entry is not valid for this list.
     """
     if name not in LISTS:
-        raise BoundaryError(f"the lists that say what crosses a stage are {', '.join(LISTS)}, got {name!r}")
+        raise BoundaryError(f"the lists that declare the tensors of a boundary are {', '.join(LISTS)}, got {name!r}")
     if values is not None:
         if isinstance(values, (str, torch.Tensor)) or not isinstance(values, Sequence):
             raise BoundaryError(f"{name} must be a list with one entry for each tensor, got {values!r}")
@@ -142,8 +144,8 @@ def _checked(records: Records) -> Records:
         _check_flag("_input_pipe_partitioned", index, record.partitioned)
         if record.needs_grad and record.kind in ("int", "bool"):
             raise BoundaryError(
-                f"only floats have gradients, got _input_grad[{index}]=True with _input_type[{index}]="
-                f"{dtype_name(record.dtype)!r}. Set _input_grad to False there, or the type to 'float'."
+                f"only float tensors have gradients, got _input_grad[{index}]=True with _input_type[{index}]="
+                f"{dtype_name(record.dtype)!r}. Set _input_grad to False, or the type to 'float'."
             )
     return records
 

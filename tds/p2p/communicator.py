@@ -318,7 +318,7 @@ class P2PCommunicator(Transport):
         posted = self._posted[kind, message.peer]
         if not posted or posted[0].message != message:
             next_message = posted[0].message if posted else "nothing"
-            raise RuntimeError(f"stage {self.links.stage} wants {message}, but the next on the wire is {next_message}")
+            raise RuntimeError(f"stage {self.links.stage} expects {message}, but the next message is {next_message}")
         return self.wait_for(posted.popleft())
 
     def _post_for(self, number: int) -> None:

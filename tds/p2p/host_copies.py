@@ -166,7 +166,9 @@ def _announce(device: torch.device) -> None:
     """Log once per job that tensors are copied through the host."""
     global _has_announced
     if not _has_announced and dist.get_rank() == 0:
-        log_rank_0(f"{device.type} tensors go through the host, by gloo ({NAME}): for numbers only, not for speed")
+        log_rank_0(
+            f"{device.type} tensors are copied through the host and sent by gloo ({NAME}): slow, for tests of results"
+        )
     _has_announced = True
 
 

@@ -41,19 +41,19 @@ def encode_header(specs: Sequence[TensorMeta], structure: Structure, place: Plac
         BoundaryError: too many tensors, dimensions or key bytes for a header, or an unsupported dtype.
     """
     if len(specs) > MAX_TENSORS:
-        raise BoundaryError(f"at most {MAX_TENSORS} tensors can cross a stage, got {len(specs)} from {place}")
+        raise BoundaryError(f"at most {MAX_TENSORS} tensors can cross a stage boundary, got {len(specs)} from {place}")
     keys = json.dumps(structure.keys).encode()
     if len(keys) > MAX_KEY_BYTES:
         raise BoundaryError(
-            f"the keys of a dict that crosses a stage must fit into {MAX_KEY_BYTES} bytes, got {len(keys)} bytes for "
+            f"the keys of a dict at a stage boundary must fit into {MAX_KEY_BYTES} bytes, got {len(keys)} bytes for "
             f"{len(structure.keys)} keys from {place}, {structure.keys[0][:40]!r} first. Use shorter keys, or a tuple."
         )
     values = [MAGIC, len(specs), CONTAINERS.index(structure.form), len(keys)]
     for index, spec in enumerate(specs):
         if spec.dtype not in DTYPES or len(spec.shape) > MAX_DIMS:
             raise BoundaryError(
-                f"a tensor that crosses a stage has at most {MAX_DIMS} dimensions and a plain dtype, got {spec} from "
-                f"{place.tensor(index)}. Reshape it, or send it as another dtype."
+                f"a tensor at a stage boundary must have at most {MAX_DIMS} dimensions and a supported dtype, got "
+                f"{spec} from {place.tensor(index)}. Reshape it, or send it as another dtype."
             )
         flags = int(spec.needs_grad) | int(spec.partitioned) << 1
         shape = [*spec.shape, *[0] * (MAX_DIMS - len(spec.shape))]

@@ -171,9 +171,11 @@ def refuse_host_backend(backend: str, num_stages: int, device: torch.device) -> 
     """Raise ValueError if stages would have to send GPU tensors over gloo, which does not support it."""
     if backend == "gloo" and num_stages > 1:
         raise ValueError(
-            f"a pipeline on GPUs needs nccl: gloo does not send tensors of a GPU from stage to stage, got the backend "
-            f"gloo with {num_stages} stages on device {device}. Use nccl; or, where several ranks share a GPU and only "
-            f'the numbers count, tds.p2p.host_copies.register() and init_distributed(dist_backend="{host_copies.NAME}")'
+            "a pipeline on GPUs needs nccl, because gloo does not send GPU tensors from stage to stage, got the "
+            "backend "
+            f"gloo with {num_stages} stages on device {device}. Use nccl. If several ranks share a GPU and speed does "
+            "not "
+            f'matter, use tds.p2p.host_copies.register() and init_distributed(dist_backend="{host_copies.NAME}")'
         )
 
 
@@ -182,7 +184,7 @@ def refuse_blocking_launches(num_stages: int) -> None:
     blocking = os.environ.get("CUDA_LAUNCH_BLOCKING", "")
     if num_stages > 1 and blocking not in ("", "0"):
         raise ValueError(
-            "CUDA_LAUNCH_BLOCKING must not be set for a pipeline, whose stages would wait for each other at their "
-            f"first messages, got {blocking!r} with {num_stages} stages. Unset it. To find the kernel of an error, run "
-            "one stage, or wait for the device in the layers: a pipeline goes on with that"
+            "CUDA_LAUNCH_BLOCKING must not be set for a pipeline, whose stages would deadlock at their first messages, "
+            f"got {blocking!r} with {num_stages} stages. Unset it. To find the kernel of an error, run one stage, or "
+            "synchronize the device in the layers, which a pipeline supports"
         )

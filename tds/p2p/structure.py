@@ -64,7 +64,7 @@ def _flatten_container(output: Any) -> tuple[tuple[torch.Tensor, ...], Structure
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"must return tensors, got {type(tensor).__name__} at [{key_or_idx!r}] of the {type(output).__name__}. "
-                "Leave it out, or make a tensor of it."
+                "Remove it, or convert it to a tensor."
             )
     return tensors, structure
 

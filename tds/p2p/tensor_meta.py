@@ -61,7 +61,7 @@ def describe(
         )
     if len(tensors) != len(records):
         raise BoundaryError(
-            f"{place} must pass on the {len(records)} tensors that are declared "
+            f"{place} must return the {len(records)} declared tensors "
             f"({', '.join(_declared(record) for record in records)}), got {len(tensors)} "
             f"({', '.join(map(format_tensor, tensors))}). "
             "Change the layer's output or _input_grad, _input_type and _input_pipe_partitioned."
@@ -82,11 +82,11 @@ def _describe_one(tensor: torch.Tensor, record: Boundary, place: str, is_trainin
         text = f"{place}: declared {dtype_name(record.dtype)}, got"
         if not _is_float_declared_int(record, tensor.dtype):
             raise BoundaryError(f"{text} {got}. Change the layer's output or _input_type.")
-        _warn_once(f"{text} {dtype_name(tensor.dtype)}; it travels as it is, without gradient")
+        _warn_once(f"{text} {dtype_name(tensor.dtype)}; it is sent unchanged, without a gradient")
     if is_training and record.needs_grad and not tensor.requires_grad:
         raise BoundaryError(
-            f"{place}: declared with a gradient, got {got} that requires none. Detach nothing on its way (reentrant "
-            "recompute of a layer whose input needs no gradient does that too), or set _input_grad to False."
+            f"{place}: declared with a gradient, got {got} that requires none. Do not detach it (reentrant recompute "
+            "of a layer whose input needs no gradient detaches it too), or set _input_grad to False."
         )
     if is_training and tensor.requires_grad and not record.needs_grad and not marks_all:
         raise BoundaryError(
@@ -124,7 +124,7 @@ def check_same(
     if len(now) != len(first) or structures[0] != structures[1]:
         raise BoundaryError(
             f"{place} returned {len(first)} tensors as {structures[1]} before, got {len(now)} as {structures[0]} at "
-            f"micro-batch {micro_batch}. Return the same within one call, or build the PipelineModule with "
+            f"micro-batch {micro_batch}. Return the same structure within one call, or build the PipelineModule with "
             "dynamic_shape=True."
         )
 
@@ -135,17 +135,17 @@ def check_received(specs: tuple[TensorMeta, ...], records: Records | None, place
         return
     if len(specs) != len(records):
         raise BoundaryError(
-            f"{place} expects the {len(records)} tensors that are declared, but {len(specs)} are announced "
-            f"({', '.join(map(str, specs))}). Declare the same on every rank."
+            f"{place} expects the {len(records)} declared tensors, but the sender announces {len(specs)} "
+            f"({', '.join(map(str, specs))}). Use the same declaration on every rank."
         )
     for index, (spec, record) in enumerate(zip(specs, records, strict=True)):
         grad_differs = is_training and spec.needs_grad != record.needs_grad
         dtype_differs = not record.fits(spec.dtype) and not _is_float_declared_int(record, spec.dtype)
         if dtype_differs or grad_differs or spec.partitioned != record.partitioned:
             raise BoundaryError(
-                f"{place.tensor(index, record.name)}: declared here {_declared(record)} with gradient="
-                f"{record.needs_grad}, partitioned={record.partitioned}; announced {spec} with gradient="
-                f"{spec.needs_grad}, partitioned={spec.partitioned}. Declare the same on every rank."
+                f"{place.tensor(index, record.name)}: declared on this rank as {_declared(record)} with gradient="
+                f"{record.needs_grad}, partitioned={record.partitioned}; the sender announces {spec} with gradient="
+                f"{spec.needs_grad}, partitioned={spec.partitioned}. Use the same declaration on every rank."
             )
 
 

@@ -70,7 +70,7 @@ class Placement:
     def __post_init__(self) -> None:
         if self.kind not in PLACEMENTS or (self.kind == V and self.num_chunks == 1):
             raise ValueError(
-                f"placement must be one of {', '.join(PLACEMENTS)}, and a {V} needs 2 or more chunks on each stage, "
+                f"placement must be one of {', '.join(PLACEMENTS)}, and {V} needs 2 or more chunks per stage, "
                 f"got {self.kind!r} with {self.num_chunks} chunks"
             )
 
@@ -166,5 +166,5 @@ def check_sizes(num_stages: int, num_micro_batches: int, stage: int, num_chunks:
     if num_chunks < 1 or (num_chunks > 1 and num_stages == 1):
         raise ValueError(
             f"a schedule needs num_chunks >= 1, and num_stages >= 2 for more than one chunk, got "
-            f"num_chunks={num_chunks}, num_stages={num_stages}. Lower chunks= of the module, or add stages."
+            f"num_chunks={num_chunks}, num_stages={num_stages}. Reduce chunks= of the module, or add stages."
         )

@@ -60,8 +60,9 @@ class FileSchedule:
         sizes = self.placement.num_stages, self.num_micro_batches
         if (num_stages, num_micro_batches) != sizes:
             raise ScheduleError(
-                f"{self.path} is a schedule of {sizes[0]} stages and {sizes[1]} micro-batches, got {num_stages} stages "
-                f"and {num_micro_batches} micro-batches. Train with its numbers, or write another file"
+                f"{self.path} is a schedule for {sizes[0]} stages and {sizes[1]} micro-batches, got {num_stages} "
+                "stages "
+                f"and {num_micro_batches} micro-batches. Train with the sizes of the file, or write another file"
             )
         return list(self._stages[stage])
 
@@ -86,7 +87,7 @@ def _read(path: str, *_: Any) -> FileSchedule:
         rows = [row for row in csv.reader(file) if row]
     cells = [[item for cell in row for item in _parsed(path, line, cell.strip())] for line, row in enumerate(rows, 1)]
     if not all(cells) or not cells:
-        raise ScheduleError(f"{path} must have a line with actions such as 0F0 for each stage, got an empty one")
+        raise ScheduleError(f"{path} must have a line with actions such as 0F0 for each stage, got an empty line")
     placement = _placement_of(path, [{piece for piece, _, _ in row} for row in cells])
     stages = [[LETTERS[letter](mb, piece // placement.num_stages) for piece, letter, mb in row] for row in cells]
     try:
@@ -102,8 +103,8 @@ def _parsed(path: str, line: int, cell: str) -> list[tuple[int, str, int]]:
     matches = [_CELL.fullmatch(entry.strip()) for entry in texts]
     if not all(matches):
         raise ScheduleError(
-            f"{path}, line {line}: a cell must be a piece, one of F, B, I and W, and a micro-batch, such as 0F0, got "
-            f"{cell[:40]!r}. Write the compute-only form, in which nothing is sent or gathered"
+            f"{path}, line {line}: a cell must consist of a piece, one of F, B, I and W, and a micro-batch, such as "
+            f"0F0, got {cell[:40]!r}. Use the compute-only format, without communication"
         )
     return [(int(entry[1]), entry[2], int(entry[3])) for entry in matches if entry]
 
@@ -119,7 +120,7 @@ def _placement_of(path: str, pieces: Sequence[set[int]]) -> Placement:
                 return placement
     listed = "; ".join(f"stage {stage}: {sorted(stage_pieces)}" for stage, stage_pieces in enumerate(pieces))
     raise ScheduleError(
-        f"the pieces in {path} must lie in a loop (piece k on stage k mod {num_stages}) or in a V (down the "
+        f"the pieces in {path} must be placed in a loop (piece k on stage k mod {num_stages}) or in a V (down the "
         f"stages, then up), got {listed}"
     )
 

@@ -58,7 +58,8 @@ def interleaved(
     check_sizes(num_stages, num_micro_batches, stage, num_chunks)
     if group_size and group_size < num_stages:
         raise ValueError(
-            f"a group of micro-batches must have one for each stage or more, got {group_size} for {num_stages} stages"
+            f"a group of micro-batches must be at least as large as the number of stages, got {group_size} for "
+            f"{num_stages} stages"
         )
     return list(_all_stages(num_stages, num_micro_batches, num_chunks, group_size or num_stages)[stage])
 
@@ -286,20 +287,20 @@ def schedule_named(name: object, num_chunks: int = 1, placement: str = LOOP, gro
         instead = [name for name in SCHEDULE_NAMES if (name in IN_A_V) == (placement == V)]
         raise ValueError(
             f'"pipeline": {{"schedule": {name!r}}} needs '
-            f"{'2 chunks' if key in IN_A_V else 'chunks'} of layers on each stage, placed in a "
-            f"{needs}, got {num_chunks} in a {placement}. Build the model with "
+            f"{'2 chunks' if key in IN_A_V else 'chunks'} of layers per stage with the placement "
+            f"{needs}, got {num_chunks} with the placement {placement}. Build the model with "
             f'tds.PipelineModule(..., chunks=2, placement="{needs}"), or choose one of {instead}.'
         )
     if key in IN_A_V:
         return IN_A_V[key]
     if num_chunks == 1 and key not in ONE_CHUNK:
         raise ValueError(
-            f'"pipeline": {{"schedule": {name!r}}} needs 2 or more chunks of layers on each stage, got 1. '
+            f'"pipeline": {{"schedule": {name!r}}} needs 2 or more chunks of layers per stage, got 1. '
             "Build the model with tds.PipelineModule(..., chunks=2), or choose another schedule."
         )
     if num_chunks != 1 and key not in MANY_CHUNKS:
         raise ValueError(
-            f'"pipeline": {{"schedule": {name!r}}} needs one chunk of layers on each stage, got {num_chunks}. '
+            f'"pipeline": {{"schedule": {name!r}}} needs one chunk of layers per stage, got {num_chunks}. '
             f"Build the model without chunks=, or choose one of {sorted(MANY_CHUNKS)}."
         )
     return ONE_CHUNK[key] if num_chunks == 1 else _of_chunks(key, num_chunks, group_size)  # type: ignore[index, arg-type]

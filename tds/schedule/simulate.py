@@ -215,7 +215,7 @@ class Costs:
         lengths = len(self.forward), len(self.backward_input), len(self.backward_weight)
         if lengths[0] == 0 or len(set(lengths)) > 1:
             raise ValueError(
-                "costs need one forward, backward_input and backward_weight for each piece of the model, got "
+                "costs need a forward, backward_input and backward_weight for each piece of the model, got "
                 f"{lengths[0]}, {lengths[1]} and {lengths[2]} values"
             )
         if self.backward and len(self.backward) != lengths[0]:
@@ -389,12 +389,12 @@ def _reason(chosen: str, fastest: list[str], timelines: Mapping[str, Timeline], 
     longest = max(timeline.step_s for timeline in timelines.values())
     unit, factor = ("s", 1.0) if longest >= 1 else ("ms", 1e3)
     times = {name: f"{timeline.step_s * factor:.3g}" for name, timeline in timelines.items()}
-    reason = f"{chosen}: predicted {times[chosen]} {unit} a step"
+    reason = f"{chosen}: predicted {times[chosen]} {unit} per step"
     others = sorted((name for name in timelines if name != chosen), key=lambda name: timelines[name].step_s)
     if others:
         reason += " against " + ", ".join(f"{times[name]} ({name})" for name in others)
     tied = [name for name in fastest if name != chosen]
     if tied:
         tied_peaks = ", ".join(f"{peaks[name]} ({name})" for name in tied)
-        reason += f"; it holds {peaks[chosen]} micro-batches in flight, against {tied_peaks}"
+        reason += f"; it has {peaks[chosen]} micro-batches in flight, against {tied_peaks}"
     return reason

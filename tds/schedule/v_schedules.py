@@ -170,5 +170,5 @@ def check_v(num_stages: int, num_micro_batches: int, stage: int, num_chunks: int
     check_sizes(num_stages, num_micro_batches, stage, num_chunks)
     if num_chunks != 2:
         raise ValueError(
-            f"a V has 2 chunks of layers on each stage, got num_chunks={num_chunks}. Build it with chunks=2"
+            f"the placement v needs 2 chunks of layers per stage, got num_chunks={num_chunks}. Use chunks=2"
         )

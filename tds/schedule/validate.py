@@ -140,8 +140,8 @@ class _Run:
             content = self.wires[event.source].popleft()
             if content != event.takes:
                 raise ScheduleError(
-                    f"messages must be taken in the order in which they are sent: stage {event.stage} at "
-                    f"{event.action} would take the {_format_content(event.source, content)} for the "
+                    f"messages must be received in the order in which they are sent: stage {event.stage} at "
+                    f"{event.action} would receive the {_format_content(event.source, content)} instead of the "
                     f"{_format_content(event.source, event.takes)}"
                 )
         if event.target is not None and event.sends is not None:
@@ -156,7 +156,7 @@ class _Run:
             raise ScheduleError(f"stages wait for each other: {self._format_cycle(waiting)}")
         for channel, wire in self.wires.items():
             if wire:
-                raise ScheduleError(f"stage {channel.receiver} never takes the {_format_content(channel, wire[0])}")
+                raise ScheduleError(f"stage {channel.receiver} never receives the {_format_content(channel, wire[0])}")
 
     def _format_cycle(self, waiting: dict[int, Event]) -> str:
         """Return the chain of waits as text, starting at the first waiting stage, until it closes or ends."""
@@ -166,7 +166,7 @@ class _Run:
             chain.append(stage)
             stage = self._waits_for(waiting[stage])
         links = [f"stage {i} at {waiting[i].action} for stage {self._waits_for(waiting[i])}" for i in chain]
-        return "; ".join(links) + ("" if stage in waiting else ", which has no more to do")
+        return "; ".join(links) + ("" if stage in waiting else ", which has no actions left")
 
 
 def _format_content(channel: Channel, content: Content) -> str:
@@ -188,7 +188,7 @@ STEPS: dict[type[Action], tuple[int, int]] = {
 """Progress that each action requires, and progress after it."""
 
 WHEN: dict[type[Action], str] = {
-    Forward: "first of all",
+    Forward: "before its backward",
     Backward: "after its Forward",
     BackwardInput: "after its Forward",
     BackwardWeight: "after its BackwardInput",
@@ -197,16 +197,16 @@ STATE_NAMES = {
     NOTHING: "nothing",
     FORWARD_DONE: "its Forward",
     INPUT_DONE: "its BackwardInput",
-    DONE: "its whole backward",
+    DONE: "its full backward",
 }
 MISSING = {NOTHING: "Forward", FORWARD_DONE: "Backward", INPUT_DONE: "BackwardWeight"}
 RISING = (
     ((Forward,), "forwards", "data are read in this order"),
-    ((Backward, BackwardInput), "backwards", "gradients then add up in the same order under every schedule"),
+    ((Backward, BackwardInput), "backwards", "so that gradients accumulate in the same order under every schedule"),
     (
         (Backward, BackwardWeight),
         "backwards of weights",
-        "gradients then add up in the same order under every schedule",
+        "so that gradients accumulate in the same order under every schedule",
     ),
 )
 
@@ -255,13 +255,13 @@ def _check_stage(
     for action in actions:
         _check_action(stage, action, num_micro_batches, num_chunks)
         if not is_training and type(action) is not Forward:
-            raise ScheduleError(f"stage {stage}: an evaluation must have forwards only, got {action}")
+            raise ScheduleError(f"stage {stage}: an evaluation must only have forwards, got {action}")
         idx = action.micro_batch * num_chunks + action.chunk
         required, done = STEPS[type(action)]
         if reached[idx] != required:
             raise ScheduleError(
-                f"stage {stage}: {action} must come once, {WHEN[type(action)]}, got it when "
-                f"{STATE_NAMES[reached[idx]]} was done"
+                f"stage {stage}: {action} must run once, {WHEN[type(action)]}, but it follows "
+                f"{STATE_NAMES[reached[idx]]}"
             )
         reached[idx] = done
         if done == FORWARD_DONE:
@@ -284,8 +284,8 @@ def _check_action(stage: int, action: object, num_micro_batches: int, num_chunks
         raise ScheduleError(f"stage {stage}: micro_batch and chunk must be integers, got {action}")
     if not (0 <= micro_batch < num_micro_batches and 0 <= chunk < num_chunks):
         raise ScheduleError(
-            f"stage {stage}: {action} is outside {num_micro_batches} micro-batches and {num_chunks} chunks, "
-            "which count from 0"
+            f"stage {stage}: {action} is out of range for {num_micro_batches} micro-batches and {num_chunks} chunks, "
+            "which are counted from 0"
         )
 
 
@@ -295,7 +295,7 @@ def _check_complete(stage: int, reached: list[int], num_chunks: int, is_training
         if progress != expected:
             micro_batch, chunk = divmod(idx, num_chunks)
             raise ScheduleError(
-                f"stage {stage} must have one {MISSING[progress]} of each micro-batch in each chunk, got none of "
+                f"stage {stage} must have one {MISSING[progress]} for each micro-batch in each chunk, got none for "
                 f"{micro_batch=}, {chunk=}"
             )
 
@@ -308,8 +308,8 @@ def _check_rising(stage: int, actions: Sequence[Action], num_chunks: int) -> Non
             if type(action) in action_types:
                 if action.micro_batch < last[action.chunk]:
                     raise ScheduleError(
-                        f"stage {stage}: the {name} of a chunk must go by rising micro-batch ({reason}), got {action} "
-                        f"after that of micro-batch {last[action.chunk]}"
+                        f"stage {stage}: the {name} of a chunk must be in the order of the micro-batches ({reason}), "
+                        f"got {action} after micro-batch {last[action.chunk]}"
                     )
                 last[action.chunk] = action.micro_batch
 

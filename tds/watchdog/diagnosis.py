@@ -72,7 +72,7 @@ def report(
         ranks: the global ranks of the rank's pipeline, by stage.
     """
     since = f"for {since_s:.1f} s"
-    ahead = f" ahead of its {_name(action)}" if action is not None else ""
+    ahead = f" before its {_name(action)}" if action is not None else ""
     if together is not None:
         return Report(True, None, since_s, f"has been {together}{ahead} {since}")
     if waiting is not None:
@@ -93,7 +93,7 @@ def on_device(own: Report, action: Action | None) -> Report:
     Args:
         action: the action that the device runs; None: unknown, or the host does not queue work on a device.
     """
-    return own if action is None else replace(own, words=f"{own.words}, its device is at its {_name(action)}")
+    return own if action is None else replace(own, words=f"{own.words}; its device runs its {_name(action)}")
 
 
 def format_history(history: Iterable[tuple[str, Kind, Message] | str]) -> str:
@@ -126,9 +126,9 @@ def verdict(
     silent = [rank for rank in range(len(names)) if rank not in reports]
     if silent:
         listed = ", ".join(names[rank] for rank in silent[:8]) + (f" and {len(silent) - 8} more" if silent[8:] else "")
-        text = f"{listed} did not come and does not answer: stopped, dead or cut off"
+        text = f"{listed} is missing and does not answer: stopped, dead or disconnected"
         return text + "".join(
-            f"; the last word of rank {rank} was: {location}" for rank, location in (last_places or {}).items()
+            f"; last known location of rank {rank}: {location}" for rank, location in (last_places or {}).items()
         )
     rank, seen = asking, {asking}
     while (next_rank := reports[rank].waits_for) is not None and next_rank not in seen:
@@ -137,9 +137,9 @@ def verdict(
     if reports[rank].is_waiting:
         working = [each for each in reports if not reports[each].is_waiting]
         if not working:
-            return f"no rank is at work, they wait for each other; {names[rank]} {reports[rank].words}"
+            return f"no rank is working, all ranks wait for each other; {names[rank]} {reports[rank].words}"
         rank = max(working, key=lambda each: reports[each].since_s)
-    return f"{names[rank]} did not come: it {reports[rank].words}"
+    return f"{names[rank]} is missing: it {reports[rank].words}"
 
 
 def _what(kind: Kind, message: Message) -> str:

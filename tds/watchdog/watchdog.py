@@ -319,7 +319,9 @@ class EngineWatchdog(Watchdog):
         return [flight_recorder.format_operations({}), *super()._past()]
 
     def _lose_store(self, error: RuntimeError) -> None:
-        self._is_cut_off = f"the process group's store is gone, with its host, rank 0 or the launcher ({error})"
+        self._is_cut_off = (
+            f"the process group's store is gone, because its host, rank 0 or the launcher, has exited ({error})"
+        )
         self._finished.set()
 
     def _conclude(self, number: int, found: str | None, own: Report, linger: Callable[[], None] | None) -> None:
@@ -383,8 +385,8 @@ class RunWatchdog(Watchdog):
         now, limit_s = time.monotonic(), self.limit_s
         if now - self._armed[0] > self._armed[1] > 0:
             self._warn(
-                f"{self._name}: the stacks above were shown because nothing ran here for {now - self._armed[0]:.0f} s: "
-                "the process was stopped, its machine slept, or code held Python's lock. It goes on now"
+                f"{self._name}: the stacks above were written because no thread ran for {now - self._armed[0]:.0f} s: "
+                "the process was stopped, the machine was suspended, or code held the GIL. The process continues now"
             )
         if limit_s != self._armed[1] or now - self._armed[0] > REARM_S:
             self._armed = now, limit_s
@@ -415,7 +417,9 @@ class RunWatchdog(Watchdog):
 
     def _conclude(self, number: int, found: str | None, own: Report, linger: Callable[[], None] | None) -> None:
         self._finish(number, found)
-        self._on_stuck(found or "a rank raised the alarm and left before it could say who did not come", own, linger)
+        self._on_stuck(
+            found or "a rank raised the alarm and exited before it could report the missing rank", own, linger
+        )
 
 
 def peer_lost(error: BaseException | None) -> collective_scope.PeerLost | None:

@@ -97,5 +97,5 @@ def test_paths_without_weights_are_mixed_by_size(sizes, weights: str, tmp_path: 
             Path(f"{path}.bin").write_bytes(bytes(size))
     config = read(f"--data-path {' '.join(paths)} --dry-run")
     assert config.data.data_path == weights.format(*paths)
-    (note,) = [note for note in config.notes if note.startswith("paths without weights are mixed")]
+    (note,) = [note for note in config.notes if note.startswith("paths without weights are weighted")]
     assert (f": {paths[0]} 75.0%, {paths[1]} 25.0%" in note) == (sizes == (30, 10))

@@ -111,10 +111,10 @@ def test_the_order_is_command_line_file_json_recipe(tmp_path):
     config = read(tmp_path, text, "--num-layers 6", env=env)
     assert (config.model.num_layers, config.model.hidden_size, config.batch.seq_length) == (6, 128, 77)
     assert (config.batch.gas, config.batch.batch_size) == (2, 5)
-    found = [note for note in config.notes if "gradient_accumulation_steps 3 of the JSON does not" in note]
-    assert len(found) == 1 and "run.yaml:2: gas 2 holds" in found[0]
+    found = [note for note in config.notes if "gradient_accumulation_steps 3 of the JSON" in note]
+    assert len(found) == 1 and "run.yaml:2: gas 2 overrides" in found[0]
     assert "MEGATRON_DEFAULTS" not in error_of(tmp_path, "lr: 0")
-    with pytest.raises(ConfigError, match="--config is read from the command line alone"):
+    with pytest.raises(ConfigError, match="--config is accepted on the command line only"):
         parse([], world_size=1, env={"MEGATRON_DEFAULTS": "--config a.yaml"})
 
 
@@ -219,13 +219,13 @@ DUPLICATES = {
 def test_a_duplicated_key_is_an_error_that_names_file_line_and_key(tmp_path, name):
     text, line, key = DUPLICATES[name]
     said = error_of(tmp_path, text, name=name)
-    assert said.startswith(f"{name}:{line}:") and f"a key may stand once, got {key} again" in said, said
+    assert said.startswith(f"{name}:{line}:") and f"a key may occur only once, got {key} again" in said, said
 
 
 def test_two_keys_of_one_flag_are_an_error_that_names_both(tmp_path):
     said = error_of(tmp_path, "model: {num-layers: 2}\nnum_layers: 3\n")
-    assert said.startswith("run.yaml:2: num_layers says what run.yaml:1: num-layers has said")
-    assert "a flag may stand once" in error_of(tmp_path, "bf16: true\nfp32: true\n")
+    assert said.startswith("run.yaml:2: num_layers sets the same field as run.yaml:1: num-layers")
+    assert "a flag may occur only once" in error_of(tmp_path, "bf16: true\nfp32: true\n")
 
 
 @pytest.mark.parametrize(
@@ -240,23 +240,23 @@ def test_two_keys_of_one_flag_are_an_error_that_names_both(tmp_path):
         ("num-layers: [2]", "run.yaml:1: num-layers must be an integer of at least 0, got a list"),
         ("\nlr: '0.1'", "run.yaml:2: lr must be a finite number of more than 0, got '0.1'"),
         ("lr: .inf", "run.yaml:1: lr must be a finite number of more than 0, got inf"),
-        ("save: 5", "run.yaml:1: save must be a text, got 5. Write it in quotes"),
+        ("save: 5", "run.yaml:1: save must be a string, got 5. Quote it"),
         ("compile: yes", "run.yaml:1: compile must be true or false, got 'yes'"),
         ("bf16: 1", "run.yaml:1: bf16 must be true or false, got 1"),
         ("data-path: {a: 1}", "run.yaml:1: unknown section data-path"),
-        ("data-path: [a, [b]]", "run.yaml:1: data-path must be a text, or a list of texts and numbers, got a list"),
+        ("data-path: [a, [b]]", "run.yaml:1: data-path must be a string, or a list of strings and numbers, got a list"),
         ("lr-decay-style: sine", "run.yaml:1: lr-decay-style must be one of"),
-        ("config: b.yaml", "run.yaml:1: config must stand on the command line alone"),
+        ("config: b.yaml", "run.yaml:1: config is accepted on the command line only"),
         ("enc-seq-length: 2", "run.yaml:1: --enc-seq-length is not supported"),
         ("mtp-num-layers: 2", "run.yaml:1: --mtp-num-layers is not supported"),
         ("a: [", "run.yaml:1:5: must be YAML"),
         ("a: !!python/object:os.system {}", "run.yaml:1: unknown section a"),
-        ("a: !run 1", "run.yaml:1: a value must have no tag, got !run"),
-        ("a: &b [*b]", "run.yaml:1: lists and mappings must be written out"),
-        ("- a", "run.yaml:1: must hold keys with values"),
+        ("a: !run 1", "run.yaml:1: YAML tags are not supported, got !run"),
+        ("a: &b [*b]", "run.yaml:1: YAML aliases of lists and mappings are not supported"),
+        ("- a", "run.yaml:1: must contain keys with values"),
         ("a: 1\n---\nb: 2", "run.yaml:2:1: must be YAML"),
         ("[1, 2]: 3", "run.yaml:1: a key must be a name"),
-        ("", "run.yaml:1:1: must hold flags, got an empty file"),
+        ("", "run.yaml:1:1: must contain flags, got an empty file"),
     ],
 )
 def test_bad_keys_and_values_are_named_with_file_line_and_key(tmp_path, text, said):
@@ -400,7 +400,7 @@ def test_the_decay_of_a_repeated_run_follows_its_length_where_the_first_one_did(
 
 def test_a_config_json_of_another_family_names_its_program(tmp_path):
     said = error_of(tmp_path, written(tmp_path), name="config.json", family="t5")
-    assert said == "config.json:1: the file must be of a run of T5, got family gpt2: use pretrain_gpt2.py"
+    assert said == "config.json:1: the file must be from a run of T5, got family gpt2: use pretrain_gpt2.py"
 
 
 def test_no_torch_and_yaml_only_where_one_is_given(tmp_path):
@@ -438,6 +438,6 @@ def test_two_keys_that_set_a_field_must_agree(tmp_path: Path) -> None:
     assert read(tmp_path, "activation: gated-silu\nswiglu: true\n").model.activation == "gated-silu"
     message = error_of(tmp_path, "activation: relu\nswiglu: true\n")
     assert message == (
-        "run.yaml:2: swiglu must agree with run.yaml:1: activation, got activation gated-silu and relu. Leave one of "
-        "them out"
+        "run.yaml:2: swiglu must agree with run.yaml:1: activation, got activation gated-silu and relu. Remove one of "
+        "them"
     )

@@ -48,9 +48,13 @@ def test_replicas_are_what_the_other_axes_leave() -> None:
         (f"{TWO} --cp-comm-type a2a --num-attention-heads 1", "gpt2", ["--num-attention-heads must be", "got 1"]),
         (f"{TWO} --context-parallel-size 3", "gpt2", ["a multiple of tensor x pipe x context", "(1 x 1 x 3 = 3)"]),
         (f"{TWO} --compile", "gpt2", ["--compile", "got --context-parallel-size 2"]),
-        (f"{TWO} --debug-dump dump", "gpt2", ["--debug-dump", "--debug-nan works with both"]),
+        (f"{TWO} --debug-dump dump", "gpt2", ["--debug-dump", "--debug-nan works with context parallelism"]),
         (f"{TWO} --sample-prompts prompts", "gpt2", ["--sample-prompts", "tools/generate.py"]),
-        ("--context-parallel-size 2 --enc-seq-length 64", "t5", ["T5, whose decoder", "Use --sequence-parallel"]),
+        (
+            "--context-parallel-size 2 --enc-seq-length 64",
+            "t5",
+            ["--context-parallel-size does not support T5", "Use --sequence-parallel"],
+        ),
         (f"{TWO} --cp-comm-type a2a+p2p", "gpt2", ["--cp-comm-type must be one of all_gather, a2a, p2p"]),
     ],
 )
@@ -69,13 +73,13 @@ def test_a_window_longer_than_the_sequence_is_refused_and_of_loaded_weights_is_n
     with pytest.raises(ConfigError, match="--window-size must not exceed --seq-length, got 65 and 64"):
         read(f"{TWO} --window-size 65")
     for line in ("--window-size 64", "--window-size 63", "--window-size 65 --load runs/longer"):
-        assert sum("leaves no token out of samples of 64 tokens" in note for note in read(f"{TWO} {line}").notes) == 1
+        assert sum("covers all tokens of a sample of 64 tokens" in note for note in read(f"{TWO} {line}").notes) == 1
     assert not any("--window-size" in note for note in read(f"{TWO} --window-size 62").notes)
 
 
 def test_what_acts_otherwise_is_said_once() -> None:
     ring = [note for note in read(f"{TWO} --cp-comm-type p2p").notes if "cp-comm-type" in note]
-    assert ring == ["--cp-comm-type p2p: keys and values are gathered, as with all_gather; the numbers are the same"]
+    assert ring == ["--cp-comm-type p2p: keys and values are gathered, as with all_gather; the results are the same"]
     alone = read("--num-attention-heads 4 --context-parallel-size 1 --cp-comm-type p2p")
     assert any("--cp-comm-type p2p has no effect" in note for note in alone.notes)
     assert not any("cp-comm" in note for note in read(TWO).notes)
@@ -87,7 +91,7 @@ def test_a_model_that_was_not_built_for_it_is_refused() -> None:
     check_context_is_cut(whole, 1)
     check_context_is_cut(torch.nn.Linear(2, 2), 1)
     with pytest.raises(
-        ConfigError, match=r"got 1 in DecoderModel. Build it with megatron.models.ParallelContext\(..., "
+        ConfigError, match=r"got 1 in DecoderModel. Build them with megatron.models.ParallelContext\(..., "
     ):
         check_context_is_cut(whole, 2)
     with pytest.raises(ConfigError, match="got none in Linear"):

@@ -80,7 +80,7 @@ def test_every_parameter_of_another_type_is_rejected(kind: str, tmp_path: Path) 
     for name in OTHER_PARAMS[OPTIMIZER_TYPES[kind.lower()]]:
         key = OPTIMIZER_PARAMS[name]
         value = samples.get(name, key.holds[0] if key.holds else True)
-        with pytest.raises(ConfigError, match=f"optimizer.params.{name} is no parameter of {kind} in DeepSpeed"):
+        with pytest.raises(ConfigError, match=f"optimizer.params.{name} is not a parameter of {kind} in DeepSpeed"):
             parsed({"type": kind, "params": {name: value}}, tmp_path)
 
 
@@ -111,7 +111,7 @@ def test_momentum_of_sgd_is_taken_and_nesterov_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [0, 1.0])
 def test_max_grad_norm_is_rejected_with_its_alternative(value: float, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="max_grad_norm is rejected, as by DeepSpeed. Use gradient_clipping"):
+    with pytest.raises(ConfigError, match="max_grad_norm is not supported, as in DeepSpeed. Use gradient_clipping"):
         parsed({"type": "AdamW", "params": {"max_grad_norm": value}}, tmp_path)
 
 

@@ -126,7 +126,7 @@ def test_the_rates_are_those_of_deepspeed_two_steps_later(content: dict[str, Any
         (scheduler("OneCycle"), "key scheduler is not supported"),
         (scheduler("WarmupLR", warmup_type="log"), "key scheduler is not supported"),
         (scheduler("WarmupDecayLR"), "scheduler.params.total_num_steps is required by WarmupDecayLR"),
-        (scheduler("WarmupLR", cos_min_ratio=0.1), "scheduler.params.cos_min_ratio is no parameter of WarmupLR"),
+        (scheduler("WarmupLR", cos_min_ratio=0.1), "scheduler.params.cos_min_ratio is not a parameter of WarmupLR"),
         (scheduler("WarmupLR", warmup_min_lr=0.1), "scheduler.params.warmup_min_lr 0.1 is not supported"),
         (scheduler("WarmupLR", last_batch_iteration=3), "scheduler.params.last_batch_iteration 3 is not supported"),
         (scheduler("WarmupLR", warmup_num_steps=0.5), "scheduler.params.warmup_num_steps must be a positive integer"),
@@ -161,5 +161,5 @@ def test_muon_has_deepspeeds_defaults(tmp_path: Path) -> None:
         read({"optimizer": {"type": "muon"}}, tmp_path, "--muon-scale-mode spectral").optimizer.muon_scale_mode
         == "spectral"
     )
-    with pytest.raises(ConfigError, match="optimizer.params.amsgrad is no parameter of Muon"):
+    with pytest.raises(ConfigError, match="optimizer.params.amsgrad is not a parameter of Muon"):
         read({"optimizer": {"type": "Muon", "params": {"amsgrad": False}}}, tmp_path)

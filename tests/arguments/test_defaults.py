@@ -72,7 +72,7 @@ PROMPTS = "--sample-prompts 'Once upon' 'a time'"
 def test_default_prompts_step_back_where_none_can_be_read_and_are_told(flags, is_given):
     config = read(*((flags, PROMPTS) if is_given else ("", f"{PROMPTS} {flags}")), world_size=2)
     assert config.seeing.sample_prompts is None
-    assert [note for note in config.notes if "no text is shown" in note and "tools/generate.py" in note]
+    assert [note for note in config.notes if "--sample-prompts" in note and "tools/generate.py" in note]
     config = read("", PROMPTS)
     assert config.seeing.sample_prompts == "'Once upon' 'a time'" and config.notes == ()
 
@@ -106,7 +106,7 @@ def test_a_given_vocabulary_replaces_the_default_tokenizer(tmp_path):
     [
         ("--lrr 1", "MEGATRON_DEFAULTS: unknown flag --lrr"),
         ("--lr x", "MEGATRON_DEFAULTS: --lr must be a finite number"),
-        ("--lr '1", "MEGATRON_DEFAULTS must be flags as a shell reads them"),
+        ("--lr '1", "MEGATRON_DEFAULTS must be flags in shell syntax"),
         ("--mask-prob 1", "MEGATRON_DEFAULTS: --mask-prob is not supported"),
     ],
 )

@@ -22,25 +22,31 @@ def read(line: str, folder=None, content: object = None, world_size: int = 1) ->
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
-        ("--optimizer sgd --adam-beta1 0.8 --adam-eps 1e-6", ["--adam-beta1, --adam-eps acts on AdamW only", "sgd"]),
+        ("--optimizer sgd --adam-beta1 0.8 --adam-eps 1e-6", ["--adam-beta1, --adam-eps applies to AdamW only", "sgd"]),
         (
             "--fp16 --loss-scale 1024 --hysteresis 4 --initial-scale-power 8 --loss-scale-window 9 --min-scale 2",
             [
-                "--initial-scale-power, --loss-scale-window, --hysteresis, --min-scale acts on a dynamic loss scale",
+                "--initial-scale-power, --loss-scale-window, --hysteresis, --min-scale applies to a dynamic",
                 "got the fixed --loss-scale 1024",
             ],
         ),
-        ("--eval-only --load x --eval-iters 0", ["--eval-only needs steps", "--eval-iters 0"]),
-        ("--eval-only --load x --save-interval 5", ["--save-interval acts in training only"]),
+        ("--eval-only --load x --eval-iters 0", ["--eval-only needs at least one evaluation step", "--eval-iters 0"]),
+        ("--eval-only --load x --save-interval 5", ["--save-interval applies to training only"]),
         (
             "--eval-only --load x --rampup-batch-size 1 1 9 --num-workers 1 --prefetch-factor 3",
-            ["--rampup-batch-size, --num-workers, --prefetch-factor acts in training only, got --eval-only"],
+            ["--rampup-batch-size, --num-workers, --prefetch-factor applies to training only, got --eval-only"],
         ),
-        ("--eval-only --load x --mixture-schedule 5:1", ["--mixture-schedule acts in training only, got --eval-only"]),
-        ("--pipeline-chunks 2", ["--pipeline-chunks acts on a pipeline only", "--pipe-parallel-size 2 or more"]),
-        ("--pipeline-schedule zb-h1 --pipeline-trace x", ["--pipeline-schedule, --pipeline-trace acts on a pipeline"]),
-        ("--num-layers-per-virtual-pipeline-stage 2", ["--num-layers-per-virtual-pipeline-stage acts on a pipeline"]),
-        ("--eval-only --load x --pipeline-trace x", ["--pipeline-trace shows training steps, got --eval-only"]),
+        (
+            "--eval-only --load x --mixture-schedule 5:1",
+            ["--mixture-schedule applies to training only, got --eval-only"],
+        ),
+        (
+            "--pipeline-chunks 2",
+            ["--pipeline-chunks has no effect without a pipeline", "--pipe-parallel-size 2 or more"],
+        ),
+        ("--pipeline-schedule zb-h1 --pipeline-trace x", ["--pipeline-schedule, --pipeline-trace has no effect"]),
+        ("--num-layers-per-virtual-pipeline-stage 2", ["--num-layers-per-virtual-pipeline-stage has no effect"]),
+        ("--eval-only --load x --pipeline-trace x", ["--pipeline-trace records training steps only, got --eval-only"]),
     ],
 )
 def test_flags_that_cannot_act_are_refused(line, parts):
@@ -51,7 +57,7 @@ def test_flags_that_cannot_act_are_refused(line, parts):
 
 def test_betas_of_the_json_are_refused_with_sgd(tmp_path):
     content = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "betas": [0.9, 0.9]}}}
-    with pytest.raises(ConfigError, match=r"optimizer\.params\.betas is no parameter of SGD in DeepSpeed"):
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.betas is not a parameter of SGD in DeepSpeed"):
         read("", tmp_path, content)
 
 
@@ -59,12 +65,12 @@ def test_betas_of_the_json_are_refused_with_sgd(tmp_path):
     ("line", "content", "world_size", "message"),
     [
         ("--partition-method uniform", None, 1, "--partition-method uniform has no effect without a pipeline"),
-        ("--bf16", {"fp16": {"loss_scale": 4}}, 1, "fp16.loss_scale: no effect, for only fp16 has"),
+        ("--bf16", {"fp16": {"loss_scale": 4}}, 1, "fp16.loss_scale has no effect: only fp16 has"),
         (
             "--fp16",
             {"fp16": {"loss_scale": 8, "hysteresis": 3, "min_loss_scale": "auto"}},
             1,
-            "fp16.hysteresis in the JSON: no effect with the fixed fp16.loss_scale of the JSON, 8",
+            "fp16.hysteresis in the JSON has no effect with the fixed fp16.loss_scale of the JSON, 8",
         ),
         ("", {"pipeline": {"schedule": "gpipe"}}, 1, '"pipeline" has no effect without a pipeline'),
         ("--pipe-parallel-size 2", {"pipeline": {"stages": 2}}, 2, "pipeline.stages has no effect: stages are set by"),
@@ -103,7 +109,7 @@ def test_what_asks_for_what_the_other_flags_make_hold_is_neutral(line, named):
 
 def test_steps_of_a_trace_need_a_trace(tmp_path):
     pipe = "--pipe-parallel-size 2"
-    with pytest.raises(ConfigError, match=r"pipeline\.trace_steps in the JSON acts with a trace only"):
+    with pytest.raises(ConfigError, match=r"pipeline\.trace_steps in the JSON has no effect without a trace"):
         read(pipe, tmp_path, {"pipeline": {"trace_steps": 3}}, 2)
     config = read(f"{pipe} --pipeline-trace x", tmp_path, {"pipeline": {"trace_steps": 3}}, 2)
     assert engine_dict(config, 2)["pipeline"] == {"trace": "x", "trace_steps": 3}
@@ -131,9 +137,9 @@ def test_what_acts_is_not_noted(tmp_path, line, content, world_size):
 
 def test_a_loss_scale_is_checked_when_the_device_gives_the_number_format(tmp_path):
     config = resolve_dtype(read("--loss-scale 8"), "bf16")
-    assert config.notes == ("--loss-scale: no effect, for only fp16 has a loss scale and this run is bf16",)
+    assert config.notes == ("--loss-scale has no effect: only fp16 has a loss scale, and this run is bf16",)
     assert resolve_dtype(read("--loss-scale 8"), "fp16").precision.loss_scale == 8
     config = resolve_dtype(read("--hysteresis 3", tmp_path, {"fp16": {"loss_scale_window": 5}}), "fp32")
     assert config.notes == (
-        "--hysteresis, fp16.loss_scale_window: no effect, for only fp16 has a loss scale and this run is fp32",
+        "--hysteresis, fp16.loss_scale_window has no effect: only fp16 has a loss scale, and this run is fp32",
     )

@@ -48,7 +48,7 @@ def test_a_limit_of_tokens_leaves_the_decay_as_long_as_the_steps_that_were_given
 def test_tokens_take_the_place_of_samples_as_in_megatron_deepspeed() -> None:
     config = read("--train-samples 1600 --lr-decay-samples 1000 --lr-decay-tokens 20480")
     assert config.optimizer.lr_decay_samples == 1280
-    assert config.ignored == {"--lr-decay-samples 1000": "--lr-decay-tokens takes its place"}
+    assert config.ignored == {"--lr-decay-samples 1000": "--lr-decay-tokens overrides it"}
 
 
 def test_lengths_of_a_recipe_step_back() -> None:
@@ -62,7 +62,10 @@ def test_lengths_of_a_recipe_step_back() -> None:
     ("line", "parts"),
     [
         ("--train-samples 1600 --train-iters 99", ["got 99 steps and 1600 samples, which are 100 steps of 16"]),
-        ("--train-samples 15", ["--train-samples must hold a step, got 15 samples and 16 in the first step"]),
+        (
+            "--train-samples 15",
+            ["--train-samples must be enough for one step, got 15 samples and 16 in the first step"],
+        ),
         (
             "--train-samples 1600 --lr-warmup-iters 5 --lr-warmup-samples 81",
             ["--lr-warmup-iters and --lr-warmup-samples must agree, got 5 steps, which are 80 samples, and 81 samples"],
@@ -117,7 +120,7 @@ def test_steps_of_a_ramp_up_become_the_samples_of_those_steps(
 
 
 def test_a_decay_of_wsd_that_is_longer_than_the_whole_is_an_error_with_a_ramp_up_too() -> None:
-    with pytest.raises(ConfigError, match="the decay of wsd must be shorter than the whole"):
+    with pytest.raises(ConfigError, match="the wsd decay must be shorter than the schedule"):
         read(f"{RAMP} --lr-decay-style wsd --lr-decay-iters 6 --lr-wsd-decay-iters 7")
 
 

@@ -58,7 +58,7 @@ def test_sgd_and_muon_have_megatrons_defaults_in_pretrain_gpt_only() -> None:
 )
 def test_padded_rows_of_the_vocabulary_are_named(line: str, defaults: Mapping[str, Any] | None, is_named: bool) -> None:
     config = parsed(line, defaults=defaults)
-    assert any("stay outside the softmax" in note for note in config.notes) == is_named
+    assert any("are excluded from the softmax" in note for note in config.notes) == is_named
 
 
 @pytest.mark.parametrize(
@@ -66,4 +66,4 @@ def test_padded_rows_of_the_vocabulary_are_named(line: str, defaults: Mapping[st
 )
 def test_the_end_of_inverse_square_root_is_named(decay: str, is_named: bool) -> None:
     config = parsed(f"--lr-decay-style inverse-square-root --train-iters 100 {decay}")
-    assert any("continues to fall after --lr-decay-iters 50" in note for note in config.notes) == is_named
+    assert any("continues to decay after --lr-decay-iters 50" in note for note in config.notes) == is_named

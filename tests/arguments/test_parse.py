@@ -83,7 +83,7 @@ def test_layers_of_a_chunk_say_how_many_chunks_there_are():
     assert read(f"{each} 3", 2).parallel.chunks == 2
     assert read(f"{each} 3 --pipeline-chunks 2", 2).parallel.schedule == "interleaved"
     assert read(f"{each} 6", 2).parallel.schedule == "1f1b"
-    assert "12 layers / (2 stages x 3) = 2 and 3. Leave one of them out" in error_of(f"{each} 3 --pipeline-chunks 3", 2)
+    assert "12 layers / (2 stages x 3) = 2 and 3. Remove one of them" in error_of(f"{each} 3 --pipeline-chunks 3", 2)
     message = error_of(f"{each} 5", 2)
     assert (
         "--num-layers must be a multiple of --pipe-parallel-size x --num-layers-per-virtual-pipeline-stage" in message
@@ -113,7 +113,7 @@ def test_the_last_of_a_repeated_flag_holds_and_is_named():
     config = read("--lr 1 --batch-size 2 --micro-batch-size 3 --lr 0.5")
     assert (config.optimizer.lr, config.batch.batch_size) == (0.5, 3)
     assert config.repeated == ("--micro-batch-size", "--lr")
-    assert any("--lr" in note and "last value holds" in note for note in config.notes)
+    assert any("--lr" in note and "last value is used" in note for note in config.notes)
 
 
 def test_what_always_holds_is_accepted_and_named():
@@ -169,11 +169,11 @@ def test_a_global_batch_that_changes_the_recipes_sizes_is_said():
     env = {"MEGATRON_DEFAULTS": "--batch-size 8 --gas 4"}
     config = parse("--global-batch-size 30 --dry-run".split(), world_size=1, env=env)
     assert (config.batch.batch_size, config.batch.gas) == (6, 5)
-    message = "a global batch of 30 on 1 replica is --batch-size 6 x --gas 5, in place of 8 x 4"
+    message = "a global batch of 30 on 1 replica becomes --batch-size 6 x --gas 5 instead of 8 x 4"
     assert [note for note in config.notes if message in note]
     for same in ("--global-batch-size 32", "--global-batch-size 30 --batch-size 6 --gas 5", "--batch-size 6 --gas 5"):
         kept = parse([*same.split(), "--dry-run"], world_size=1, env=env)
-        assert not [note for note in kept.notes if "in place of" in note]
+        assert not [note for note in kept.notes if "instead of" in note]
 
 
 def test_a_trace_of_the_pipeline_without_a_folder_is_for_the_run_folder():
@@ -218,7 +218,7 @@ def test_a_trace_of_the_pipeline_without_a_folder_is_for_the_run_folder():
         ("--split 1,2,3,4", ["--split must be one to three weights", "'1,2,3,4'"]),
         ("--split 0,0,0", ["--split must be one to three weights"]),
         ("--vocab-file /nowhere/v.json", ["--vocab-file must name a file", "/nowhere/v.json"]),
-        ("--load a --resume", ["--load or --resume", "--load a"]),
+        ("--load a --resume", ["--load and --resume", "--load a"]),
         ("--finetune", ["--finetune needs a checkpoint", "Add --load"]),
         ("--eval-only", ["--eval-only needs a checkpoint"]),
         ("--partition-method type:(", ["needs a regular expression"]),
@@ -250,7 +250,7 @@ def test_a_value_that_cannot_be_used_is_told_with_its_cure(line, parts):
         (
             "--pipe-parallel-size 2 --pipeline-chunks 2 --pipeline-schedule gpipe",
             2,
-            ["need the schedule interleaved or zb-h1"],
+            ["need --pipeline-schedule interleaved or zb-h1"],
         ),
         ("--pipe-parallel-size 5", 5, ["--num-layers 4 on --pipe-parallel-size 5", "0 to 4", "--num-layers 5"]),
         (
@@ -283,10 +283,10 @@ def test_a_split_is_taken_exactly_when_the_data_take_it(split):
 def test_token_files_that_are_not_there_are_named_but_not_in_a_dry_run(tmp_path):
     prefix = tmp_path / "corpus"
     message = error_of(f"--data-path {prefix}")
-    assert f"--data-path {prefix}, without {prefix}.idx and {prefix}.bin" in message
+    assert f"--data-path {prefix}, but cannot read {prefix}.idx and {prefix}.bin" in message
     read(f"--data-path {prefix} --dry-run")
     (tmp_path / "corpus.idx").touch()
-    assert f"without {prefix}.bin" in error_of(f"--data-path {prefix}")
+    assert f"cannot read {prefix}.bin" in error_of(f"--data-path {prefix}")
     (tmp_path / "corpus.bin").touch()
     read(f"--data-path {prefix}")
     read("--data-path none")

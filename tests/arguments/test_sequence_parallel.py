@@ -34,7 +34,7 @@ def test_it_is_off_until_asked_for():
         (
             f"{TWO} --checkpoint-activations --partition-activations",
             "gpt2",
-            ["1/t of the inputs of layers anyway", "Leave --partition-activations out"],
+            ["already shards the inputs of layers", "Remove --partition-activations"],
         ),
     ],
     ids=["odd", "odd encoder", "odd decoder", "partitioned twice"],
@@ -61,7 +61,7 @@ def test_a_model_that_was_not_built_for_it_is_refused():
     )
     check_sequence_is_cut(cut, True)
     check_sequence_is_cut(whole, False)
-    with pytest.raises(ConfigError, match="got none in Linear. Build it with megatron.models.ParallelContext"):
+    with pytest.raises(ConfigError, match="got none in Linear. Build them with megatron.models.ParallelContext"):
         check_sequence_is_cut(torch.nn.Linear(2, 2), True)
     with pytest.raises(
         ConfigError, match="layers of DecoderModel are built with sequence_parallel=True, got no --sequ"

@@ -113,7 +113,7 @@ def test_the_sources_of_lr(tmp_path: Path) -> None:
     assert read("flag", "file", "json").optimizer.lr == 1e-4
     assert "optimizer.params.lr" in read("flag", "json").ignored
     config = read("file", "json")
-    assert config.optimizer.lr == 2e-4 and any("of the JSON does not" in note for note in config.notes)
+    assert config.optimizer.lr == 2e-4 and any("overrides" in note for note in config.notes)
     assert read("json").optimizer.lr == 3e-4
     assert read().optimizer.lr == 4e-4
     assert read(script="").optimizer.lr == 5e-4

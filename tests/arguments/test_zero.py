@@ -27,9 +27,7 @@ def settings_of(folder, section: object, extra: str = "", world_size: int = 2):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_stages_2_and_3_are_refused_with_the_reason_and_what_to_do(stage, is_json, tmp_path):
     name = "zero_optimization.stage of the JSON" if is_json else "--zero-stage"
-    message = (
-        f"{name} {stage} cannot be in a pipeline, got --pipe-parallel-size 2: .* traffic.* Use --zero-stage 1 with"
-    )
+    message = f"{name} {stage} is not supported in a pipeline, got .* 2: .* traffic.* Use --zero-stage 1, which"
     with pytest.raises(ConfigError, match=message):
         if is_json:
             settings_of(tmp_path, {"stage": stage}, "--pipe-parallel-size 2")
@@ -69,20 +67,26 @@ def test_fusion_in_bf16_on_a_cpu_is_said_to_do_nothing():
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--offload-parameters --zero-stage 2", "--offload-parameters keeps .* got --zero-stage 2"),
-        ("--cpu-adam deepspeed", "--cpu-adam acts with --offload-optimizer only"),
-        ("--cpu_torch_adam", "--cpu-adam acts with --offload-optimizer only"),
-        ("--no-pin-memory", "--no-pin-memory acts with --offload-optimizer only"),
-        ("--cpu-adam deepspeed --offload-optimizer --optimizer sgd", "--cpu-adam deepspeed is an AdamW, got .* sgd"),
-        ("--cpu-adam deepspeed --offload-optimizer --fp64", "--cpu-adam deepspeed updates fp32 numbers, got --fp64"),
+        ("--offload-parameters --zero-stage 2", "--offload-parameters stores .* got --zero-stage 2"),
+        ("--cpu-adam deepspeed", "--cpu-adam has no effect without --offload-optimizer"),
+        ("--cpu_torch_adam", "--cpu-adam has no effect without --offload-optimizer"),
+        ("--no-pin-memory", "--no-pin-memory has no effect without --offload-optimizer"),
+        (
+            "--cpu-adam deepspeed --offload-optimizer --optimizer sgd",
+            "--cpu-adam deepspeed implements AdamW only, got .* sgd",
+        ),
+        ("--cpu-adam deepspeed --offload-optimizer --fp64", "--cpu-adam deepspeed supports fp32 .*, got --fp64"),
         ("--zero-stage 3 --drift-interval 5", "--drift-interval compares the copies .* --zero-stage 2"),
-        ("--zero-stage 2 --no-overlap-grad-reduce", "--zero-stage 2 sums gradients while .* use --zero-stage 1"),
-        ("--zero-stage 3 --compile", "--compile cannot take --zero-stage 3"),
+        ("--zero-stage 2 --no-overlap-grad-reduce", "--zero-stage 2 reduces gradients during .* use --zero-stage 1"),
+        ("--zero-stage 3 --compile", "--compile does not support --zero-stage 3"),
         (
             "--zero-stage 2 --gradient-accumulation-fusion",
-            "fusion adds to whole .* got --zero-stage 2.* --zero-stage 1, or",
+            "fusion accumulates into unsharded .* got --zero-stage 2.* --zero-stage 1, or",
         ),
-        ("--gradient-accumulation-fusion --compile", "fusion adds to gradients within .* --compile compiles"),
+        (
+            "--gradient-accumulation-fusion --compile",
+            "fusion accumulates gradients during .* --compile does not support",
+        ),
         ("--zero-stage 2 --checkpoint-format deepspeed", "--checkpoint-format deepspeed .* got --zero-stage 2"),
     ],
 )
@@ -109,8 +113,8 @@ def test_the_json_offloads_to_the_cpu_and_to_nothing_else(tmp_path):
         ({"offload_optimizer": {"device": "nvme"}}, "", "device must be one of cpu, none, got 'nvme'"),
         ({"offload_optimizer": True}, "", "offload_optimizer must be an object"),
         ({"offload_optimizer": {"device": "none"}}, "--offload-optimizer", "must agree, got --offload-optimizer and"),
-        ({"offload_param": {"device": "cpu"}}, "--zero-stage 2", "--offload-parameters keeps"),
-        ({"overlap": True}, "", "unknown key overlap; did you mean .* in zero_optimization: .* that only tune"),
+        ({"offload_param": {"device": "cpu"}}, "--zero-stage 2", "--offload-parameters stores"),
+        ({"overlap": True}, "", "unknown key overlap; did you mean .* in zero_optimization: .* tuning keys"),
         (
             {"stage": 3, "offload_optimizer": away, "offload_param": {"device": "cpu", "pin_memory": False}},
             "",

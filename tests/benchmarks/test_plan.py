@@ -122,7 +122,7 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, str | None]]:
 def test_each_number_of_ranks_has_its_own_machine_and_a_missed_bar_ends_a_strict_run(
     no_training: list[dict[int, str | None]], tmp_path: Path
 ) -> None:
-    with pytest.raises(SystemExit, match="beyond a bar: mpt 1 rank, bert 1 rank$"):
+    with pytest.raises(SystemExit, match="outside a bar: mpt 1 rank, bert 1 rank$"):
         plan.main(["--strict", "--out", str(tmp_path), "--only", "mpt", "bert"])
     plan.main(["--out", str(tmp_path), "--only", "t5 2 ranks"])
     assert {(ranks, machine) for each in no_training for ranks, machine in each.items()} == {(1, "of 1"), (2, "of 2")}

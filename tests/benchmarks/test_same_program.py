@@ -79,7 +79,7 @@ def test_a_resumed_run_is_compared_from_its_first_step_on(tmp_path: Path) -> Non
     resumed[5] = (resumed[4][0], 1.5)
     assert same_program.same_resumed(made_run(tmp_path / "c", resumed), other)[0] != []
     from_the_start, _ = same_program.same_resumed(made_run(tmp_path / "d", LOSSES), other)
-    assert from_the_start == ["the resumed run must begin with step 4, began with 1"]
+    assert from_the_start == ["the resumed run must start at step 4, got 1"]
 
 
 def test_a_run_that_ends_early_is_not_the_same(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_file_with_another_byte_and_a_key_that_is_lost_are_found(tmp_path: Pat
     assert compare.differing_names("files", sums[0], sums[0]) == []
     assert len(compare.differing_names("files", sums[0], sums[1])) == 2, "other bytes"
     assert "lost ('b.bin'" in compare.differing_names("files", sums[1], sums[2])[0]
-    assert compare.differing_names("files", set(), set()) == ["files: there are none to compare"]
+    assert compare.differing_names("files", set(), set()) == ["files: nothing to compare"]
     (tmp_path / "m.jsonl").write_text('{"kind": "train", "a": [{"b": 1}]}\n\n{"kind": "save", "c": 2}\n')
     keys = same_program.keys_in(tmp_path / "m.jsonl")
     assert {"train/a", "train/a[]/b", "save/c"} < keys
@@ -296,7 +296,7 @@ def test_what_is_no_checkout_is_refused_with_code_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"), [("pipeline t5", "a pipeline is timed with gpt2"), ("step_time bert", "invalid choice")]
+    ("words", "message"), [("pipeline t5", "pipeline supports only gpt2"), ("step_time bert", "invalid choice")]
 )
 def test_what_takes_no_turns_is_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -64,7 +64,7 @@ def test_a_start_up_to_the_first_step_is_measured(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_start_that_fails_or_never_steps_is_told() -> None:
     for code in ("raise SystemExit(3)", "print('no step')"):
-        with pytest.raises(RuntimeError, match="must end well"):
+        with pytest.raises(RuntimeError, match="must succeed"):
             start_up.measured([sys.executable, "-c", code], "step 1", 0)
     start = time.perf_counter()
     wall, _ = start_up.measured(

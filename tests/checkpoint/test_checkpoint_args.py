@@ -90,7 +90,7 @@ def test_a_folder_brings_every_size_ahead_of_the_recipe(name: str, tmp_path: Pat
     for field in settings_source.OF_WEIGHTS:
         assert getattr(config.model, field) == getattr(wanted.model, field), field
     assert "num_layers" not in config.given and "vocab_size" not in config.given
-    [note] = [note for note in config.notes if note.startswith("sizes of ")]
+    [note] = [note for note in config.notes if note.startswith("model settings of ")]
     assert str(source / "config.json") in note and "--hidden-size 24" in note
 
 
@@ -108,7 +108,7 @@ def test_without_a_source_the_recipe_holds(tmp_path: Path) -> None:
     for source, line in ((None, ""), (tmp_path / "nowhere", ""), (tmp_path, "--load-if-exists")):
         config = read(source, line)
         assert (config.model.num_layers, config.model.hidden_size) == (4, 128)
-        noted = [note for note in config.notes if "holds no model yet, so the sizes are those of the flags" in note]
+        noted = [note for note in config.notes if "contains no model yet" in note]
         assert len(noted) == (source is not None)
 
 
@@ -175,8 +175,8 @@ def test_a_given_size_that_differs_is_an_error_that_names_both_and_both_places(
 ) -> None:
     source = written("gpt2")
     message = error_of(source, f"--finetune {line}", kind=CheckpointError)
-    assert message.startswith(f"sizes must be those of the checkpoint, 1 differ from {source / 'config.json'}:")
-    assert said in message and "Leave them out" in message
+    assert message.startswith(f"the model settings must match the checkpoint, 1 differ from {source / 'config.json'}:")
+    assert said in message and "Omit these flags" in message
     run = save_model(tmp_path / "run", model("gpt2"))
     assert said in (message := error_of(run, line, kind=CheckpointError)) and "manifest.json" in message
 
@@ -283,7 +283,7 @@ def test_a_size_that_contradicts_the_tensors_is_named_with_its_file_and_key(
     folder.write_json(source / folder.CONFIG, theirs | {key: true * 2 if factor == 2 else true - 1})
     message = error_of(source, "--finetune", name, kind=CheckpointError)
     assert message.startswith(f"{source / 'config.json'}"), message
-    assert f"{key} {true}" in message or "does not describe" in message, message
+    assert f"{key} {true}" in message or "does not match" in message, message
     assert factor == 1 or f"{key} {true}" in message, message
 
 
@@ -302,14 +302,14 @@ def test_missing_cut_off_and_foreign_files_are_named(tmp_path: Path) -> None:
     first.write_bytes(b"\x08\0\0\0\0\0\0\0{not it}")
     assert str(first) in noted()
     first.unlink()
-    assert noted() == f"{source} must hold {first.name}, which is missing."
+    assert noted() == f"{source} must contain {first.name}, which is missing."
     first.write_bytes(whole)
     index = source / folder.INDEX
     text = index.read_text()
     index.write_text(text.replace("transformer.wte.weight", "transformer.other.weight"))
-    assert "the files lack what the index says they hold: transformer.other.weight" in noted()
+    assert "the files lack tensors that the index lists: transformer.other.weight" in noted()
     index.write_text('{"weight_map": {"a": "../b"}}')
-    assert noted().startswith(f"{index} is not an index of safetensors")
+    assert noted().startswith(f"{index} is not a safetensors index")
     index.write_text(text)
     (source / "config.json").write_text("{")
     assert f"{source / 'config.json'} is not JSON" in noted()
@@ -362,7 +362,7 @@ def test_a_dry_run_and_the_planner_see_the_folder(tmp_path: Path) -> None:
     program = str(ROOT / FAMILIES["llama"].program)
     done = start(program, "--load", str(source), "--finetune", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0 and "3 layers, hidden 24, 4 heads" in done.stdout, done.stderr
-    assert f"sizes of {source / 'config.json'}: --num-layers 3" in done.stderr
+    assert f"model settings of {source / 'config.json'}: --num-layers 3" in done.stderr
     planned = start(str(ROOT / "tools" / "plan.py"), "--load", str(source), "--gpus", "2", cwd=tmp_path)
     assert planned.returncode == 0 and planned.stdout.startswith("llama of"), planned.stderr
     assert f"the sizes of {source / 'config.json'}" in planned.stdout
@@ -370,7 +370,7 @@ def test_a_dry_run_and_the_planner_see_the_folder(tmp_path: Path) -> None:
     other = start(str(ROOT / "tools" / "plan.py"), "--load", str(source), "--num-layers", "5", cwd=tmp_path)
     assert other.returncode == 2 and "num_layers: saved 3, now 5 (--num-layers 5)" in other.stderr
     missing = start(str(ROOT / "tools" / "plan.py"), "--load", "nowhere", "--gpus", "2", cwd=tmp_path)
-    assert missing.returncode == 2 and "got nowhere, which holds no model of ours" in missing.stderr
+    assert missing.returncode == 2 and "got nowhere, which contains no supported model" in missing.stderr
 
 
 @pytest.mark.parametrize(

@@ -83,14 +83,14 @@ def test_a_file_that_the_system_cuts_short_is_an_error_and_no_stump_stays(tmp_pa
     save_alone(tmp_path, 10)
     [message] = run_ranks(1, _save_with_file_limit, tmp_path)
     assert "File too large" in message and "free" not in message
-    assert "larger than `ulimit -f` lets a file be here, 300 bytes. Raise that limit" in message
+    assert "larger than the limit of `ulimit -f`, 300 bytes. Raise the limit" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000010"]
 
 
 def test_a_disk_that_is_too_full_is_refused_before_writing(tmp_path, monkeypatch):
     save_alone(tmp_path, 10)
     monkeypatch.setattr(files, "free_bytes", lambda folder: 1000)
-    with pytest.raises(CheckpointError, match=r"need \d\.\d kB, free 1.0 kB"):
+    with pytest.raises(CheckpointError, match=r"needs \d\.\d kB, but only 1.0 kB are free"):
         save_alone(tmp_path, 20)
     assert_holds(open_latest(tmp_path, SINGLE), 10)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000010"]
@@ -118,7 +118,7 @@ def test_a_read_only_folder_is_found_at_the_start(tmp_path):
 def test_a_file_in_place_of_the_target_is_found_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(ConfigError, match="--save must name a folder that can be written"):
+        with pytest.raises(ConfigError, match="--save must be a writable folder"):
             check_writable(path)
 
 

@@ -128,5 +128,5 @@ def test_after_a_flip_in_any_region_the_older_checkpoint_serves(
     for region in regions:
         with Flipped(region.path, region.start + (region.stop - region.start) // 2, 3):
             assert_holds(open_latest(saved.parent, SINGLE), 10)
-        assert any("going back to step-00000010" in line for line in messages), region
+        assert any("falling back to step-00000010" in line for line in messages), region
         messages.clear()

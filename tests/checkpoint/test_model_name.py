@@ -85,7 +85,7 @@ def test_another_model_type_is_named(run: Path, theirs: Path) -> None:
     message = error_of(run, "--model olmo2")
     assert "norm_placement before instead of after" in message and "qk_norm head instead of all" in message
     assert "qk_norm" not in error_of(run, "--model olmo2 --qk-norm head")
-    assert "model_type qwen3 is not --model olmo2. Use --model qwen3" in error_of(theirs, "--model olmo2")
+    assert "model_type qwen3, but --model is olmo2. Use --model qwen3" in error_of(theirs, "--model olmo2")
 
 
 def test_the_model_of_a_run_script_yields_to_the_checkpoint(run: Path) -> None:

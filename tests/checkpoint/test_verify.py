@@ -51,4 +51,4 @@ def test_ranks_share_one_file_and_any_of_them_finds_the_byte(tmp_path, size):
     assert all(damage is None and read for read, damage in found)
     shard.write_bytes(whole[:150] + bytes([whole[150] ^ 4]) + whole[151:])
     damage = {damage for _, damage in run_ranks(size, _verify_in_segments, path, size)}
-    assert damage == {f"{path} is damaged: rank-00000.safetensors was altered: its checksum does not fit"}
+    assert damage == {f"{path} is damaged: rank-00000.safetensors was altered: its checksum does not match"}

@@ -13,17 +13,17 @@ BASE = "--data-path none --vocab-size 8 --num-layers 1"
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--keep-every 5", "--keep-every 5 needs --keep-last K"),
+        ("--keep-every 5", "--keep-every 5 has no effect without --keep-last K"),
         ("--load-if-exists", "--load-if-exists needs a checkpoint"),
         ("--strict-load", "--strict-load needs a checkpoint"),
         ("--load-weights-only", "--load-weights-only needs a checkpoint"),
         ("--allow-vocab-change", "--allow-vocab-change needs a checkpoint"),
-        ("--load x --load-weights-only --finetune", "leave --finetune out"),
-        ("--load x --load-weights-only --no-load-rng", "leave --no-load-rng out"),
-        ("--load x --eval-only --load-if-exists", "--eval-only needs a checkpoint in every case"),
+        ("--load x --load-weights-only --finetune", "Remove --finetune"),
+        ("--load x --load-weights-only --no-load-rng", "Remove --no-load-rng"),
+        ("--load x --eval-only --load-if-exists", "--eval-only requires a checkpoint"),
         (
             "--load x --eval-only --save-interval-minutes 5 --async-save",
-            "--save-interval-minutes, --async-save acts in",
+            "--save-interval-minutes, --async-save applies to training only",
         ),
         ("--save-interval-minutes -1", "--save-interval-minutes must be"),
         ("--on-save-error ignore", "one of continue, stop"),

@@ -67,10 +67,10 @@ def test_all_that_is_wrong_with_corpora_is_told_at_once(corpora: list[str], tmp_
     words = ["--data-path", "0.7", a, "0.3", gone, "--train-data-path", "1", a, "--mixture-schedule", "5: 1"]
     message = error_of(*words, "--tokenizer-type", "BPE", "--num-workers", "1", "--test-data-path", "x", "0.5", a)
     for part in (
-        f"--data-path must name token files that can be read, got --data-path {gone}, without {gone}.idx and",
-        "--data-path, which --split cuts into three, excludes --train-data-path, --test-data-path",
-        "--test-data-path must be one path, or weights and paths in turn",
-        "--mixture-schedule changes the weights of several corpora",
+        f"--data-path must name token files that can be read, got --data-path {gone}, but cannot read {gone}.idx and",
+        "--data-path, which --split divides into three splits, excludes --train-data-path, --test-data-path",
+        "--test-data-path must be one path, or alternating weights and paths",
+        "--mixture-schedule needs several corpora",
     ):
         assert part in message
     assert "--tokenizer-type must be one of" in message
@@ -79,15 +79,15 @@ def test_all_that_is_wrong_with_corpora_is_told_at_once(corpora: list[str], tmp_
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--mixture-schedule 5:1", "--mixture-schedule changes the weights of several corpora, got one"),
+        ("--mixture-schedule 5:1", "--mixture-schedule needs several corpora, got one"),
         ("--split-by list", "--split-by must be one of range, hash"),
         ("--packing best", "--packing must be one of concat, best-fit"),
         ("--fim-rate 1.5", "--fim-rate must be a finite number of at least 0 and at most 1"),
-        ("--fim-spm-rate 1", "--fim-spm-rate acts with --fim-rate"),
-        ("--prefetch-factor 3", "--prefetch-factor acts with --num-workers"),
+        ("--fim-spm-rate 1", "--fim-spm-rate has no effect without --fim-rate"),
+        ("--prefetch-factor 3", "--prefetch-factor has no effect without --num-workers"),
         ("--allow-data-change", "--allow-data-change needs a checkpoint"),
-        ("--load x --allow-data-change --finetune", "--allow-data-change acts where the samples of a checkpoint go on"),
-        ("--load x --allow-data-change --eval-only", "got --eval-only, which reads none of them"),
+        ("--load x --allow-data-change --finetune", "--allow-data-change has no effect with --finetune"),
+        ("--load x --allow-data-change --eval-only", "--allow-data-change has no effect with --eval-only"),
         ("--data-path", "--data-path needs a value"),
     ],
 )
@@ -96,7 +96,7 @@ def test_what_cannot_be_or_act_is_told(words: str, said: str, corpora: list[str]
 
 
 def test_a_split_that_nothing_reads_is_told(corpora: list[str]) -> None:
-    assert "--split acts on --data-path only" in error_of("--train-data-path", corpora[0], "--split", "1,1")
+    assert "--split applies to --data-path only" in error_of("--train-data-path", corpora[0], "--split", "1,1")
 
 
 @pytest.mark.parametrize(
@@ -104,11 +104,11 @@ def test_a_split_that_nothing_reads_is_told(corpora: list[str]) -> None:
     [
         (
             "--train-data-path {a}",
-            "got --train-data-path without --valid-data-path and --test-data-path. Give them too",
+            "got --train-data-path without --valid-data-path and --test-data-path. Add them too",
         ),
-        ("--train-data-path {a} --eval-interval 0", "without --test-data-path. Give it too, or turn off what reads it"),
-        ("--valid-data-path {a} --eval-iters 0", "without --train-data-path. Give it too, or give --data-path"),
-        ("--train-data-path {a} --eval-only --load x", "without --test-data-path. Give it too"),
+        ("--train-data-path {a} --eval-interval 0", "without --test-data-path. Add it too, or disable evaluation"),
+        ("--valid-data-path {a} --eval-iters 0", "without --train-data-path. Add it too, or use --data-path"),
+        ("--train-data-path {a} --eval-only --load x", "without --test-data-path. Add it too"),
     ],
 )
 def test_paths_that_are_missing_beside_others_are_told_at_once(words: str, said: str, corpora: list[str]) -> None:
@@ -124,7 +124,9 @@ def test_paths_of_splits_that_are_not_read_are_noted(corpora: list[str]) -> None
         (("--train-iters", "0"), ("train",)),
         (("--eval-only", "--load", "x"), ("train", "valid")),
     ):
-        message = ", ".join(f"--{name}-data-path" for name in unread) + " has no effect: this run reads no such split"
+        message = (
+            ", ".join(f"--{name}-data-path" for name in unread) + " has no effect: this run does not read these splits"
+        )
         assert [note for note in read(*each, *words).notes if "-data-path" in note] == ([message] if unread else [])
 
 
@@ -140,7 +142,7 @@ def test_paths_of_splits_that_are_not_read_are_noted(corpora: list[str]) -> None
     ],
 )
 def test_flags_of_token_files_cannot_act_on_data_of_ones_own(flag: str) -> None:
-    assert f"{flag.split()[0]} acts on token files only, got --data-path none" in error_of(
+    assert f"{flag.split()[0]} applies to token files only, got --data-path none" in error_of(
         "--data-path", "none", *flag.split()
     )
     assert read("--data-path", "none", defaults=flag).data.is_own, "a recipe may say so"
@@ -161,9 +163,11 @@ def test_a_path_with_a_space_that_reads_as_a_weight_is_told(tmp_path: Path, monk
     for name in ("2 files", "files"):
         for suffix in (".idx", ".bin"):
             Path(name + suffix).touch()
-    said = "--data-path 2 files is read as the weight 2 and the path files, yet token files 2 files are there."
+    said = "--data-path 2 files is parsed as the weight 2 and the path files, but token files 2 files exist."
     assert said in error_of("--data-path", "2 files")
-    assert """these give --data-path "1 '2 files'"; for files leave""" in error_of("--data-path", "2", "files")
+    assert """Write --data-path "1 '2 files'" to use them, or remove the weight""" in error_of(
+        "--data-path", "2", "files"
+    )
     assert list(read("--data-path", "1 '2 files'").data.flag_of_prefix) == ["2 files"]
     Path("2 files.idx").unlink()
     assert list(read("--data-path", "2 files").data.flag_of_prefix) == ["files"]

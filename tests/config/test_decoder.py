@@ -84,17 +84,23 @@ def test_a_pattern_of_windows_that_cannot_be_read_is_refused(text: str) -> None:
     [
         ("--window-size 8,8", "--window-size must be an integer of at least 0, got '8,8'"),
         ("--window-size 1.5", "--window-size must be"),
-        ("--window-attn-skip-freq 2", "--window-attn-skip-freq acts on layers with a window, got no --window-size"),
-        ("--rotary-base 500", "--rotary-base acts with --position-embedding-type rope only, got learned_absolute"),
-        ("--rotary-percent 0.5 --rotary-scaling yarn", "--rotary-scaling, --rotary-percent acts with"),
-        ("--alibi-bias-max 4", "--alibi-bias-max acts with --position-embedding-type alibi only"),
+        (
+            "--window-attn-skip-freq 2",
+            "--window-attn-skip-freq applies to layers with a window only, got no --window-size",
+        ),
+        (
+            "--rotary-base 500",
+            "--rotary-base has no effect without --position-embedding-type rope, got learned_absolute",
+        ),
+        ("--rotary-percent 0.5 --rotary-scaling yarn", "--rotary-scaling, --rotary-percent has no effect"),
+        ("--alibi-bias-max 4", "--alibi-bias-max has no effect without --position-embedding-type alibi"),
         (
             "--use-rotary-position-embeddings --rotary-beta-fast 16",
-            "--rotary-beta-fast acts with --rotary-scaling yarn only, got none",
+            "--rotary-beta-fast has no effect without --rotary-scaling yarn, got none",
         ),
         (
             "--use-rotary-position-embeddings --rotary-scaling yarn --rotary-beta-fast 1",
-            "--rotary-beta-fast must exceed --rotary-beta-slow, got 1 and 1. Raise the first",
+            "--rotary-beta-fast must exceed --rotary-beta-slow, got 1 and 1. Raise --rotary-beta-fast",
         ),
         (
             "--use-rotary-position-embeddings --kv-hidden-size 10 --rotary-percent 0.5",
@@ -102,14 +108,14 @@ def test_a_pattern_of_windows_that_cannot_be_read_is_refused(text: str) -> None:
         ),
         (
             "--use-rotary-position-embeddings --rotary-local-base 100",
-            "--rotary-local-base acts on layers with a window",
+            "--rotary-local-base applies to layers with a window",
         ),
-        ("--no-norm-bias --normalization RMSNorm", "--no-norm-bias acts on layer norms only"),
+        ("--no-norm-bias --normalization RMSNorm", "--no-norm-bias applies to layer norms only"),
         (
             "--norm-placement after --apply-residual-connection-post-layernorm",
-            "--apply-residual-connection-post-layernorm adds to what the norm ahead of a part makes",
+            "--apply-residual-connection-post-layernorm needs a norm before attention",
         ),
-        ("--position-embedding-type none --reset-position-ids", "--reset-position-ids acts on positions, got"),
+        ("--position-embedding-type none --reset-position-ids", "--reset-position-ids has no effect with"),
         ("--num-query-groups 3", "--num-attention-heads must be a multiple of --num-query-groups, got 4 and 3"),
         ("--softmax-scale 0", "--softmax-scale must be a finite number of more than 0"),
         ("--attn-logit-softcapping -1", "--attn-logit-softcapping must be a finite number of at least 0"),

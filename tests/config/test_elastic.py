@@ -52,22 +52,22 @@ def test_ranks_without_work_are_told_of() -> None:
     whole = parse([*ENOUGH.split(), "--batch-size", "2", "--gas", "2", "--zero-stage", "2"], world_size=4)
     config, _ = fit_to_ranks(whole, Span(1, 4), 3)
     assert config.notes[-1] == (
-        "elastic: 3 of 4 ranks: 2 of 4 replicas, each with 4 micro-batches of 2 a step, 16 samples as with all; "
-        "1 rank stands by"
+        "elastic: 3 of 4 ranks: 2 of 4 replicas, each with 4 micro-batches of 2 per step, the same 16 samples "
+        "as with all ranks; 1 rank on standby"
     )
 
 
 def test_unequal_replicas_are_told_of_and_take_the_whole_step() -> None:
     config, _ = fit_to_ranks(parse([*ENOUGH.split(), "--batch-size", "2", "--gas", "2"], world_size=4), Span(1, 4), 3)
     assert config.notes[-1].endswith(
-        "3 of 4 replicas, each with 2 or 3 micro-batches of 2 a step, 16 samples as with all"
+        "3 of 4 replicas, each with 2 or 3 micro-batches of 2 per step, the same 16 samples as with all ranks"
     )
     assert [config.batch.share(3, replica)[:2] for replica in range(3)] == [(0, 3), (3, 3), (6, 2)]
 
 
 def test_fewest_ranks_that_hold_no_replica_are_refused_at_the_first_start() -> None:
     config = parse([*ENOUGH.split(), "--model-parallel-size", "2", "--pipe-parallel-size", "2"], world_size=8)
-    with pytest.raises(ConfigError, match="must hold one replica, got MIN of --nnodes MIN:MAX for 3 of 8 ranks"):
+    with pytest.raises(ConfigError, match="ranks of one replica, got MIN of --nnodes MIN:MAX for 3 of 8 ranks"):
         fit_to_ranks(config, Span(3, 8), 8)
 
 

@@ -57,14 +57,14 @@ def test_its_groups_and_rotary_positions_reach_the_models_section_and_its_identi
             "--num-query-groups must be a multiple of --model-parallel-size",
         ),
         ("--num-query-groups 0", "--num-query-groups must be a positive integer, got 0"),
-        ("--kv-hidden-size 5", "must be even for rotary positions, which turn pairs of numbers, got 5"),
+        ("--kv-hidden-size 5", "must be even for rotary positions, which rotate pairs of elements, got 5"),
         (
             "--rotary-low-frequency-factor 2",
-            "--rotary-low-frequency-factor acts with --rotary-scaling llama3 only",
+            "--rotary-low-frequency-factor has no effect without --rotary-scaling llama3",
         ),
         (
             "--rotary-scaling linear --rotary-original-positions 64",
-            "--rotary-original-positions acts with --rotary-scaling llama3 or yarn only, got linear",
+            "--rotary-original-positions has no effect without --rotary-scaling llama3 or yarn, got linear",
         ),
         (
             "--rotary-scaling llama3 --rotary-low-frequency-factor 4",
@@ -75,7 +75,7 @@ def test_its_groups_and_rotary_positions_reach_the_models_section_and_its_identi
         ("--position-embedding-type relative", "must be one of learned_absolute, rope, alibi, none in a decoder"),
         (
             "--position-embedding-type learned --rotary-base 500",
-            "--rotary-base acts with --position-embedding-type rope",
+            "--rotary-base has no effect without --position-embedding-type rope",
         ),
     ],
 )
@@ -88,5 +88,5 @@ def test_what_cannot_be_or_act_is_refused(words: str, message: str) -> None:
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.kind != "decoder"])
 def test_the_flags_of_decoders_are_refused_elsewhere(family: str) -> None:
     for flag, value in (("--num-query-groups", "2"), ("--rotary-base", "500"), ("--clip-qkv", "6")):
-        with pytest.raises(ConfigError, match="it is for decoders; leave it out"):
+        with pytest.raises(ConfigError, match="it is supported in decoders only; remove it"):
             parse([flag, value], world_size=1, env={}, family=family)

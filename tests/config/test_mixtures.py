@@ -38,16 +38,16 @@ def test_one_word_leaves_a_mixture_and_quotes_a_path_with_a_space() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "a path is empty"),
-        ("1 ''", "a path is empty"),
+        ("", "which contains an empty path"),
+        ("1 ''", "which contains an empty path"),
         ("a b c", "3 words"),
-        ("a b", "the weight 'a' must be"),
-        ("-1 a 2 b", "the weight '-1' must be"),
-        ("inf a 2 b", "the weight 'inf' must be"),
-        ("nan a 2 b", "the weight 'nan' must be"),
-        ("0 a 0 b", "must not all be 0"),
-        ("1e308 a 1e308 b", "nor their sum infinite"),
-        ("1 a 2 a", "a stands more than once"),
+        ("a b", "the weight 'a' is not a finite number"),
+        ("-1 a 2 b", "the weight '-1' is not a finite number"),
+        ("inf a 2 b", "the weight 'inf' is not a finite number"),
+        ("nan a 2 b", "the weight 'nan' is not a finite number"),
+        ("0 a 0 b", "the weights are all 0"),
+        ("1e308 a 1e308 b", "their sum is infinite"),
+        ("1 a 2 a", "which contains a more than once"),
         ("1 'a", "No closing quotation"),
     ],
 )
@@ -65,19 +65,19 @@ def test_schedules() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (";", "without a step"),
+        (";", "which has no entry"),
         ("1e9 0.5 0.5", "no colon"),
-        ("x: 1 1", "'x' is no whole number"),
-        ("0: 1 1", "'0' is no whole number"),
-        ("1.5: 1 1", "'1.5' is no whole number"),
-        ("1e30: 1 1", "'1e30' is no whole number"),
+        ("x: 1 1", "'x' is not a positive whole number"),
+        ("0: 1 1", "'0' is not a positive whole number"),
+        ("1.5: 1 1", "'1.5' is not a positive whole number"),
+        ("1e30: 1 1", "'1e30' is not a positive whole number"),
         ("5: 1", "has 1 weights for 2 corpora"),
-        ("5: 1 a", "the weight 'a' must be"),
-        ("5: 0 0", "must not all be 0"),
+        ("5: 1 a", "the weight 'a' is not a finite number"),
+        ("5: 0 0", "the weights are all 0"),
         ("5: 1 1; 5: 1 2", "5 tokens follow 5"),
     ],
 )
 def test_wrong_schedules_are_told(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match="--mixture-schedule must be steps") as raised:
+    with pytest.raises(ValueError, match="--mixture-schedule must be entries") as raised:
         parse_schedule(text, 2)
     assert said in str(raised.value)

@@ -41,8 +41,8 @@ def test_a_sequence_may_be_longer_than_the_length_it_was_made_for() -> None:
     [
         (["--alibi-bias-max", "0"], "--alibi-bias-max must be a positive integer, got 0"),
         (["--clip-qkv", "-1"], "--clip-qkv must be a finite number of at least 0, got -1.0"),
-        (["--reset-position-ids"], "alibi, which has none: --reset-attention-mask alone keeps documents apart"),
-        (["--rotary-base", "500000"], "--rotary-base acts with --position-embedding-type rope only, got alibi"),
+        (["--reset-position-ids"], "alibi, which has no position ids: --reset-attention-mask is enough"),
+        (["--rotary-base", "500000"], "--rotary-base has no effect without --position-embedding-type rope, got alibi"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -54,5 +54,5 @@ def test_what_cannot_act_is_refused(words: list[str], message: str) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_slopes_need_alibi(family: str) -> None:
-    with pytest.raises(ConfigError, match="--alibi-bias-max acts with --position-embedding-type alibi only"):
+    with pytest.raises(ConfigError, match="--alibi-bias-max has no effect without --position-embedding-type alibi"):
         parsed("--alibi-bias-max", "4", family=family)

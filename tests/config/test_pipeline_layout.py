@@ -38,8 +38,8 @@ def test_the_head_is_norm_and_head() -> None:
         ("tt|L", "must be E, layers t and L"),
         ("Et|tt", "must be E, layers t and L"),
         ("Et|tEL", "must be E, layers t and L"),
-        ("Et*3|(tt|)*29m|L", r"m \(multi-token prediction\) is not there"),
-        ("Et||tL", r"must have a layer, E or L, got none in piece 1 of 'Et\|\|tL'"),
+        ("Et*3|(tt|)*29m|L", r"m \(multi-token prediction\) is not supported"),
+        ("Et||tL", r"must have a layer, E or L, got none in chunk 1 of 'Et\|\|tL'"),
         ("E(t|tL", "must be E"),
     ],
 )
@@ -63,11 +63,11 @@ def test_a_layout_says_chunks_and_bounds() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--pipeline-model-parallel-layout Ett|t|tttt|L|", "must have all layers, got 7 t and --num-layers 6"),
-        ("--pipeline-model-parallel-layout Et*3|t*3|L", "a multiple of --pipe-parallel-size pieces, got 3 and 2"),
+        ("--pipeline-model-parallel-layout Ett|t|tttt|L|", "must contain all layers, got 7 t and --num-layers 6"),
+        ("--pipeline-model-parallel-layout Et*3|t*3|L", "a multiple of --pipe-parallel-size chunks, got 3 and 2"),
         (
             "--pipeline-model-parallel-layout Et*3|t*3L --pipeline-chunks 2",
-            "says the chunks, got --pipeline-chunks too",
+            "determines the chunks, got --pipeline-chunks too",
         ),
         ("--pipeline-model-parallel-layout Et*3|t*3", "must be E, layers t and L"),
     ],
@@ -79,7 +79,7 @@ def test_a_layout_that_does_not_go_with_the_rest_is_refused(words: str, message:
 
 def test_a_model_of_two_sides_has_none() -> None:
     sides = "--enc-seq-length 8 --pipe-parallel-size 2 --pipeline-model-parallel-layout Et*3|t*4L"
-    with pytest.raises(ConfigError, match="is for models of one stack of layers"):
+    with pytest.raises(ConfigError, match="does not support encoder-decoder models"):
         read(sides, family="t5")
 
 
@@ -87,8 +87,10 @@ def test_the_group_of_micro_batches_is_that_of_chunks() -> None:
     flag = "--pipe-parallel-size 2 --gas 12 --microbatch-group-size-per-virtual-pipeline-stage"
     assert read(f"{flag} 4 --pipeline-chunks 2").parallel.group_size == 4
     plain = read(f"{flag} 4")
-    assert plain.parallel.group_size == 0 and any("nothing changes" in note for note in plain.notes)
-    with pytest.raises(ConfigError, match="must be --pipe-parallel-size or more, got 1 and 2"):
+    assert plain.parallel.group_size == 0 and any(
+        "has no effect without several chunks" in note for note in plain.notes
+    )
+    with pytest.raises(ConfigError, match="must be at least --pipe-parallel-size, got 1 and 2"):
         read(f"{flag} 1 --pipeline-chunks 2")
 
 
@@ -102,10 +104,13 @@ def test_a_v_has_its_chunks_and_its_schedules() -> None:
         assert (parallel.chunks, parallel.placement, parallel.loss_stage) == (2, "v", 0)
     assert read("--pipe-parallel-size 2 --pipeline-placement v").parallel.schedule == "zb-v"
     for words, message in (
-        ("--pipeline-schedule zb-v --pipeline-chunks 3", "a V has two chunks on each stage"),
-        ("--pipeline-schedule zb-v --pipeline-placement loop", "the schedule zb-v needs its chunks in a v"),
-        ("--pipeline-schedule zb-h1 --pipeline-placement v", "the schedule zb-h1 needs its chunks in a loop"),
-        ("--pipeline-schedule zb-v --compile", "needs a schedule of whole backwards"),
+        ("--pipeline-schedule zb-v --pipeline-chunks 3", "--pipeline-placement v needs 2 chunks per stage"),
+        ("--pipeline-schedule zb-v --pipeline-placement loop", "--pipeline-schedule zb-v needs --pipeline-placement v"),
+        (
+            "--pipeline-schedule zb-h1 --pipeline-placement v",
+            "--pipeline-schedule zb-h1 needs --pipeline-placement loop",
+        ),
+        ("--pipeline-schedule zb-v --compile", "needs a schedule with unsplit backward passes"),
     ):
         with pytest.raises(ConfigError, match=message):
             read(f"--pipe-parallel-size 2 {words}")
@@ -120,14 +125,14 @@ def test_a_schedule_in_a_file_goes_with_the_rest_or_is_refused(tmp_path: object)
     assert (parallel.chunks, parallel.placement, parallel.schedule) == (2, "v", f"file:{path}")
     for words, message in (
         (f"{flag} --gas 4", "is for steps of 1 micro-batches, got --gas 4"),
-        (f"{flag} --gas 1 --pipeline-chunks 2", "says how chunks lie and run, got --pipeline-chunks too"),
-        (f"{flag} --gas 1 --pipeline-auto-schedules zb-v", "run, got --pipeline-auto-schedules"),
+        (f"{flag} --gas 1 --pipeline-chunks 2", "order of the chunks, got --pipeline-chunks too"),
+        (f"{flag} --gas 1 --pipeline-auto-schedules zb-v", "order of the chunks, got --pipeline-auto-schedules"),
         (
             f"--pipe-parallel-size 2 --pipeline-schedule-file {path}.none",
-            "must hold an order that runs: .*No such file",
+            "must contain a valid schedule: .*No such file",
         ),
     ):
         with pytest.raises(ConfigError, match=message):
             read(words)
-    with pytest.raises(ConfigError, match="must be for --pipe-parallel-size 3, got .* of 2 stages"):
+    with pytest.raises(ConfigError, match="must match --pipe-parallel-size 3, got .* with 2 stages"):
         read(f"--pipe-parallel-size 3 --pipeline-schedule-file {path} --gas 1", 3)

@@ -54,7 +54,7 @@ def test_samples_after_many_steps_are_those_of_single_steps(
         ("4 0 8", "must be START INCREMENT SAMPLES"),
         ("4 2 -8", "must be START INCREMENT SAMPLES"),
         ("10 2 8", "must start below the global batch"),
-        ("4 4 8", "10 - 4 = 6, which is no multiple of the increment 4"),
+        ("4 4 8", "10 - 4 = 6, which is not a multiple of the increment 4"),
     ],
 )
 def test_a_ramp_that_cannot_be_is_told(text: str, said: str) -> None:

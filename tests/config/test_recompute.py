@@ -24,17 +24,23 @@ def read(line: str, folder=None, section: object = None, world_size: int = 2) ->
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
-        (f"{RECOMPUTE} --recompute-activations", ["either whole layers", "--recompute-granularity selective"]),
+        (
+            f"{RECOMPUTE} --recompute-activations",
+            ["--checkpoint-activations recomputes full layers", "--recompute-granularity selective"],
+        ),
         ("--recompute-granularity half", ["--recompute-granularity must be one of full, selective, got 'half'"]),
         (
             "--pipe-parallel-size 2 --compile --pipeline-schedule zb-h1",
-            ["--compile needs a schedule of whole", "zb-h1"],
+            ["--compile needs a schedule with unsplit", "zb-h1"],
         ),
         (
             "--pipe-parallel-size 2 --compile --pipeline-schedule auto --pipeline-chunks 2 --num-layers 4",
-            ["--compile needs a schedule of whole", "Use --pipeline-schedule interleaved,"],
+            ["--compile needs a schedule with unsplit", "Use --pipeline-schedule interleaved,"],
         ),
-        ("--pipe-parallel-size 2 --compile --pipeline-schedule auto", ["--compile needs a schedule of whole", "auto"]),
+        (
+            "--pipe-parallel-size 2 --compile --pipeline-schedule auto",
+            ["--compile needs a schedule with unsplit", "auto"],
+        ),
         ("--compile --hidden-dropout 0.1 --layout-independent-dropout", ["--compile", "--layout-independent-dropout"]),
     ],
 )

@@ -34,15 +34,18 @@ def test_names_of_megatron_set_the_run_of_wandb(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     "extra, message",
     [
-        ("--profile 0-2", "--profile must be a step from 1 on or a range of steps, as 5-7; got '0-2'"),
-        ("--profile 3-1", "--profile must be a step from 1 on"),
-        ("--profile 1,2", "--profile must be a step from 1 on"),
+        ("--profile 0-2", "--profile must be a step or a range of steps, counted from 1, such as 5-7; got '0-2'"),
+        ("--profile 3-1", "--profile must be a step or a range of steps"),
+        ("--profile 1,2", "--profile must be a step or a range of steps"),
         ("--profile 8-10", "--profile must name steps of the run, got 8-10 and --train-iters 9"),
-        ("--profile 1 --eval-only --load x", "--profile acts in training only, got --eval-only"),
-        ("--log-layer-norms --eval-only --load x", "--log-layer-norms acts in training only, got --eval-only"),
+        ("--profile 1 --eval-only --load x", "--profile applies to training only, got --eval-only"),
+        ("--log-layer-norms --eval-only --load x", "--log-layer-norms applies to training only, got --eval-only"),
         ("--profile 5-7 --profile-step-start 3", "--profile-step-start must agree with --profile, got the steps 4-12"),
-        ("--wandb-exp-name n", "--wandb-exp-name acts with --wandb-project only"),
-        ("--wandb-save-dir d --wandb-entity e", "--wandb-save-dir, --wandb-entity acts with --wandb-project only"),
+        ("--wandb-exp-name n", "--wandb-exp-name has no effect without --wandb-project"),
+        (
+            "--wandb-save-dir d --wandb-entity e",
+            "--wandb-save-dir, --wandb-entity has no effect without --wandb-project",
+        ),
     ],
 )
 def test_what_cannot_act_is_refused(extra: str, message: str) -> None:

@@ -44,21 +44,21 @@ def test_the_length_never_falls(tokens: list[int], here: int) -> None:
 @pytest.mark.parametrize(
     ("schedule", "said"),
     [
-        (" ; ", "without a step"),
+        (" ; ", "which has no entry"),
         ("0 16", "'0 16' has no colon"),
-        ("x: 16", "'x' is no whole number of tokens"),
-        ("-1: 16", "'-1' is no whole number of tokens"),
-        ("0.5: 16", "'0.5' is no whole number of tokens"),
-        ("1e30: 16", "'1e30' is no whole number of tokens"),
-        ("nan: 16", "'nan' is no whole number"),
-        ("0: ", "'' is no length"),
-        ("0: 0; 1e3: 64", "'0' is no length"),
-        ("0: 16 32", "'16 32' is no length"),
-        ("0: 64x", "'64x' is no length"),
+        ("x: 16", "'x' is not a whole number of tokens"),
+        ("-1: 16", "'-1' is not a whole number of tokens"),
+        ("0.5: 16", "'0.5' is not a whole number of tokens"),
+        ("1e30: 16", "'1e30' is not a whole number of tokens"),
+        ("nan: 16", "'nan' is not a whole number"),
+        ("0: ", "'' is not a length"),
+        ("0: 0; 1e3: 64", "'0' is not a length"),
+        ("0: 16 32", "'16 32' is not a length"),
+        ("0: 64x", "'64x' is not a length"),
     ],
 )
 def test_a_text_that_is_no_schedule_is_told(schedule: str, said: str) -> None:
-    with pytest.raises(ConfigError, match='must be steps "TOKENS: LENGTH"') as raised:
+    with pytest.raises(ConfigError, match='must be entries "TOKENS: LENGTH"') as raised:
         read(schedule)
     assert said in str(raised.value) and FLAG in str(raised.value)
 
@@ -66,18 +66,18 @@ def test_a_text_that_is_no_schedule_is_told(schedule: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("schedule", "extra", "said"),
     [
-        ("5: 16; 1e3: 64", "", "from the first token on, got 5 tokens in its first entry. Let it begin with 0: 16"),
-        ("0: 16; 9: 32; 9: 64", "", "must rise, got 9 behind 9"),
-        ("0: 16; 9: 32; 8: 64", "", "must rise, got 8 behind 9"),
-        ("0: 32; 9: 16; 10: 64", "", "lengths of --seq-length-schedule must rise, got 16 behind 32"),
-        ("0: 32; 9: 32; 10: 64", "", "must rise, got 32 behind 32"),
-        ("0: 24; 9: 64", "", "must divide --seq-length, so that a sample is cut into whole pieces, got 24 and 64"),
+        ("5: 16; 1e3: 64", "", "must start at 0 tokens, got 5 tokens in its first entry. Start with 0: 16"),
+        ("0: 16; 9: 32; 9: 64", "", "must increase, got 9 after 9"),
+        ("0: 16; 9: 32; 8: 64", "", "must increase, got 8 after 9"),
+        ("0: 32; 9: 16; 10: 64", "", "lengths of --seq-length-schedule must increase, got 16 after 32"),
+        ("0: 32; 9: 32; 10: 64", "", "must increase, got 32 after 32"),
+        ("0: 24; 9: 64", "", "must divide --seq-length, so that a sample is split into equal chunks, got 24 and 64"),
         (
             "0: 16; 9: 32",
             "",
             'must be --seq-length, got 32 and 64. Add a last entry "TOKENS: 64", or use --seq-length 32',
         ),
-        ("0: 16; 9: 128", "", "may be more than --seq-length, the length of a sample, got 128 and 64"),
+        ("0: 16; 9: 128", "", "may exceed --seq-length, the length of a sample, got 128 and 64"),
         ("0: 2; 9: 64", "--context-parallel-size 2", "must be a multiple of 2 x --context-parallel-size = 4, got 2"),
         (
             "0: 4; 9: 64",
@@ -85,7 +85,7 @@ def test_a_text_that_is_no_schedule_is_told(schedule: str, said: str) -> None:
             "multiple of 2 x --context-parallel-size x --model-parallel-size = 8, got 4",
         ),
         ("0: 1; 9: 64", "--model-parallel-size 2 --sequence-parallel", "multiple of --model-parallel-size = 2"),
-        ("0: 16; 9: 64", "--eval-only --load x", "--seq-length-schedule acts in training only, got --eval-only"),
+        ("0: 16; 9: 64", "--eval-only --load x", "--seq-length-schedule applies to training only, got --eval-only"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_told_with_the_way_out(schedule: str, extra: str, said: str) -> None:
@@ -99,13 +99,14 @@ def test_all_problems_of_a_schedule_are_told_together_with_others() -> None:
         read("7: 32; 3: 24; 9: 32", "--hidden-size 30 --num-attention-heads 4", world_size=1)
     text = str(raised.value)
     assert all(
-        each in text for each in ("first token", "tokens of", "lengths of", "must divide", "last length", "hidden")
+        each in text
+        for each in ("start at 0 tokens", "tokens of", "lengths of", "must divide", "last length", "hidden")
     )
 
 
 @pytest.mark.parametrize("family", ["t5", "bert"])
 def test_samples_of_other_kinds_cannot_be_cut(family: str) -> None:
-    with pytest.raises(ConfigError, match="is made for its whole length and cannot be cut"):
+    with pytest.raises(ConfigError, match="full length, which cannot be split"):
         parse(["--data-path", "none", FLAG, "0: 8; 9: 512"], world_size=1, env={}, family=family)
 
 

@@ -105,7 +105,7 @@ def test_a_script_of_megatrons_t5_has_learned_positions_and_its_defaults():
     assert (config.model.position_embedding_type, config.model.max_position_embeddings) == ("learned_absolute", 80)
     assert (config.model.activation, config.model.hidden_bias) == ("gelu-tanh", True)
     assert (config.optimizer.lr_decay_style, config.optimizer.warmup) == ("linear", 0.0)
-    assert any("read as a script of Megatron's T5" in note for note in config.notes) and not config.ignored
+    assert any("parsed as a script for Megatron's T5" in note for note in config.notes) and not config.ignored
     assert read(f"{lengths} --position-embedding-type relative").model.has_relative_positions
     assert read(lengths.partition(" --max")[0]).model.has_relative_positions, "as before"
 
@@ -123,8 +123,8 @@ def test_a_script_of_megatrons_t5_has_learned_positions_and_its_defaults():
         ("--denoisers R,R", ["--denoisers must be", "R twice"]),
         ("--noise-density 1", ["--noise-density must be a finite number of more than 0 and less than 1, got 1"]),
         ("--mean-span-length 0.5", ["--mean-span-length must be a finite number of at least 1, got 0.5"]),
-        ("--noise-density 0.6 --mean-span-length 1", ["spans must have a token of the text between them"]),
-        ("--noise-density 0.5 --denoisers X,S", ["--noise-density acts on the denoiser R only", "--denoisers X,S"]),
+        ("--noise-density 0.6 --mean-span-length 1", ["spans need at least one text token between them"]),
+        ("--noise-density 0.5 --denoisers X,S", ["has no effect without the denoiser R", "--denoisers X,S"]),
         (
             "--position-embedding-type learned --enc-seq-length 64 --max-position-embeddings 32",
             ["--enc-seq-length must not exceed --max-position-embeddings, got 64 and 32"],
@@ -135,13 +135,13 @@ def test_a_script_of_megatrons_t5_has_learned_positions_and_its_defaults():
         ),
         (
             "--position-embedding-type learned --relative-attention-num-buckets 8",
-            ["--relative-attention-num-buckets acts with --position-embedding-type relative only"],
+            ["--relative-attention-num-buckets has no effect without --position-embedding-type relative"],
         ),
         ("--relative-attention-num-buckets 7", ["must be even, got 7", "Use 6 or 8"]),
         ("--relative-attention-max-distance 16", ["must exceed half of", "16 and 32", "Use 17 or more"]),
-        ("--num-layers 0", ["each side of a T5 must hold a layer, got 0 in the encoder and 0"]),
-        ("--num-layers 3 --enc-layers 2 --dec-layers 2", ["--num-layers is for a side without", "--enc-layers 2"]),
-        ("--pipeline-split-rank 1", ["--pipeline-split-rank acts on a pipeline only"]),
+        ("--num-layers 0", ["each side of a T5 must have a layer, got 0 in the encoder and 0"]),
+        ("--num-layers 3 --enc-layers 2 --dec-layers 2", ["--num-layers has no effect with both", "--enc-layers 2"]),
+        ("--pipeline-split-rank 1", ["--pipeline-split-rank has no effect without a pipeline"]),
         ("--model-parallel-size 3 --hidden-size 48", ["--num-attention-heads must be a multiple"]),
     ],
 )
@@ -161,20 +161,20 @@ def test_a_value_that_cannot_be_used_is_told_with_its_cure(line, parts):
         (
             "--pipe-parallel-size 4 --pipeline-split-rank 1 --dec-layers 2",
             4,
-            ["leaves the decoder 3 of 4 stages", "got --dec-layers 2"],
+            ["assigns 3 of 4 stages to the decoder", "got --dec-layers 2"],
         ),
         (
             "--pipe-parallel-size 4 --pipeline-split-rank 3 --enc-layers 2",
             4,
-            ["leaves the encoder 3 of 4 stages", "got --enc-layers 2"],
+            ["assigns 3 of 4 stages to the encoder", "got --enc-layers 2"],
         ),
-        ("--pipe-parallel-size 2 --pipeline-split-rank 1 --pipeline-chunks 2", 2, ["needs one chunk on each stage"]),
+        ("--pipe-parallel-size 2 --pipeline-split-rank 1 --pipeline-chunks 2", 2, ["requires one chunk per stage"]),
         (
             "--pipe-parallel-size 2 --pipeline-split-rank 1 --partition-method uniform",
             2,
-            ["acts with --partition-method balanced only", "uniform"],
+            ["has no effect without --partition-method balanced", "uniform"],
         ),
-        ("--optimizer adafactor --model-parallel-size 2", 2, ["needs whole matrices", "--model-parallel-size 2"]),
+        ("--optimizer adafactor --model-parallel-size 2", 2, ["columns of full matrices", "--model-parallel-size 2"]),
         (
             "--pipe-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
             2,
@@ -207,11 +207,11 @@ def test_a_seam_in_the_defaults_is_a_note_without_a_pipeline():
     ("flag", "expected"),
     [
         ("--seq-length 9", "T5 has two lengths; use --enc-seq-length and --dec-seq-length"),
-        ("--reset-position-ids", "by --reset-attention-mask alone; use that"),
-        ("--eod-mask-loss", "leave it out"),
-        ("--apply-residual-connection-post-layernorm", "T5 adds to the input"),
+        ("--reset-position-ids", "with --reset-attention-mask only; use that flag"),
+        ("--eod-mask-loss", "remove it"),
+        ("--apply-residual-connection-post-layernorm", "T5's residual connections"),
         ("--mask-prob 0.2", "use --noise-density"),
-        ("--normalization RMSNorm", "--position-embedding-type relative has RMS norms"),
+        ("--normalization RMSNorm", "RMSNorm with relative"),
     ],
 )
 def test_t5_refuses_what_acts_in_gpt2_only(flag, expected):
@@ -222,11 +222,11 @@ def test_t5_refuses_what_acts_in_gpt2_only(flag, expected):
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("--enc-seq-length 9", "use pretrain_t5.py, or --seq-length here"),
-        ("--decoder-seq-length 9", "use pretrain_t5.py, or --seq-length here"),
-        ("--enc-layers 2", "use pretrain_t5.py, or --num-layers here"),
-        ("--noise-density 0.1", "use pretrain_t5.py, or leave it out"),
-        ("--relative-attention-num-buckets 8", "use pretrain_t5.py, or leave it out"),
+        ("--enc-seq-length 9", "use pretrain_t5.py, or --seq-length"),
+        ("--decoder-seq-length 9", "use pretrain_t5.py, or --seq-length"),
+        ("--enc-layers 2", "use pretrain_t5.py, or --num-layers"),
+        ("--noise-density 0.1", "use pretrain_t5.py, or remove it"),
+        ("--relative-attention-num-buckets 8", "use pretrain_t5.py, or remove it"),
     ],
 )
 def test_gpt2_refuses_what_acts_in_t5_only(flag, message):
@@ -282,7 +282,7 @@ def test_a_set_in_three_files_has_any_length_of_targets(tmp_path: Path):
     assert read(line).own.dec_seq_length == 128
     assert read(f"{line} --position-embedding-type learned").model.max_position_embeddings == 128
     assert read(line.replace("length 128", "length 2")).own.dec_seq_length == 2, "too short for a span of ours"
-    assert "--enc-seq-length must be at least 2, a token and the end, got 1" in error_of(
+    assert "--enc-seq-length must be at least 2, a token and the end token, got 1" in error_of(
         line.replace("length 128", "length 1")
     )
     assert "--dec-seq-length must be at least 29" in error_of("--enc-seq-length 128 --dec-seq-length 20")
@@ -291,11 +291,11 @@ def test_a_set_in_three_files_has_any_length_of_targets(tmp_path: Path):
 @pytest.mark.parametrize("flag", ["--noise-density 0.2", "--mean-span-length 4", "--denoisers R", "--denoisers R,X"])
 def test_a_set_in_three_files_refuses_what_would_cut_spans(flag, tmp_path: Path):
     prefix = make_set(tmp_path / "corpus")
-    message = f"{flag.split()[0]} acts where spans are cut out when a text is read, got --data-path {prefix}, a set in"
+    message = f"{flag.split()[0]} has no effect on spans that are fixed in the data, got --data-path {prefix}, a set"
     assert error_of(f"--data-path {prefix} {flag}").startswith(message)
 
 
-@pytest.mark.parametrize(("denoisers", "message"), [("R,X", "must be one kind for --data-path"), ("Q", "must be")])
+@pytest.mark.parametrize(("denoisers", "message"), [("R,X", "must be one denoiser for --data-path"), ("Q", "must be")])
 def test_a_set_in_three_files_refuses_denoisers_of_the_defaults_that_it_cannot_have(denoisers, message, tmp_path: Path):
     env = {"MEGATRON_DEFAULTS": f"--denoisers {denoisers}"}
     assert f"--denoisers {message}" in error_of(f"--data-path {make_set(tmp_path / 'corpus')}", env=env)
@@ -314,10 +314,10 @@ def test_a_set_in_three_files_among_others_leaves_them_their_flags(tmp_path: Pat
     assert most.dec_seq_length == most.longest_target > 128
     assert "--dec-seq-length must be at least 29" in error_of(f"{line} --dec-seq-length 20")
     message = (
-        f"--denoisers must be one kind for --data-path {tmp_path / 'fixed'}, a set in three files whose spans are "
+        f"--denoisers must be one denoiser for --data-path {tmp_path / 'fixed'}, a set in three files whose spans are "
     )
-    assert error_of(f"{line} --denoisers R,X").startswith(f"{message}fixed, got R,X. Leave it out")
-    assert "R,X in the defaults. Take it out" in error_of(line, env={"MEGATRON_DEFAULTS": "--denoisers R,X"})
+    assert error_of(f"{line} --denoisers R,X").startswith(f"{message}fixed, got R,X. Remove it")
+    assert "R,X in the defaults. Remove it" in error_of(line, env={"MEGATRON_DEFAULTS": "--denoisers R,X"})
 
 
 def test_the_set_that_refuses_a_flag_is_named_by_its_own_flag(tmp_path: Path):
@@ -326,7 +326,7 @@ def test_the_set_that_refuses_a_flag_is_named_by_its_own_flag(tmp_path: Path):
     assert f"got --train-data-path {fixed[0]}, a set in three files" in error_of(f"{line} --noise-density 0.2")
     mixed = line.replace(str(fixed[0]), str(make_corpus(tmp_path / "d")))
     assert read(f"{mixed} --noise-density 0.2").data.cuts_spans
-    assert f"one kind for --valid-data-path {fixed[1]}, a set" in error_of(f"{mixed} --denoisers R,S")
+    assert f"one denoiser for --valid-data-path {fixed[1]}, a set" in error_of(f"{mixed} --denoisers R,S")
 
 
 def test_files_of_pairs_are_looked_for_where_one_of_them_is(tmp_path: Path):
@@ -344,7 +344,7 @@ def test_the_recipe_of_t5_is_taken_and_adams_flags_are_not():
     line = "--optimizer adafactor --lr-decay-style inverse-square-root"
     config = read(line)
     assert (config.optimizer.optimizer, config.optimizer.lr_decay_style) == ("adafactor", "inverse-square-root")
-    assert "--adam-beta1 acts on AdamW only, got --optimizer adafactor" in error_of(f"{line} --adam-beta1 0.8")
+    assert "--adam-beta1 applies to AdamW only, got --optimizer adafactor" in error_of(f"{line} --adam-beta1 0.8")
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5"])

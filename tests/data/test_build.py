@@ -63,7 +63,7 @@ def test_a_split_shorter_than_a_sample_is_refused(tmp_path: Path) -> None:
 
 def test_a_sequence_longer_than_all_data_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a", [10] * 10)
-    with pytest.raises(DataError, match="all data together is 100 tokens.*--seq-length 100 needs 101"):
+    with pytest.raises(DataError, match="has 100 tokens in total.*--seq-length 100 needs 101"):
         build(tmp_path / "a", seq_length=100)
 
 
@@ -82,7 +82,7 @@ def test_files_without_a_sidecar_are_looked_through(tmp_path: Path) -> None:
 
 def test_data_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a", [10] * 10)
-    with pytest.raises(DataError, match="built with another tokenizer") as raised:
+    with pytest.raises(DataError, match="built with a different tokenizer") as raised:
         build(tmp_path / "a", tokenizer_identity="u" * 64)
     assert "uuu" not in str(raised.value), "identities are in lines of the level debug only"
 
@@ -108,7 +108,7 @@ def test_a_large_file_without_a_sidecar_is_looked_through_once(tmp_path: Path, m
     cache = {"cache_path": str(tmp_path / "cache")}
     for vocab_size, times in ((100, 1), (100, 1), (101, 2)):
         build(tmp_path / "a", vocab_size=vocab_size, **cache)
-        assert len(said) == times and "looking once at all 100 token ids" in said[0]
+        assert len(said) == times and "checking all 100 token ids once" in said[0]
     for _ in range(2):
         with pytest.raises(DataError, match="got 99 in document 9 at token 9"):
             build(tmp_path / "a", vocab_size=99, **cache)

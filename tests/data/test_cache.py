@@ -175,7 +175,7 @@ def test_a_flipped_bit_anywhere_is_found_and_the_file_built_again(
     assert num_rebuilt == sum(place not in time_of_comparison for place in places), (
         "all but that time, which is no content"
     )
-    assert len(lines) == 1 and "damaged" in lines[0] and "built again" in lines[0] and str(path) in lines[0]
+    assert len(lines) == 1 and "damaged" in lines[0] and "rebuilding it" in lines[0] and str(path) in lines[0]
 
 
 def test_what_was_written_to_within_a_job_is_compared_again(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_the_default_is_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.
     folder.chmod(0o777)
     built: list[int] = []
     assert IndexCache().arrays("a", 1, lambda k: built.append(k) or content(k))[0].tolist() == whole(0)
-    assert built == [0] and len(lines) == 1 and "others may write" in lines[0]
+    assert built == [0] and len(lines) == 1 and "other users can write" in lines[0]
 
 
 def test_files_of_an_earlier_boot_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,5 +67,5 @@ def test_a_read_only_disk_is_told_as_missing_permission(tmp_path: Path, monkeypa
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(files, "before_operation", refuse)
-    with pytest.raises(DataError, match="a cut-off replacement of .* must be finished; no permission"):
+    with pytest.raises(DataError, match="an interrupted replacement of .* must be finished, but permission is denied"):
         IndexedDataset(tmp_path / "a")

@@ -63,9 +63,9 @@ def test_system_next_to_messages_opens_the_conversation() -> None:
         assert parsed(system="s", **form).messages == [system, QUESTION, ANSWER]
         assert parsed(system="", **form).messages == parsed(system=None, **form).messages == [QUESTION, ANSWER]
     assert parsed(system="s", messages=[system, QUESTION, ANSWER]).messages == [system, QUESTION, ANSWER]
-    with pytest.raises(ValueError, match=r'"system" \("s"\) and a first message .* \("t"\) must not differ'):
+    with pytest.raises(ValueError, match=r'"system" \("s"\) and the first message .* \("t"\) differ'):
         parsed(system="s", messages=[{"role": "system", "content": "t"}, ANSWER])
-    with pytest.raises(ValueError, match='"system" must be a text, got 3'):
+    with pytest.raises(ValueError, match='"system" must be a string, got 3'):
         parsed(system=3, messages=[ANSWER])
 
 
@@ -81,7 +81,7 @@ def test_alpaca_is_a_question_with_its_answer() -> None:
         {"instruction": 3, "output": "a"},
         {"instruction": "q", "output": "a", "input": 3},
     ):
-        with pytest.raises(ValueError, match='must have texts as "instruction" and "output"'):
+        with pytest.raises(ValueError, match='must have the strings "instruction" and "output"'):
             parsed(**wrong)
     with pytest.raises(ValueError, match=r'"history" must be a list of \[question, answer\], got \["q"\]'):
         parsed(instruction="q", output="a", history=["q"])
@@ -139,13 +139,13 @@ def test_lines_and_arrays_plain_or_compressed_give_the_same_records(
         (b'[{"n": 1}\n', 'f:2: a comma or ] must follow each element .* got ""|the end of the file'),
         (b'[{"n": 1},\n', "f:2: an element of the JSON array must be an object"),
         (b'[{"n": 1}]\n[{"n": 2}]', "f:2: nothing must follow the JSON array"),
-        (b'[{"n": 1},\n' + b"[" * 100_000, "f:2: an element of the JSON array .*deeper nesting"),
+        (b'[{"n": 1},\n' + b"[" * 100_000, "f:2: an element of the JSON array .*nested too deeply"),
         (b'[{"n": 1},\n{"n": "\xff"}]', "f:2: a JSON array must be in UTF-8"),
-        (b" [] ", "f must hold a conversation"),
-        (b"", "f must hold a conversation"),
+        (b" [] ", "f must have a conversation"),
+        (b"", "f must have a conversation"),
         (
             gzip.compress(b'{"n": 1}' * 99)[:-9],
-            "f must be a file of JSON lines that can be read: Compressed file ended",
+            "f cannot be read as a file of JSON lines: Compressed file ended",
         ),
         (
             zstandard.compress(b"{}\n" * 99_999 + bytes(range(256)))[:-40],
@@ -183,7 +183,7 @@ def test_rows_of_tables_are_records_without_the_nulls_of_absent_keys(
         (2, {"messages": [QUESTION, ANSWER]}),
     ]
     path.write_bytes(path.read_bytes()[:-60])
-    with pytest.raises(DataError, match="c.data must be a file of JSON lines that can be read"):
+    with pytest.raises(DataError, match="c.data cannot be read as a file of JSON lines"):
         records(path)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=r"c.data is (parquet|an Arrow file), which needs pyarrow: .*\[parquet\]"):

@@ -38,11 +38,15 @@ def test_a_schedule_starts_with_the_weights_of_the_path_and_counts_whole_samples
     [
         ({}, ALL, "--data-path must name token files"),
         ({"data_path": ""}, ALL, "--data-path must name token files"),
-        ({"data_path": "a", "valid_data_path": "b"}, ALL, "exclude each other, got --data-path a"),
-        ({"train_data_path": "a"}, ALL, r"--valid-data-path must name .*turn off what uses it \(--eval-iters 0\)"),
+        ({"data_path": "a", "valid_data_path": "b"}, ALL, "--data-path a .* cannot be combined"),
+        (
+            {"train_data_path": "a"},
+            ALL,
+            r"--valid-data-path must name .*disable the evaluation that needs it \(--eval-iters 0\)",
+        ),
         ({"train_data_path": "a", "valid_data_path": "b"}, ALL, "--test-data-path must name token files"),
-        ({"valid_data_path": "a"}, ALL, "--train-data-path must name .* got none. Give it too.$"),
-        ({"train_data_path": "a b"}, (True, False, False), "--train-data-path must be one path, or weights and paths"),
+        ({"valid_data_path": "a"}, ALL, "--train-data-path must name .* got none. Add it.$"),
+        ({"train_data_path": "a b"}, (True, False, False), "--train-data-path must be one path, or alternating"),
         (
             {"data_path": "1 d/a 1 ./d/a.bin"},
             ALL,
@@ -60,7 +64,7 @@ def test_a_link_to_a_corpus_is_that_corpus(tmp_path: Path, monkeypatch: MonkeyPa
     (tmp_path / "a").mkdir()
     (tmp_path / "b").symlink_to(tmp_path / "a")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match="got a/x and b/x, which are one"):
+    with pytest.raises(DataError, match="got a/x and b/x, which are the same"):
         weighted_prefixes("1 a/x 1 b/x")
 
 

@@ -101,5 +101,5 @@ def test_a_step_of_the_whole_length_is_left_as_it_is() -> None:
 
     whole = loader(Own(), SeqLengths(FULL, ((0, FULL),)))
     assert next(iter(whole))["weight"].tolist() == [0.0, 1.0]
-    with pytest.raises(SampleError, match=r"--seq-length \+ 1 numbers.*got 'weight' of shape \(2,\)"):
+    with pytest.raises(SampleError, match=r"--seq-length \+ 1 tokens.*got 'weight' of shape \(2,\)"):
         next(iter(loader(Own())))

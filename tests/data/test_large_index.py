@@ -96,13 +96,13 @@ def test_large_and_small_readers_agree(tmp_path: Path, lengths: list[int], data:
 @pytest.mark.parametrize(
     "place, new, text",
     [
-        (34, struct.pack("<i", -1), "must not be negative, sequence 0 has -1"),
-        (34 + 4 * 4, struct.pack("<i", -5), "must not be negative, sequence 4 has -5"),
+        (34, struct.pack("<i", -1), "must not be negative, but sequence 0 has -1"),
+        (34 + 4 * 4, struct.pack("<i", -5), "must not be negative, but sequence 4 has -5"),
         (34, struct.pack("<i", 4), "byte offsets do not follow"),
         (34 + 20 + 32, struct.pack("<q", 1), "byte offsets do not follow"),
-        (34 + 60, struct.pack("<q", 1), "must rise from 0 to 5"),
-        (34 + 60 + 16, struct.pack("<q", 9), "must rise from 0 to 5"),
-        (34 + 60 + 40, struct.pack("<q", 4), "must rise from 0 to 5"),
+        (34 + 60, struct.pack("<q", 1), "must increase from 0 to 5"),
+        (34 + 60 + 16, struct.pack("<q", 9), "must increase from 0 to 5"),
+        (34 + 60 + 40, struct.pack("<q", 4), "must increase from 0 to 5"),
         (26, struct.pack("<Q", 1 << 62), "document starts need"),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_damaged_index_is_refused(
 def test_lengths_that_do_not_add_up_to_the_bin_are_refused(tmp_path: Path, kind: str) -> None:
     write(tmp_path / "a", [3, 4])
     (tmp_path / "a.bin").write_bytes(bytes(13))
-    with pytest.raises(DataError, match="must have 14 bytes .* it has 13"):
+    with pytest.raises(DataError, match="must have 14 bytes .* has 13"):
         IndexedDataset(tmp_path / "a")
 
 

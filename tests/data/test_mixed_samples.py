@@ -172,18 +172,18 @@ def test_a_checkpoint_of_one_corpus_goes_on_with_two(folder: Path) -> None:
         order, _ = resumed_order(both.order, state, 20)
         assert order.cursors(24) == {"b": 2, "a": 22}
     longer, _, _ = build(folder, "1 a", needed=ONE, seq_length=7)
-    with pytest.raises(CheckpointError, match="another setting of samples has changed for the one corpus"):
+    with pytest.raises(CheckpointError, match="another setting of samples has changed for the only corpus"):
         resumed_order(longer.order, alone.fingerprint, 20)
 
 
 def test_errors_name_the_corpus(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="b: all data together is 220 tokens; one sample of --seq-length 250 needs 251"):
+    with pytest.raises(DataError, match="b has 220 tokens .* one sample of --seq-length 250 needs 251"):
         build(folder, "1 c 1 b", seq_length=250, split="1", needed=ONE)
     with pytest.raises(DataError, match="the valid split must .* got 1 of 10 documents with 10 tokens .*mixed0/a"):
         build(folder, "1 c 1 a", seq_length=12)
     with pytest.raises(DataError, match="nowhere.idx does not exist"):
         build(folder, "1 a 1 nowhere")
-    with pytest.raises(DataError, match="a was built with another tokenizer"):
+    with pytest.raises(DataError, match="a was built with a different tokenizer"):
         build(folder, "1 a 1 b", tokenizer_identity="u")
     write_from(tmp_path / "copy", 1, [10] * 10)
     with pytest.raises(DataError, match="got copy and a with the same fingerprint"):
@@ -244,12 +244,12 @@ def test_a_corpus_that_gets_company_says_that_it_is_cut_otherwise(folder: Path) 
     for make, settings, count in ((build_t5, {}, 1), (build, {"fim": fim}, 1), (build, {}, 0)):
         alone, both = (make(folder, text, needed=ONE, **settings)[0] for text in ("1 a", "1 a 0 b"))
         _, lines = resumed_order(both.order, alone.order.state(9), 9)
-        assert len([line for line in lines if "a is one of several now" in line]) == count
+        assert len([line for line in lines if "a is one of several corpora now" in line]) == count
 
 
 def test_an_order_of_other_corpora_is_refused(folder: Path) -> None:
     train, _, _ = build(folder, "1 a 1 b", needed=ONE)
-    with pytest.raises(ValueError, match=r"an order of \['a', 'b'\] is needed, got one of \['a', 'c'\]"):
+    with pytest.raises(ValueError, match=r"the order must have the corpora \['a', 'b'\], got \['a', 'c'\]"):
         train.use_order(build(folder, "1 a 1 c", needed=ONE)[0].order)
 
 

@@ -138,11 +138,11 @@ def test_numbers_of_documents_and_tokens_that_have_changed_are_named_with_their_
     old = BlendSchedule([changed(a, num_documents=3, num_tokens=30), before], [(0, [7, 3])])
     after = changed(before, num_documents=10_787, num_tokens=2_000_123, fingerprint="t1.v.s1")
     now = BlendSchedule([old.corpora[0], after], [(0, [7, 3])])
-    said = r"but corpus b \(3 samples of it read\) had 10,786 documents, now 10,787 and 2,000,000 tokens, now 2,000,123"
+    said = r"corpus b \(3 samples read\) had 10,786 documents, now 10,787 and 2,000,000 tokens, now 2,000,123"
     with pytest.raises(CheckpointError, match=said):
         resumed_order(now, reloaded(old, 10), 10)
     same_sizes = BlendSchedule([old.corpora[0], changed(before, fingerprint="t1.v.s1")], [(0, [7, 3])])
-    with pytest.raises(CheckpointError, match="corpus b .* has other documents now"):
+    with pytest.raises(CheckpointError, match="corpus b .* has different documents now"):
         resumed_order(same_sizes, reloaded(old, 10), 10)
     assert resumed_order(old, reloaded(old, 10), 10)[1] == []
 
@@ -151,10 +151,10 @@ def test_company_that_changes_what_is_drawn_is_told() -> None:
     """Spans of a corpus that is alone are keyed otherwise than those of one of several."""
     a, b = (changed(corpus, is_drawn=True) for corpus in corpora("ab"))
     alone, both = BlendSchedule([a], [(0, [1])]), BlendSchedule([a, b], [(0, [1, 0])])
-    message = "data: a is {}, so the spans or middles of its samples are drawn otherwise from here on".format
-    assert resumed_order(both, reloaded(alone, 5), 5)[1][1:] == [message("one of several now")]
-    assert resumed_order(both, "sa", 5)[1][1:] == [message("one of several now")]
-    assert message("alone now") in resumed_order(alone, reloaded(both, 5), 5, allow_change=True)[1]
+    message = "data: a is {}, so the random spans or middles of its samples change from this step on".format
+    assert resumed_order(both, reloaded(alone, 5), 5)[1][1:] == [message("one of several corpora now")]
+    assert resumed_order(both, "sa", 5)[1][1:] == [message("one of several corpora now")]
+    assert message("the only corpus now") in resumed_order(alone, reloaded(both, 5), 5, allow_change=True)[1]
     assert resumed_order(both, reloaded(alone, 0), 0)[1] == resumed_order(both, reloaded(both, 5), 5)[1] == []
 
 
@@ -165,10 +165,10 @@ def changed(corpus: Corpus, **fields: Any) -> Corpus:
 @pytest.mark.parametrize(
     ("fingerprint", "said"),
     [
-        ("t1.v.s1", r"corpus b \(3 samples of it read\) has other documents now"),
-        ("t8.w.sb", r"corpus b \(3 samples of it read\) was built with another tokenizer"),
+        ("t1.v.s1", r"corpus b \(3 samples read\) has different documents now"),
+        ("t8.w.sb", r"corpus b \(3 samples read\) was built with a different tokenizer"),
         ("t8.v.s1", r"the split, seed, length or another setting of samples has changed for corpus b \(3 samples"),
-        ("t1.w.s1", r"corpus b \(3 samples of it read\) has other documents now; corpus b .* another tokenizer"),
+        ("t1.w.s1", r"corpus b \(3 samples read\) has different documents now; corpus b .* different tokenizer"),
     ],
 )
 def test_another_fingerprint_is_an_error_that_says_what_has_changed(
@@ -179,7 +179,7 @@ def test_another_fingerprint_is_an_error_that_says_what_has_changed(
     now = BlendSchedule([a, changed(b, fingerprint=fingerprint)], [(0, [7, 3])])
     details: list[str] = []
     monkeypatch.setattr(log, "debug", details.append)
-    with pytest.raises(CheckpointError, match=f"of the checkpoint, but {said}") as caught:
+    with pytest.raises(CheckpointError, match=f"of the checkpoint: {said}") as caught:
         resumed_order(now, reloaded(old, 10), 10)
     assert "t8.v.sb" not in str(caught.value) and "t8.v.sb" in details[0] and fingerprint in details[0]
     order, lines = resumed_order(now, reloaded(old, 10), 10, allow_change=True)
@@ -188,13 +188,13 @@ def test_another_fingerprint_is_an_error_that_says_what_has_changed(
     assert stream(order, 10, 13) == [("a", 7), ("b", 0), ("a", 8)]
     again, lines = resumed_order(now, reloaded(order, 13), 13)
     assert stream(again, 10, 40) == stream(order, 10, 40) and lines == []
-    with pytest.raises(IndexError, match="count from 10, got 9"):
+    with pytest.raises(IndexError, match="start at 10, got 9"):
         again.locate(9)
 
 
 def test_a_corpus_that_is_gone_is_an_error_and_weight_0_keeps_it() -> None:
     old = order_of("abc", (0, [1, 1, 1]))
-    with pytest.raises(CheckpointError, match=r"corpus c \(3 samples of it read\) is missing; now given: a, b"):
+    with pytest.raises(CheckpointError, match=r"corpus c \(3 samples read\) is missing; this run has: a, b"):
         resumed_order(order_of("ab", (0, [1, 1])), reloaded(old, 9), 9)
     order, lines = resumed_order(order_of("ab", (0, [1, 1])), reloaded(old, 9), 9, allow_change=True)
     assert order.cursors(9) == {"a": 3, "b": 3} and len(lines) == 2
@@ -217,10 +217,10 @@ def test_checkpoints_of_a_single_corpus_held_its_fingerprint_alone() -> None:
     assert stream(order, 0, 40) == stream(alone, 0, 40) and lines == []
     order, lines = resumed_order(order_of("ba", (0, [1, 1])), "sa", 25)
     assert order.cursors(25) == {"b": 0, "a": 25} and len(lines) == 2
-    one = r"the one corpus of the checkpoint \(25 samples of it read\)"
-    with pytest.raises(CheckpointError, match=f"but the split, seed, .* has changed for {one}. Samples would"):
+    one = r"the only corpus of the checkpoint \(25 samples read\)"
+    with pytest.raises(CheckpointError, match=f"the split, seed, .* has changed for {one}. Samples would"):
         resumed_order(alone, "sx", 25)
-    with pytest.raises(CheckpointError, match=f"but {one} is missing; now given: b, a. Samples would"):
+    with pytest.raises(CheckpointError, match=f"{one} is missing; this run has: b, a. Samples would"):
         resumed_order(order_of("ba", (0, [1, 1])), "sx", 25)
     assert resumed_order(alone, "sx", 25, allow_change=True)[0].cursors(25) == {"a": 0}
     assert resumed_order(alone, "sa", 0)[0].cursors(3) == {"a": 3}
@@ -229,16 +229,16 @@ def test_checkpoints_of_a_single_corpus_held_its_fingerprint_alone() -> None:
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"format": 2}, "its format is 2, 1 can be read"),
-        ({"samples_consumed": 9}, "left at sample 9, the run at 10"),
-        ({"cursors": {"a": 8, "b": 2}}, "cursors .'a': 8, 'b': 2. where its phases give .'a': 7, 'b': 3"),
+        ({"format": 2}, "its format is 2, only 1 is supported"),
+        ({"samples_consumed": 9}, "saved at sample 9, the run at 10"),
+        ({"cursors": {"a": 8, "b": 2}}, "cursors are .'a': 8, 'b': 2., its phases result in .'a': 7, 'b': 3"),
         ({"phases": [{"start": 0}]}, "KeyError: 'weights'"),
         ({"phases": None}, "TypeError"),
     ],
 )
 def test_a_damaged_state_is_refused(change: dict[str, Any], said: str) -> None:
     order = order_of("ab", (0, [7, 3]))
-    with pytest.raises(CheckpointError, match=f"the order of the data in the checkpoint cannot be used: .*{said}"):
+    with pytest.raises(CheckpointError, match=f"the data order in the checkpoint cannot be used: .*{said}"):
         resumed_order(order, {**reloaded(order, 10), **change}, 10)
 
 
@@ -260,5 +260,5 @@ def test_what_is_no_mixture_is_refused() -> None:
         BlendSchedule([a, changed(b, fingerprint=a.fingerprint)], [(0, [1, 1])])
     with pytest.raises(DataError, match="must have weights from its first sample on"):
         BlendSchedule([a], [(3, [1])])
-    with pytest.raises(IndexError, match="count from 0, got -1"):
+    with pytest.raises(IndexError, match="start at 0, got -1"):
         BlendSchedule([a], [(0, [1])]).locate(-1)

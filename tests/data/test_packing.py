@@ -191,7 +191,7 @@ def test_epochs_differ_in_which_documents_meet_and_processes_agree() -> None:
     common = set(epochs[0]) & set(epochs[1])
     assert len(common) < 0.1 * windows.per_epoch and windows.fill > 0.97
     assert [len(sample) for sample in epochs[0]] != [len(sample) for sample in epochs[1]], "samples are permuted"
-    with pytest.raises(IndexError, match="count from 0"):
+    with pytest.raises(IndexError, match="start at 0"):
         windows.pieces(-1)
 
 

@@ -208,7 +208,7 @@ def test_a_damaged_block_is_fetched_again_and_said(
     block.write_bytes({"a bit": b"\x07" + content[1:], "cut short": content[:20], "empty": b""}[damage])
     again = cached(tmp_path / "cache")
     np.testing.assert_array_equal(again.read(0), token_file.read(0))
-    assert block.read_bytes() == content and "its checksum does not fit; it is fetched again" in capfd.readouterr().err
+    assert block.read_bytes() == content and "its checksum does not match; fetching it again" in capfd.readouterr().err
 
 
 def test_a_block_replaced_by_a_damaged_file_is_fetched_again_by_the_same_reader(
@@ -222,7 +222,7 @@ def test_a_block_replaced_by_a_damaged_file_is_fetched_again_by_the_same_reader(
     damaged.write_bytes(b"\x07" + content[1:])
     os.replace(damaged, block)
     np.testing.assert_array_equal(file.read(0), token_file.read(0))
-    assert block.read_bytes() == content and "its checksum does not fit; it is fetched again" in capfd.readouterr().err
+    assert block.read_bytes() == content and "its checksum does not match; fetching it again" in capfd.readouterr().err
 
 
 def test_a_damaged_index_is_fetched_again(token_file: IndexedDataset, tmp_path: Path) -> None:
@@ -272,14 +272,16 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(
     monkeypatch.setattr(RangeCache, "_counted", full)
     for document in range(len(SIZES)):
         np.testing.assert_array_equal(file.read(document), token_file.read(document))
-    assert capfd.readouterr().err.count("blocks of object stores are not kept. Name a folder") == 1
-    with pytest.raises(DataError, match=r"c.idx must be kept in .*No space left.*--object-storage-cache-path"):
+    assert capfd.readouterr().err.count("blocks of object stores are not cached. Set") == 1
+    with pytest.raises(DataError, match=r"c.idx cannot be cached in .*No space left.*--object-storage-cache-path"):
         cached(tmp_path / "other")
     monkeypatch.undo()
 
 
 def test_an_index_larger_than_the_cache_is_refused(token_file: IndexedDataset, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"it has \d+ bytes, of all are 100 allowed.*raise --object-storage-cache-gb"):
+    with pytest.raises(
+        DataError, match=r"it has \d+ bytes, but the limit of the cache is 100\..*increase --object-storage-cache-gb"
+    ):
         cached(tmp_path / "cache", 100)
 
 
@@ -318,7 +320,7 @@ def test_what_fails_once_is_asked_for_again(
     monkeypatch.setattr(object_store, "PAUSES_S", (0.0,) * 50)
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
     np.testing.assert_array_equal(samples_of(cached(tmp_path / "cache")), samples_of(token_file))
-    assert "49 of 50 bytes came" in capfd.readouterr().err
+    assert "received 49 of 50 bytes" in capfd.readouterr().err
 
 
 def test_missing_files_are_named(token_file: IndexedDataset, store: MemoryFileSystem, tmp_path: Path) -> None:
@@ -329,7 +331,7 @@ def test_missing_files_are_named(token_file: IndexedDataset, store: MemoryFileSy
         cached(tmp_path / "cache")
     store.pipe("/b/c.idx", Path(token_file.prefix + ".idx").read_bytes())
     store.pipe("/b/c.bin", b"short")
-    with pytest.raises(DataError, match=r"memory://b/c.bin must have 2988 bytes .* it has 5"):
+    with pytest.raises(DataError, match=r"memory://b/c.bin must have 2988 bytes .* has 5"):
         cached(tmp_path / "cache")
 
 

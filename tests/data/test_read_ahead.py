@@ -73,9 +73,7 @@ def test_a_pipe_that_breaks_before_torch_sees_the_death_names_the_reader_too(bro
     readers = ahead(Numbered())
     readers.close()
     readers._batches = Batches()  # type: ignore[assignment]
-    with pytest.raises(
-        RuntimeError, match=r"^a process that reads data died: reader 1 \(pid 8\) ended with exit code -9"
-    ):
+    with pytest.raises(RuntimeError, match=r"^a data-loading process died: reader 1 \(pid 8\) ended with exit code -9"):
         next(readers)
     Batches._workers.pop()
     with pytest.raises(type(broken)):

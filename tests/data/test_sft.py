@@ -59,19 +59,19 @@ def test_both_forms_of_a_line_are_one() -> None:
         ("{", "JSON object in UTF-8, got {: .*Correct it"),
         ("[1]", r'"messages" \(or "conversations", .*\), got \[1\]. Rename'),
         ('{"text": "a"}', "got one with 'text'. Rename"),
-        ('{"messages": []}', r'"messages" must be a list of messages, one at least, got \[\]'),
-        ('{"messages": [{"role": "user", "content": "a"}]}', 'role "assistant", got user. Take the line out'),
+        ('{"messages": []}', r'"messages" must be a list of at least one message, got \[\]'),
+        ('{"messages": [{"role": "user", "content": "a"}]}', 'role "assistant", got user. Remove the line'),
         ('{"messages": [{"role": "assistant"}]}', "message 1 must be .*content.*got"),
         ('{"messages": [{"role": "assistant", "content": 3}]}', "message 1 must be"),
         ('{"messages": ["a"]}', 'message 1 must be .* got "a"'),
         (
             '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}',
-            r'message 1: "content" must be a text, got a list of parts, \[{"type": "text", "text": "a"}\]. Join',
+            r'message 1: "content" must be a string, got a list of parts, \[{"type": "text", "text": "a"}\]. Join',
         ),
         ('{"conversations": [{"from": "function_call", "value": "a"}]}', "from.*human or user or gpt"),
         ('{"messages": [{"role": "assistant", "content": "\\ud83d"}]}', r"must not contain U\+D83D"),
         ('{"messages": [{"role": "assistant", "content": "a"}], "tools": "[{\\"\\\\udc00\\": 1}]"}', r"U\+DC00"),
-        ('{"messages": ' + "[" * 99_999, "must not be nested so deeply"),
+        ('{"messages": ' + "[" * 99_999, "is nested too deeply"),
         (
             '{"messages": [{"role": "assistant", "content": "a"}], "chat_template_kwargs": 3}',
             "must be an object, got 3",
@@ -108,13 +108,15 @@ def test_a_lone_surrogate_in_the_name_of_an_unread_key_is_shown_escaped(
 def test_what_a_template_refuses_is_named(tmp_path: Path, template: ChatTemplate) -> None:
     strict = ChatTemplate(ALTERNATING, template.tokenizer, source="strict", special=template.special)
     path = write_conversations(tmp_path / "c.jsonl", [SOME[0], turns("a", "b", system="s")])
-    with pytest.raises(DataError, match="c.jsonl:2: the chat template .strict. refuses it: roles must alternate"):
+    with pytest.raises(
+        DataError, match="c.jsonl:2: the chat template .strict. rejects the conversation: roles must alternate"
+    ):
         opened(path, strict)
 
 
 def test_files_without_conversations_are_refused(tmp_path: Path, template: ChatTemplate) -> None:
     (tmp_path / "blank.jsonl").write_text("\n \n")
-    with pytest.raises(DataError, match="blank.jsonl must hold a conversation on each line, got none"):
+    with pytest.raises(DataError, match="blank.jsonl must have a conversation on each line, got none"):
         opened(tmp_path / "blank.jsonl", template)
     with pytest.raises(DataError, match="none.jsonl must be a file"):
         opened(tmp_path / "none.jsonl", template)
@@ -170,7 +172,8 @@ def test_long_ones_are_cut_from_the_end_and_counted(
     assert file.read(0).tolist() == opened(path, template).read(0)[:40].tolist()
     assert len(said) == 1
     assert (
-        "of 3 conversations 2 are longer than --seq-length + 1 = 40 tokens and are cut from the end; 1 have" in said[0]
+        "2 of 3 conversations are longer than --seq-length + 1 = 40 tokens and are truncated at the end; 1 have"
+        in said[0]
     )
     with pytest.raises(DataError, match=r"c.jsonl:1: .* at most --seq-length \+ 1 = 40 tokens, got .*--sft-overlong"):
         opened(path, template, 40, overlong="refuse")

@@ -41,7 +41,7 @@ def test_without_documents_each_sequence_is_one(tmp_path: Path) -> None:
     write_megatron(tmp_path / "a", [2, 3, 0, 4], [0])
     assert IndexedDataset(tmp_path / "a").sizes.tolist() == [2, 3, 0, 4]
     write_megatron(tmp_path / "b", [2, 3], [1])
-    with pytest.raises(DataError, match="must rise from 0 to 2"):
+    with pytest.raises(DataError, match="must increase from 0 to 2"):
         IndexedDataset(tmp_path / "b")
 
 
@@ -67,9 +67,9 @@ def _edit(path: Path, place: int, new: bytes) -> None:
         (17, b"\x06", "must be one of .* got 6"),
         (18, struct.pack("<Q", 1 << 60), f"{1 << 60} sequences .* the file has"),
         (26, struct.pack("<Q", 1 << 62), "document starts need"),
-        (34, struct.pack("<i", -1), "must not be negative, sequence 0 has -1"),
+        (34, struct.pack("<i", -1), "must not be negative, but sequence 0 has -1"),
         (34, struct.pack("<i", 4), "byte offsets do not follow"),
-        (34 + 24, struct.pack("<q", 1), "must rise from 0 to 2"),
+        (34 + 24, struct.pack("<q", 1), "must increase from 0 to 2"),
     ],
 )
 def test_a_damaged_index_is_refused(tmp_path: Path, place: int, new: bytes, text: str) -> None:
@@ -92,7 +92,7 @@ def test_a_bin_of_another_size_is_refused_with_both_numbers(tmp_path: Path, chan
     write(tmp_path / "a", [3, 4])
     data = (tmp_path / "a.bin").read_bytes()
     (tmp_path / "a.bin").write_bytes((data + b"00")[: len(data) + change])
-    with pytest.raises(DataError, match=rf"must have 14 bytes .* it has {14 + change}"):
+    with pytest.raises(DataError, match=rf"must have 14 bytes .* has {14 + change}"):
         IndexedDataset(tmp_path / "a")
 
 

@@ -70,10 +70,10 @@ def test_an_upload_that_fails_is_sent_again_and_what_fails_for_good_is_no_index(
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", put_file)
     with pytest.raises(
-        DataError, match=r"out.idx: uploading .* failed 3 times .*The token files are whole in .*out.*--resume"
+        DataError, match=r"out.idx: uploading .* failed 3 times .*The local token files .*out.*--resume"
     ):
         corpus.run(CONTENT, upload_to=TARGET)
-    assert "trying again in 0.0 s" in capfd.readouterr().err and sent.count("/b/c/out.idx") == 3
+    assert "retrying in 0.0 s" in capfd.readouterr().err and sent.count("/b/c/out.idx") == 3
     assert held(store) == ["out.bin", "out.meta.json"]
     fails["index"] = 0
     corpus.run(upload_to=TARGET, resume=True)
@@ -94,9 +94,7 @@ def test_a_store_that_takes_nothing_is_found_before_the_work(
         raise error
 
     intercept(monkeypatch, "pipe_file", refuse)
-    with pytest.raises(
-        DataError, match=f"--output-prefix must name a place of a store that can be written to: .*{text}"
-    ):
+    with pytest.raises(DataError, match=f"--output-prefix must name a writable location in an object store: .*{text}"):
         corpus.run(CONTENT, upload_to=TARGET)
     assert corpus.names() == []
 
@@ -112,7 +110,7 @@ def test_the_tools_take_names_of_a_store(corpus: Corpus, store: MemoryFileSystem
     flags = ["--input", str(corpus.prefix), "--output-prefix", TARGET, "--work-dir", str(corpus.folder / "w")]
     assert merge_data.main(flags) == 0 and uploaded(store) == corpus.output()
     assert merge_data.main(["--input", TARGET, "--output-prefix", "x"]) == 2
-    assert f"--input must name files of this machine, got {TARGET}" in capfd.readouterr().err
+    assert f"--input must be on this machine, got {TARGET}" in capfd.readouterr().err
 
 
 @needs_moto

@@ -65,7 +65,7 @@ def test_whole_files_are_laid_end_to_end(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_part_that_is_not_what_it_is_said_to_be_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a", [3, 4])
     for changed, text in (
-        ({"num_tokens": 8}, "a.bin must have 16 bytes, it has 14"),
+        ({"num_tokens": 8}, "a.bin must have 16 bytes, but has 14"),
         ({"sizes": [np.array([3, 3])]}, "lengths sum to 6, but it has 7 tokens"),
         ({"max_token_id": 99}, "token ids must be in 0 ... 49, got 0 ... 99"),
     ):
@@ -82,7 +82,7 @@ def test_files_of_an_unknown_vocabulary_have_no_sidecar_and_an_older_one_goes(tm
     file = IndexedDataset(tmp_path / "a")
     assert file.sidecar is None and file.dtype == np.int32 and file.read(0).tolist() == [70_000, 1]
     assert {path.name for path in tmp_path.iterdir()} == {"a.bin", "a.idx"}
-    with pytest.raises(ValueError, match="the dtype must be given"):
+    with pytest.raises(ValueError, match="dtype is required"):
         IndexedDatasetBuilder(tmp_path / "a", vocab_size=None)
 
 

@@ -100,7 +100,7 @@ def test_a_layer_that_is_off_by_a_thousandth_on_two_tensor_ranks_is_named(
     assert call(monkeypatch, one, tmp_path / "wrong") == 1
     assert (tmp_path / "wrong" / "compare.png").read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
-    assert "verdict: first differs output of layers.1.attention.dense in step 1, forward" in out
+    assert "verdict: first difference: output of layers.1.attention.dense in step 1, forward" in out
     assert "tensor 2, pipe 1, data 1" in out
 
 
@@ -216,22 +216,22 @@ def test_a_folder_of_another_layout_and_what_is_no_dump_are_refused(
 ) -> None:
     write_manifest(tmp_path / "a", FACTS)
     write_manifest(tmp_path / "a", FACTS)
-    with pytest.raises(ValueError, match="holds the dump of another run .*micro_batch_size 1 and now 2"):
+    with pytest.raises(ValueError, match="contains the dump of another run .*micro_batch_size 1, now 2"):
         write_manifest(tmp_path / "a", FACTS | {"micro_batch_size": 2})
     wrong = {
-        (tmp_path / "none", tmp_path / "a"): "must be a folder that --debug-dump has written",
-        (tmp_path / "a", tmp_path / "a"): "must hold what all 1 ranks saw",
+        (tmp_path / "none", tmp_path / "a"): "must be a folder written by --debug-dump",
+        (tmp_path / "a", tmp_path / "a"): "must contain the files of all 1 ranks",
         (tmp_path / "a", tmp_path / "a", "--rtol", "-1"): "invalid tolerance value: '-1'",
         (tmp_path / "a", tmp_path / "a", "--picture", "x.pdf"): "must end in .png",
-        (tmp_path / "a", tmp_path / "a", "--json", "--all"): "Leave one of them out",
-        (tmp_path / "a", tmp_path / "a", "--json", "--picture", "x.png"): "Leave one of them out",
+        (tmp_path / "a", tmp_path / "a", "--json", "--all"): "Remove one of them",
+        (tmp_path / "a", tmp_path / "a", "--json", "--picture", "x.png"): "Remove one of them",
     }
     for words, message in wrong.items():
         assert call(monkeypatch, *words) == 2
         assert message in capsys.readouterr().err
     (tmp_path / "a" / "rank-00000.jsonl").touch()
     assert call(monkeypatch, tmp_path / "a", tmp_path / "a") == 2
-    assert "must have a tensor of a step in common" in capsys.readouterr().err
+    assert "have no tensor of the same step in common" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -277,5 +277,5 @@ def test_number_formats_and_zero_agree_within_their_tolerance(one: Path, tmp_pat
     ):
         dumps.run(tmp_path / name, layout, gas=4, extra=extra)
         assert_agree(one, tmp_path / name)
-    with pytest.raises(AssertionError, match="first differs"):
+    with pytest.raises(AssertionError, match="first difference"):
         assert_agree(one, tmp_path / "bf16", rtol=1e-4)

@@ -82,10 +82,10 @@ X = torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(3)).requires_gr
     "spoiled, message",
     [
         ("", None),
-        ("weight", "1.down gave NaN or infinity in the forward of micro-batch 2, having taken only finite numbers"),
-        ("between", "made between 1.up and 1.down in the forward of micro-batch 2, outside of modules"),
-        ("between in backward", "made between 1.down and 1.up in the backward of micro-batch 2, outside of modules"),
-        ("in backward", "made between 1 and 1.down in the backward of micro-batch 2"),
+        ("weight", "1.down returned NaN or infinity in the forward of micro-batch 2, although its inputs were finite"),
+        ("between", "arose between 1.up and 1.down in the forward of micro-batch 2, outside of modules"),
+        ("between in backward", "arose between 1.down and 1.up in the backward of micro-batch 2, outside of modules"),
+        ("in backward", "arose between 1 and 1.down in the backward of micro-batch 2"),
     ],
 )
 def test_the_module_or_the_way_between_two_is_named(spoiled: str, message: str | None, is_recomputed: bool) -> None:
@@ -97,8 +97,9 @@ def test_a_gradient_that_a_module_spoils_is_told_from_one_that_others_add() -> N
     net = model("")
     net[1].norm.register_full_backward_hook(lambda *_: (torch.full((3, 2, 4), NAN),))
     message = finding(net, X)
-    assert (
-        message == "1.norm sent NaN or infinity back in the backward of micro-batch 2, having got only finite gradients"
+    assert message == (
+        "1.norm passed NaN or infinity back in the backward of micro-batch 2, although its incoming gradients were "
+        "finite"
     )
     assert finding(net, X, in_backward=False) is None  # what an overflow of fp16 is
 
@@ -112,7 +113,7 @@ def test_what_has_arrived_is_nobodys_here_and_a_loss_is_named() -> None:
         return Poisoned.apply(y).sum()
 
     message = finding(model(""), X, loss=loss)
-    assert message == "the loss sent NaN or infinity back to 2 in the backward of micro-batch 2"
+    assert message == "the loss passed NaN or infinity back to 2 in the backward of micro-batch 2"
     assert finding(model(""), X, loss=loss, has_loss=False) is None
 
 
@@ -156,13 +157,13 @@ def found_in_chunk(
 def test_what_comes_to_a_chunk_is_nobodys_and_the_loss_is_of_the_last_chunk_alone() -> None:
     memory = X.detach().clone().requires_grad_()
     has_arrived, message = found_in_chunk(1, (X, memory), (NAN, 1.0))
-    assert not has_arrived and message.startswith("the loss sent NaN or infinity back to parts.1")
+    assert not has_arrived and message.startswith("the loss passed NaN or infinity back to parts.1")
     assert found_in_chunk(0, (X, memory), (NAN, 1.0))[0]
     assert found_in_chunk(0, (X, memory), (1.0, NAN))[0]  # of the tensor that it only passes on
     spoiled = (memory.detach() * NAN).requires_grad_()
     assert found_in_chunk(1, (X, spoiled), (1.0, 1.0))[0]
     has_arrived, message = found_in_chunk(0, (X, memory), (1.0, 1.0), "between")
-    assert not has_arrived and "made between parts.0.block.up and parts.0.block.down" in message
+    assert not has_arrived and "arose between parts.0.block.up and parts.0.block.down" in message
 
 
 def test_nothing_stays_on_a_tensor_that_a_module_keeps_and_returns() -> None:
@@ -199,4 +200,4 @@ def test_the_first_product_of_a_gated_feed_forward_half_is_named() -> None:
     tokens = batch_of().tokens
     assert finding(net, tokens) is None
     net.layers[1].mlp.up.weight.data[0, 0] = NAN
-    assert str(finding(net, tokens)).startswith("layers.1.mlp.up gave NaN or infinity in the forward of micro-batch 2")
+    assert str(finding(net, tokens)).startswith("layers.1.mlp.up returned NaN or infinity in the forward")

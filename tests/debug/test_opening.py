@@ -53,5 +53,5 @@ def test_a_rank_that_cannot_write_ends_all_with_its_reason(tmp_path: Path) -> No
 def test_a_run_that_goes_on_behind_the_steps_to_dump_says_so_once(tmp_path: Path) -> None:
     (_, warnings), (_, other) = run_ranks(2, _error_and_warnings, "--debug-dump-steps 1,4-6", tmp_path / "late", 6)
     assert other == [] and len(warnings) == 1
-    assert "writes nothing: the run goes on with step 7, behind --debug-dump-steps 1,4-6" in warnings[0]
+    assert "has no effect: the run continues with step 7, after --debug-dump-steps 1,4-6" in warnings[0]
     assert run_ranks(2, _error_and_warnings, "--debug-dump-steps 1,4-6", tmp_path / "in", 5) == [("", [])] * 2

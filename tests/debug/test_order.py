@@ -123,7 +123,7 @@ def test_equal_places_of_nan_leave_the_finite_numbers_to_judge(tmp_path: Path) -
 
 def test_a_dump_of_another_seed_or_format_is_not_gone_on_with(tmp_path: Path) -> None:
     write_manifest(tmp_path, FACTS)
-    with pytest.raises(ValueError, match="holds the dump of another run .dtype fp32 and now bf16, seed 1 and now 2"):
+    with pytest.raises(ValueError, match="contains the dump of another run .dtype fp32, now bf16; seed 1, now 2"):
         write_manifest(tmp_path, FACTS | {"dtype": "bf16", "seed": 2})
 
 
@@ -148,10 +148,10 @@ def test_the_verdict_comes_ahead_of_the_picture_and_stands_without_it(
     (tmp_path / "b" / "compare.png").mkdir()
     assert compare_dumps.main() == 1
     captured = capsys.readouterr()
-    assert "verdict: " in captured.out and "no picture: " in captured.err
+    assert "verdict: " in captured.out and "the picture cannot be drawn: " in captured.err
     monkeypatch.setattr(sys, "argv", [*words, "--picture", str(tmp_path / "b" / "compare.png")])
     assert compare_dumps.main() == 2
-    assert "compare_dumps.py: no picture: " in capsys.readouterr().err
+    assert "compare_dumps.py: the picture cannot be drawn: " in capsys.readouterr().err
 
 
 def test_what_has_no_samples_is_left_out_where_micro_batches_differ_in_size(tmp_path: Path) -> None:

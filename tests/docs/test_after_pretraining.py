@@ -59,7 +59,7 @@ def test_the_page_goes_from_the_folder_to_a_chat(tmp_path: Path) -> None:
     shorter = first.replace("SEQLEN=2048", "SEQLEN=192 GAS=1").replace("--train-iters 100", "--train-iters 4")
     shorter = re.sub(r"(--(?:eval|save|export-hf)-interval) 50", r"\1 2", shorter)
     trained = made.run(shorter)
-    assert "loss on what the assistant" in " ".join(trained.replace("│", " ").split())
+    assert "loss only on the assistant" in " ".join(trained.replace("│", " ").split())
     assert trained.count("| exported ") == 2 and "test loss" in trained
     assert made.run(f"{conversation} --max-new-tokens 3 < /dev/null") == ""
     assert made.run(f"{question} --max-new-tokens 3")

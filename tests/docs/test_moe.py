@@ -70,7 +70,7 @@ def test_the_page_goes_from_a_folder_with_experts_to_one(tmp_path: Path) -> None
     made.run(corpus)
     shorter = tuned.replace("SEQLEN=2048", "SEQLEN=32").replace("GAS=8", "GAS=2")
     started = made.run(shorter)
-    assert "2 of a layer on each of 2 ranks" in " ".join(started.replace("│", " ").split())
+    assert "2 per layer on each of 2 ranks" in " ".join(started.replace("│", " ").split())
     made.run(out)
     made.run(back)
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "my-model")

@@ -80,7 +80,7 @@ def test_too_long_a_context_loses_its_beginning_and_too_long_a_continuation_is_r
     assert model.rows == [Row(tuple(whole[-(scored + 3) :]), scored)]
     with pytest.raises(DataError, match=f"a continuation must have at most {scored - 1} tokens"):
         asked(tokenizer, (text, " at night"), length=scored - 1)
-    with pytest.raises(DataError, match="a continuation must have a token of its own behind its context, got ''"):
+    with pytest.raises(DataError, match="a continuation must add at least one token to its context, got ''"):
         asked(tokenizer, (text, ""))
 
 
@@ -123,9 +123,9 @@ def test_texts_are_written_as_the_task_says(tokenizer: Tokenizer) -> None:
     assert lm.writing_of({}).max_new_tokens == 256, "lm_eval's own number"
     assert lm.writing_of({"temperature": 0.5}).sampling == Sampling(temperature=0.5)
     assert lm.writing_of({"temperature": 0.0, "do_sample": True}).sampling is None
-    with pytest.raises(DataError, match="generation_kwargs of a task may be .* got num_beams"):
+    with pytest.raises(DataError, match="generation_kwargs of a task may contain .* got num_beams"):
         lm.writing_of({"num_beams": 3})
-    with pytest.raises(DataError, match="fewer tokens than the 12 that it reads, got 12"):
+    with pytest.raises(DataError, match="fewer tokens than the model's maximum length 12, got 12"):
         lm.DecoderLM(model).generate_until([Request(("x", {"max_gen_toks": 12}))])
 
 

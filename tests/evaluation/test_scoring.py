@@ -159,7 +159,7 @@ def test_what_cannot_be_scored_is_refused(run_of: Place) -> None:
     with pytest.raises(DataError, match="a continuation must have at most 3 tokens, .* got 4"):
         row_of([1], [1, 2, 3, 4], 3)
     next(part.module.parameters()).data.fill_(float("nan"))
-    with pytest.raises(NumericsError, match="logits must be numbers, got NaN"):
+    with pytest.raises(NumericsError, match="logits must be finite, got NaN"):
         score_rows(part, [Row((1, 2), 1)])
 
 

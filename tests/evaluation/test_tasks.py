@@ -46,10 +46,10 @@ def test_a_bad_task_file_is_named_with_its_line(folder: Path) -> None:
     for text, said in (
         (good.replace("multiple_choice", "choice"), "b.yaml:6: output_type must be one of loglikelihood, "),
         ("task: x\n  bad: y\n", "b.yaml:2: must be YAML, got mapping values are not allowed here"),
-        ("- task\n", "b.yaml:1: a task file must hold keys with values"),
+        ("- task\n", "b.yaml:1: a task file must contain keys with values"),
         ("dataset_path: json\n", "b.yaml:1: a task file must name its task, got no key task"),
         ("task: x\ndataset_path: json\n", "b.yaml:1: with dataset_path: json, dataset_kwargs must name data_files"),
-        (good.replace("a.jsonl", "none.jsonl"), "b.yaml:5: data_files must be there, got "),
+        (good.replace("a.jsonl", "none.jsonl"), "b.yaml:5: data_files must exist, got "),
     ):
         (folder / "b.yaml").write_text(text)
         assert said in problem(folder)
@@ -61,14 +61,14 @@ def test_a_bad_example_is_named_with_its_line(folder: Path) -> None:
     for line, said in (
         ("{", "a.jsonl:3: each line must be a JSON object, got "),
         ("[1]", "a.jsonl:3: each line must be a JSON object, got a list"),
-        ('{"q": "z"}', "a.jsonl:3: each example must have the fields of the first, got none for a"),
+        ('{"q": "z"}', "a.jsonl:3: each example must have the fields of the first one, missing: a"),
     ):
         (folder / "a.jsonl").write_text(f'{{"q": "x", "a": 0}}\n{{"q": "y", "a": 1}}\n{line}\n')
         assert said in problem(folder)
 
 
 def test_a_folder_without_tasks_is_refused(tmp_path: Path) -> None:
-    assert "must hold task files that end in .yaml, got none" in problem(tmp_path)
+    assert "must contain task files that end in .yaml, got none" in problem(tmp_path)
     assert "must be a folder of task files" in problem(tmp_path / "none")
 
 
@@ -81,9 +81,9 @@ def test_a_suite_is_read_from_a_file(tmp_path: Path) -> None:
     for text, said in (
         ("tasks: []\n", "suite.yaml:1: tasks must be a list of names, got []"),
         ("tasks: a\nlimits: 5\n", "suite.yaml:2: keys may be .* got limits. Did you mean limit"),
-        ("tasks: a\nlimit: -5\n", "suite.yaml:2: limit must be of the kind int, got -5"),
-        ("tasks: a\nlimit: yes please\n", "suite.yaml:2: limit must be of the kind int, got 'yes please'"),
-        ("tasks: a\nlimit: true\n", "suite.yaml:2: limit must be of the kind int, got True"),
+        ("tasks: a\nlimit: -5\n", "suite.yaml:2: limit must be of type int, got -5"),
+        ("tasks: a\nlimit: yes please\n", "suite.yaml:2: limit must be of type int, got 'yes please'"),
+        ("tasks: a\nlimit: true\n", "suite.yaml:2: limit must be of type int, got True"),
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=said.replace("[", r"\[")):

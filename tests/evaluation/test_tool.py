@@ -164,18 +164,18 @@ def test_it_starts_the_ranks_of_its_layout_where_nobody_has(monkeypatch: pytest.
 
 
 def test_what_cannot_be_evaluated_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="for which a T5 is not made, .* Load one of GPT-2"):
+    with pytest.raises(ConfigError, match="got a T5 in .* Load one of GPT-2"):
         asked(f"--load {folder / 't5'} --texts {folder / 'a.txt'} --device cpu")
     with pytest.raises(ConfigError, match="--texts must have different names, got a twice"):
         asked(f"--load {folder / 'run'} --texts {folder / 'a.txt'} a={folder / 'b.jsonl'} --device cpu")
     with pytest.raises(DataError, match="got neither"):
         asked(f"--load {folder / 'run'} --texts {folder / 'none.txt'} --device cpu")
     for words, said in (
-        ("", "--tasks or --texts must say what is evaluated"),
-        ("--texts x --num-fewshot 3", "--num-fewshot is for --tasks, got none"),
-        ("--tasks x --chat-template y", "--chat-template acts with --apply-chat-template only"),
+        ("", "--tasks or --texts must be set"),
+        ("--texts x --num-fewshot 3", "--num-fewshot has no effect without --tasks"),
+        ("--tasks x --chat-template y", "--chat-template has no effect without --apply-chat-template"),
         ("--tasks x --limit 0", "--limit must be at least 1, got 0"),
-        ("--tasks x --log-samples", "--log-samples writes into --output, got none"),
+        ("--tasks x --log-samples", "--log-samples needs --output, got none"),
         ("--tasks x --output none/x.json", "the folder of --output none/x.json must exist"),
         ("--tasks x --model-parallel-size 0", "must be at least 1, got 0 and 1"),
         ("--task x", "unrecognized arguments: --task x"),

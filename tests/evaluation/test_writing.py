@@ -86,5 +86,5 @@ def test_some_batches_are_asked_for_at_a_time_and_results_come_in_order(
     rows = [Row((number, *[1] * length), 1) for number, length in enumerate((3, 1, 3, 6, 3, 1))]
     assert [one.logprob for one in model.score(rows)] == [-0.0, -1.0, -2.0, -3.0, -4.0, -5.0]
     assert [len(portion) for portion in portions] == [3, 3], "of two batches each"
-    with pytest.raises(StopRequest, match="asked to stop while it evaluates"):
+    with pytest.raises(StopRequest, match="asked to stop during the evaluation"):
         model.score(rows[:1])

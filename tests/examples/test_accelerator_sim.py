@@ -17,7 +17,7 @@ from tests.examples.accelerator_sim import PLUGIN, ROOT
 
 STEPS = "--train-iters 3 --gas 1 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0"
 THROUGH_HOST = "--distributed-backend gloo"
-SAID = "sim tensors go through the host, by gloo (host_copies): for numbers only, not for speed"
+SAID = "sim tensors are copied through the host and sent by gloo (host_copies): slow, for tests of results"
 CHECKS = "answers copies views in_place formats layers optimizer generators modules deepspeed collectives reversible"
 
 

@@ -111,7 +111,7 @@ def test_the_loss_as_the_last_layer_trains_to_the_same_bits(num_ranks: int, layo
 
 
 def test_the_flag_of_the_example_is_refused_without_a_pipeline() -> None:
-    with pytest.raises(AssertionError, match="--loss-as-layer acts on a pipeline only"):
+    with pytest.raises(AssertionError, match="--loss-as-layer requires a pipeline"):
         run_ranks(1, trace_rank, "--batch-size 2 --gas 4 --loss-as-layer", 1)
 
 

@@ -121,4 +121,4 @@ def broken(rank: int) -> str:
 
 
 def test_weights_that_are_no_numbers_end_it_on_every_rank() -> None:
-    assert all("logits must be numbers, got NaN" in message for message in run_ranks(2, broken))
+    assert all("logits must be finite, got NaN" in message for message in run_ranks(2, broken))

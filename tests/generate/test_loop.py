@@ -73,8 +73,8 @@ def test_it_ends_when_all_rows_have_ended_and_without_an_end_at_the_limits() -> 
         ([[1], [2, VOCAB]], 1, "from 0 to 100, got 101 in row 1"),
         ([[-1]], 1, "from 0 to 100, got -1 in row 0"),
         ([[1]], 0, "max_new_tokens must be at least 1, got 0"),
-        ([[1], [1, 2, 3]], SEQ - 1, f"prompt 2 has 3 tokens; they and {SEQ - 1} new .* 12 positions .* at most 10 new"),
-        ([[1] * (SEQ + 1)], None, "prompt 1 has 13 tokens; they must fit into the 12 positions .* Shorten it"),
+        ([[1], [1, 2, 3]], SEQ - 1, f"prompt 2 has 3 tokens and {SEQ - 1} new .* 12 learned .* at most 10 new"),
+        ([[1] * (SEQ + 1)], None, "prompt 1 has 13 tokens. .* 12 learned positions .* Shorten it"),
     ],
 )
 def test_what_a_model_cannot_take_is_refused(prompts: Any, new: int | None, message: str) -> None:
@@ -89,7 +89,7 @@ def test_the_last_position_can_be_used_and_the_usual_number_ends_there(new: int 
 
 
 def test_something_that_is_no_model_is_refused() -> None:
-    with pytest.raises(TypeError, match="must be one of megatron.models, or the engine that trains one, got Linear"):
+    with pytest.raises(TypeError, match="must be a model of megatron.models or its training engine, got Linear"):
         generate_gpt2(torch.nn.Linear(2, 2), [[1]], max_new_tokens=1)
 
 
@@ -107,8 +107,8 @@ def test_each_family_has_its_own_function() -> None:
 @pytest.mark.parametrize(
     ("sources", "start", "new", "message"),
     [
-        ([[1] * (SEQ + 1)], 0, 1, "prompt 1 has 13 tokens and must fit into the 12 positions"),
-        ([[1]], 0, SEQ + 1, "start of answer 1 has 1 tokens; they and 13 new ones, .* at most 12 new tokens"),
+        ([[1] * (SEQ + 1)], 0, 1, "prompt 1 has 13 tokens and must fit into the model's 12 learned positions"),
+        ([[1]], 0, SEQ + 1, "start of answer 1 has 1 tokens and 13 new ones, .* at most 12 new tokens"),
         ([[1]], VOCAB, 1, "tokens of start_id must be from 0 to 100, got 101"),
         ([[1], [VOCAB]], 0, 1, "tokens of sources must be from 0 to 100, got 101 in row 1"),
     ],

@@ -58,10 +58,10 @@ def test_t5_reads_spans_by_their_sentinels_and_says_them_by_name(vocabulary: Tok
 def test_a_sentinel_or_mode_that_the_model_does_not_have_is_refused(vocabulary: Tokenizer) -> None:
     with pytest.raises(DataError, match="<extra_id_3> must be one of the model's 3 sentinels, .* to <extra_id_2>"):
         Prompts(vocabulary, tokens_of(vocabulary)).encode("a<extra_id_3>")
-    with pytest.raises(DataError, match="got S; this one has none"):
+    with pytest.raises(DataError, match="got S. This model has no modes"):
         Prompts(vocabulary, tokens_of(vocabulary), "S")
     several = t5_tokens(vocabulary, 3, [Denoiser("R", 0.15, 3), Denoiser("X", 0.5, 8)])
-    with pytest.raises(DataError, match="got S; this one has R, X"):
+    with pytest.raises(DataError, match="got S. This model has R, X"):
         Prompts(vocabulary, several, "S")
     for mode, opening in ((None, "R"), ("X", "X")):
         assert Prompts(vocabulary, several, mode).encode(TEXT)[0] == several.modes[opening]

@@ -187,7 +187,7 @@ elastic() {
     await 100 "job $job ends" is_in "$job" CANCELLED
     echo "  job $job: $(state "$job"), $(restarts "$job")"
   done
-  grep -h "has . of 2 nodes\|lost\|saved; starting again\|ended with" "$runs/gpt2-elastic-$there.log" | sed 's/^/  /'
+  grep -h "has . of 2 nodes\|lost\|saved; restarting\|ended with" "$runs/gpt2-elastic-$there.log" | sed 's/^/  /'
   last=$("$PYTHON" -c 'import json, sys; print(json.loads(list(open(sys.argv[1]))[-1])["step"])' "$run/metrics.jsonl")
   undisturbed steady 2 --fp64 --pipe-parallel-size 1 --lr-decay-style constant --warmup 0 --train-iters "$last"
   compare "$run" "$runs/steady" 1e-12

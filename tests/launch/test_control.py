@@ -135,7 +135,7 @@ def test_a_port_that_a_killed_launcher_still_holds_is_waited_for(monkeypatch: py
     port = holder.getsockname()[1]
     flags = f"--nnodes 1:2 --node-list 127.0.0.1:{port},127.0.0.1:1 --max-restarts 1 --nproc-per-node 1"
     options = parse([*flags.split(), __file__], {})
-    with pytest.raises(ConfigError, match="must be free here"):
+    with pytest.raises(ConfigError, match="--node-list must be free, got"):
         launcher._open_port(options)
     threading.Timer(0.05, holder.close).start()
     with launcher._open_port(options) as found:

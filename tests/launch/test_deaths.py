@@ -17,7 +17,7 @@ def test_a_killed_rank_is_named_with_its_stage_and_what_it_was_at(tmp_path):
     assert job.wait(5) == 4
     message = f"rank 1 (stage 1, tensor 0, data 0; pid {pid}) by SIGKILL, at step 7, forward of micro-batch 3"
     assert f"rank 0 leaves: a peer died: {message}\n" in job.output
-    assert f"launch: ended by {message} (perhaps the OOM killer" in job.output
+    assert f"launch: ended by {message} (possibly the OOM killer" in job.output
 
 
 def test_a_crash_in_native_code_shows_its_trace_with_the_rank(tmp_path):
@@ -62,9 +62,9 @@ def test_the_oom_killers_counts_are_read_from_both_versions_of_cgroups(cgroup, f
         and "this machine: 4 to 5" in message
         and "lower --batch-size" in message
     )
-    assert "its count has not risen" in attempt.explain_kill(before, before)
+    assert "whose count has not risen" in attempt.explain_kill(before, before)
 
 
 def test_counts_that_cannot_be_read_leave_a_guess(tmp_path):
     assert attempt.oom_kills(tmp_path) == {}
-    assert attempt.explain_kill({}, {}) == "perhaps the OOM killer, whose counts cannot be read here"
+    assert attempt.explain_kill({}, {}) == "possibly the OOM killer, whose counts cannot be read"

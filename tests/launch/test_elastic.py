@@ -42,7 +42,7 @@ def test_the_leader_is_lost_and_comes_back_with_the_next_save(tmp_path: Path, ma
     nodes.lose(0)
     second = nodes.ranks(1, 2)
     nodes.start(0)
-    nodes.jobs[0].until("node 1 leads; this node is taken in with the next start, at the next save")
+    nodes.jobs[0].until("node 1 is the leader; this node joins with the next start, after the next save")
     assert not (nodes.ranks_place / "2.0").exists()
     nodes.let("saves")
     third = nodes.ranks(2, 3)
@@ -50,8 +50,8 @@ def test_the_leader_is_lost_and_comes_back_with_the_next_save(tmp_path: Path, ma
     assert len({words[2] for words in (*first, *second, *third)}) == 1, "it is one job"
     nodes.let("done")
     assert nodes.wait() == {0: 0, 1: 0, 2: 0}
-    assert "node 0 was lost; starting again from the newest durable checkpoint (restart 1 of 99)" in nodes.output
-    assert "with the node that has come" in nodes.jobs[1].output
+    assert "node 0 was lost; restarting from the newest durable checkpoint (restart 1 of 99)" in nodes.output
+    assert "with the node that joined" in nodes.jobs[1].output
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_fewer_than_min_end_with_4_and_say_what_to_do(tmp_path: Path, made: list
     nodes.ranks(0, 3)
     nodes.lose(0, 2)
     assert nodes.wait() == {1: 4}
-    assert "1 of at least 2 nodes after 4 s; missing: NODE_RANK 0, 2" in nodes.output
+    assert "1 of at least 2 nodes joined within 4 s; missing: NODE_RANK 0, 2" in nodes.output
     assert "lower MIN of --nnodes MIN:MAX; with --resume" in nodes.output
 
 
@@ -138,7 +138,7 @@ def test_a_host_that_stands_still_for_a_moment_is_not_lost(who: str, tmp_path: P
     for pid in reversed(stopped):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
-    nodes.jobs[node].until("this node is taken in with the next start")
+    nodes.jobs[node].until("this node joins with the next start")
     nodes.let("saves")
     nodes.ranks(2, 2)
     nodes.let("done")
@@ -180,10 +180,10 @@ def test_nodes_with_other_flags_and_a_second_node_of_a_number_are_refused(tmp_pa
     nodes.ranks(0, 1)
     other = nodes.start(1, "--nproc-per-node", "2")
     assert other.wait() == 2
-    assert "every node needs the same --nnodes, --nproc-per-node and --node-list, got others on node 1" in other.output
+    assert "every node needs the same --nnodes, --nproc-per-node and --node-list, but those of node 1" in other.output
     second = nodes.start(0)
     assert second.wait() == 2
-    assert "the port of this node's entry in --node-list must be free here" in second.output
+    assert "the port of this node's entry in --node-list must be free, got" in second.output
 
 
 @pytest.mark.slow
@@ -195,20 +195,20 @@ def test_restarts_are_counted_over_all_leaders_and_used_up(tmp_path: Path, made:
     nodes.ranks(1, 2)
     nodes.lose(1)
     assert nodes.wait() == {2: 4}
-    assert "node 1 was lost; all of --max-restarts 1 are used" in nodes.output
+    assert "node 1 was lost; all restarts of --max-restarts 1 are used" in nodes.output
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("--nnodes 3:2 --node-list a,b", "--nnodes MIN:MAX needs 1 <= MIN <= MAX, got 3:2."),
-        ("--nnodes 1:3 --node-list a,b", "needs --node-list (or NODE_LIST), an entry HOST[:PORT] for each of the 3"),
-        ("--nnodes 1:2 --node-list a,a", "each node needs an entry of its own in --node-list, got a:29500 2 times."),
+        ("--nnodes 1:3 --node-list a,b", "needs --node-list (or NODE_LIST) with an entry HOST[:PORT] for each of"),
+        ("--nnodes 1:2 --node-list a,a", "each node needs its own entry in --node-list, got a:29500 2 times."),
         ("--nnodes 1:2 --node-list a:x,b", "HOST or HOST:PORT with a port of 1 to 65535, got a:0."),
         ("--nnodes 1:2 --node-list a,b --node-timeout 1", "--node-timeout must be at least 2 seconds, got 1."),
         (
             "--nnodes 1:2 --node-list a,b --max-restarts 0",
-            "needs --max-restarts N, the starts after a lost node",
+            "needs --max-restarts N to restart after a lost node",
         ),
         ("--nnodes two", "--nnodes must be a number, or MIN:MAX as in 6:8, got 'two'."),
         ("--nnodes 1:2 --node-list a,b --node-rank 2", "--node-rank must be below --nnodes"),
@@ -235,7 +235,7 @@ def test_a_node_that_waits_goes_on_with_the_job_when_all_others_are_lost(tmp_pat
     nodes.lose(0)
     nodes.ranks(1, 2)
     nodes.start(0)
-    nodes.jobs[0].until("leads; this node is taken in")
+    nodes.jobs[0].until("is the leader; this node joins")
     nodes.lose(1, 2)
     assert nodes.ranks(2, 1)[0][2] == name, "it is the same job, in its next start"
     nodes.let("done")

@@ -85,8 +85,8 @@ def check(place: Path, begins: list[int]) -> None:
         assert abs(loss - whole_loss) < 1e-12 and abs(norm - whole_norm) < 1e-12, f"step {step}"
     assert [*kill.broken(run), *kill.left_over(run, 0, has_saved=True)] == []
     said = "".join(path.read_text() for path in (place / "job").glob("node*/output"))
-    assert [f"going on after step {step}\n" in said for step in begins] == [True] * len(begins)
-    assert said.count("going on after step") == len(begins)
+    assert [f"resuming after step {step}\n" in said for step in begins] == [True] * len(begins)
+    assert said.count("resuming after step") == len(begins)
 
 
 @pytest.mark.slow
@@ -99,12 +99,12 @@ def test_a_host_that_comes_back_in_the_midst_of_a_save_is_taken_in_with_the_next
     (place / "writes").unlink()  # the save that was held is gone with its start; the next start comes to it again
     held.until((place / "writes").exists, "the save of step 8", 60)
     held.start(1)
-    held.jobs[1].until("node 0 leads; this node is taken in with the next start, at the next save")
+    held.jobs[1].until("node 0 is the leader; this node joins with the next start, after the next save")
     assert not (place / "run" / CHECKPOINTS / "step-00000008").exists()
     held.until(Path((place / "writes").read_text()).exists, "the launcher's word to its rank that a node waits")
     (place / "go").touch()  # the four steps to the next save take less time than that word
     assert held.wait(60) == {0: 0, 1: 0}
-    assert "stopped after step 12 of 16: a node has come" in held.jobs[0].output
+    assert "stopped after step 12 of 16: a node has joined" in held.jobs[0].output
     check(place, [4, 12])
 
 

@@ -39,7 +39,7 @@ def test_a_rank_that_leaves_early_with_0_fails_the_job(tmp_path):
     job = Job(tmp_path, [["leave", "wait"], ["exit:0"]], "--exit-grace", "0.3")
     assert job.wait() == 4
     assert "rank 1" in job.output
-    assert "left early with 0" in job.output
+    assert "exited early with code 0" in job.output
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -48,8 +48,8 @@ def test_ranks_that_all_leave_with_0_before_their_run_is_done_fail_the_job(tmp_p
     job = Job(tmp_path, [plan, ["run", "sleep:0.3", "quit"]][:num_ranks])
     pid = job.ranks(num_ranks)[0]["pid"]
     assert job.wait() == 4
-    message = f"ended by rank 0 (stage 0, tensor 0, data 0; pid {pid}), which left early with 0 before its run was done"
-    assert f"launch: {message}, at step 3, forward of micro-batch 1; the job ends with code 4" in job.output
+    message = f"ended by rank 0 (stage 0, tensor 0, data 0; pid {pid}), which exited early with code 0 before its run"
+    assert f"launch: {message} was complete, at step 3, forward of micro-batch 1; the job ends with" in job.output
 
 
 def test_ranks_whose_run_is_done_may_leave_with_0(tmp_path):
@@ -83,7 +83,7 @@ def test_killed_rank_ends_the_others_within_a_second_and_is_named(tmp_path):
     assert job.wait(5) == 4
     pid = ranks[2]["pid"]
     assert f"rank 0 leaves: a peer died: rank 2 (pid {pid}) by SIGKILL" in job.output
-    assert f"launch: ended by rank 2 (pid {pid}) by SIGKILL (perhaps the OOM killer" in job.output
+    assert f"launch: ended by rank 2 (pid {pid}) by SIGKILL (possibly the OOM killer" in job.output
     assert "; the job ends with code 4" in job.output
     assert not any(is_alive(rank["pid"]) for rank in ranks)
 

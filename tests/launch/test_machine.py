@@ -64,9 +64,9 @@ def test_values_of_the_user_are_kept_or_refused():
     ("gpus", "env", "message"),
     [
         (1, {"GPUS_PER_NODE": "4"}, "GPUS_PER_NODE=4 and 1 GPU(s)"),
-        (2, {"pp_size": "2", "mp_size": "2"}, "4 wanted"),
-        (0, {"GPUS_PER_NODE": "3", "pp_size": "2", "mp_size": "1"}, "3 x 1 = 3 devices, 2 x 1 = 2 wanted"),
-        (2, {"pp_size": "2", "cp_size": "2"}, "cp_size=2 (2 x 1 = 2 devices, 2 x 1 x 2 = 4 wanted)"),
+        (2, {"pp_size": "2", "mp_size": "2"}, "4 required"),
+        (0, {"GPUS_PER_NODE": "3", "pp_size": "2", "mp_size": "1"}, "3 x 1 = 3 devices, 2 x 1 = 2 required"),
+        (2, {"pp_size": "2", "cp_size": "2"}, "cp_size=2 (2 x 1 = 2 devices, 2 x 1 x 2 = 4 required)"),
         (0, {"NNODES": "two"}, "NNODES must be a whole number, at least 1, got NNODES='two'"),
         (0, {"NNODES": "2"}, "needs MASTER_ADDR"),
         (0, {"NNODES": "2", "MASTER_ADDR": ""}, "NNODES=2 needs MASTER_ADDR"),
@@ -136,4 +136,4 @@ def test_the_launcher_warns_once_of_more_ranks_than_cores(monkeypatch, capsys):
     monkeypatch.setattr("megatron.launch.processes.Signals", start)
     assert main(["--nproc-per-node", "16", __file__]) == 2
     output = capsys.readouterr().err
-    assert output.count("warning: 16 ranks on 2 cores take turns") == 1 and "Start at most 4 here" in output
+    assert output.count("warning: 16 ranks share 2 cores") == 1 and "Start at most 4 ranks on this node" in output

@@ -49,7 +49,7 @@ def test_a_port_in_use_is_replaced_by_the_next_free_one(tmp_path):
         port = taken.getsockname()[1]
         job = Job(tmp_path, [["exit:0"]], "--master-port", str(port))
         assert job.wait() == 0
-    assert f"port {port} is in use; taking " in job.output
+    assert f"port {port} is in use; using " in job.output
     assert job.ranks(1)[0]["env"]["MASTER_PORT"] != str(port)
 
 
@@ -69,7 +69,7 @@ def test_a_node_0_that_never_answers_is_named(tmp_path):
     )  # fmt: skip
     assert job.wait(10) == 4
     assert f"cannot reach 127.0.0.1:{port} after 0.5 s" in job.output
-    assert "is node 0 up?" in job.output
+    assert "Start node 0 with" in job.output
 
 
 def test_a_host_that_does_not_resolve_is_named(tmp_path):
@@ -82,7 +82,7 @@ def test_a_host_that_does_not_resolve_is_named(tmp_path):
 def test_a_node_that_never_comes_is_named(tmp_path):
     job = Job(tmp_path, [["exit:0"]], "--nnodes", "2", "--init-timeout", "0.5")
     assert job.wait(10) == 4
-    assert "1 of 2 nodes after 0.5 s" in job.output
+    assert "1 of 2 nodes joined within 0.5 s" in job.output
     assert "missing: NODE_RANK 1" in job.output
 
 

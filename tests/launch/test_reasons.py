@@ -132,7 +132,7 @@ def test_a_run_out_of_patience_says_so_while_rank_0_still_closes_its_files(
     reason, _, later = job.output.partition("closing\n")
     assert reason.count("--stability-patience") == 1 and "--stability-patience" not in later
     assert "a peer died" not in job.output
-    assert "launch: ended by every rank alike, first by rank 1 (stage 0, tensor 0, data 1" in job.output
+    assert "launch: ended by the same error on every rank, first by rank 1 (stage 0, tensor 0, data 1" in job.output
     assert "the job ends with code 5" in job.output
 
 
@@ -146,14 +146,14 @@ def test_an_error_on_its_way_out_counts_more_than_a_dead_peer(
 ) -> None:
     job = start(tmp_path, plan, "peer")
     assert job.wait(20) == code
-    assert job.output.count(message) == 1 and "leaving, a peer died" not in job.output
+    assert job.output.count(message) == 1 and "exiting, a peer died" not in job.output
     assert f"launch: ended by rank 0 (pid {job.output.partition('by rank 0 (pid ')[2]}" in job.output
 
 
 def test_the_launcher_says_what_rank_0_did_not_come_to_say(tmp_path: Path) -> None:
     job = start(tmp_path, "peer", "alike")
     assert job.wait(20) == 5
-    assert "rank 0: leaving, the job ends: every rank alike, first by rank 1" in job.output
+    assert "rank 0: exiting, the job ends: the same error on every rank, first by rank 1" in job.output
     assert job.output.count("with exit code 5: all steps were bad; the job ends with code 5") == 1
 
 
@@ -168,7 +168,7 @@ def test_who_called_sys_exit_first_is_named_though_rank_0_takes_longer_to_end(tm
     assert job.wait(20) == 1
     for rank in (0, 1):
         message = (
-            f"rank {rank} failed: a run ends after its last step, by an error or by a request to stop, got sys.exit"
+            f"rank {rank} failed: a run may end only after its last step, with an error or on a stop request, got sys"
         )
         assert job.output.count(message) == 1
     assert job.output.count("sys.exit(0)\n") == 1, "one traceback shows the line"
@@ -232,7 +232,7 @@ TERM, WARNING = signal.SIGTERM, signal.SIGUSR1
         (4, -WARNING, [WARNING], None, 75, "nothing was lost"),
         (4, -signal.SIGINT, [signal.SIGINT], None, 130, "by SIGINT"),
         (4, -signal.SIGKILL, [TERM], 5, 4, "by SIGKILL"),
-        (143, None, [TERM, TERM], 5, 143, "ended at once by a second signal, code 143"),
+        (143, None, [TERM, TERM], 5, 143, "ended immediately by a second signal, code 143"),
         (75, 75, [TERM], 5, 75, None),
         (2, 2, [], None, 2, None),
         (5, 5, [], None, 5, "with exit code 5; the job ends with code 5"),
@@ -252,7 +252,7 @@ def test_ranks_that_did_not_leave_are_named_where_all_others_lost_a_peer(tmp_pat
     job = Job(tmp_path, [["sleep:0.1", "exit:4"], ["at:saving", "stubborn", "wait"], ["stubborn", "wait"]])
     pid = job.ranks(3)[1]["pid"]
     assert job.wait(20) == 4
-    message = f"ended by rank 1 (stage 1, tensor 0, data 0; pid {pid}), which did not leave with the others"
+    message = f"ended by rank 1 (stage 1, tensor 0, data 0; pid {pid}), which did not exit with the other ranks"
     assert f"launch: {message} and had to be killed, at saving, as had rank 2; the job ends with code 4" in job.output
 
 
@@ -284,20 +284,24 @@ NO_FAMILY = "ncclSocketInit: connecting to address  with family 59936 is neither
         (
             nccl_error(*USAGE, "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 10"),
             2,
-            "of its own: look",
+            "a separate GPU to each rank",
         ),
         (nccl_error(*INTERNAL, "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 7000"), 2, "LOCAL_RANK"),
-        (nccl_error(*CUDA, "Cuda failure 2 'out of memory'"), 2, "100 MB of the GPU"),
-        (nccl_error(*INTERNAL, "Bootstrap : no socket interface found"), 2, "NCCL_SOCKET_IFNAME name an interface"),
-        (nccl_error(*INTERNAL, NO_FAMILY), 2, "NCCL_SOCKET_IFNAME name an interface"),
+        (nccl_error(*CUDA, "Cuda failure 2 'out of memory'"), 2, "100 MB of GPU memory"),
+        (nccl_error(*INTERNAL, "Bootstrap : no socket interface found"), 2, "NCCL_SOCKET_IFNAME to an interface"),
+        (nccl_error(*INTERNAL, NO_FAMILY), 2, "NCCL_SOCKET_IFNAME to an interface"),
         (nccl_error(*SYSTEM, "Error while creating shared memory segment /dev/shm/nccl-a8 (size 9637888)"), 2, "--shm"),
         (nccl_error(*USAGE, ""), 2, "NCCL_DEBUG=WARN"),
         (nccl_error(*CUDA, "Cuda failure 700 'an illegal memory access was encountered'"), 1, "illegal memory access"),
         (nccl_error(*SYSTEM, ""), 1, "ncclSystemError"),
-        (nccl_error(*INTERNAL, "Net : Connection closed by remote peer node2<50260>"), 4, "another rank is gone"),
-        (nccl_error(*SYSTEM, "socketStartConnect: Connect to 10.0.0.2<17943> failed : Connection refused"), 4, "gone"),
-        (nccl_error(*REMOTE, "socketProgressOpt: Call to recv from 10.0.0.2<33759> failed : reset"), 4, "gone"),
-        (dist.DistBackendError("NCCL communicator was aborted on rank 1."), 4, "another rank is gone"),
+        (nccl_error(*INTERNAL, "Net : Connection closed by remote peer node2<50260>"), 4, "another rank has exited"),
+        (
+            nccl_error(*SYSTEM, "socketStartConnect: Connect to 10.0.0.2<17943> failed : Connection refused"),
+            4,
+            "exited",
+        ),
+        (nccl_error(*REMOTE, "socketProgressOpt: Call to recv from 10.0.0.2<33759> failed : reset"), 4, "exited"),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 1."), 4, "another rank has exited"),
     ],
     ids=range(13),
 )

@@ -75,7 +75,7 @@ def test_a_run_that_loses_a_rank_goes_on_by_itself_hex_for_hex(nproc, layout, at
     kill = "os.kill(os.getpid(), signal.SIGKILL)"
     cut = start(tmp_path / "cut", corpus, nproc, at, 1, kill, f"{layout} --save-interval 4", "--max-restarts", "1")
     assert cut.wait(100) == 0, cut.output
-    assert "starting again from the checkpoint of step 4 (restart 1 of 1)" in cut.output
+    assert "restarting from the checkpoint of step 4 (restart 1 of 1)" in cut.output
     assert f"by SIGKILL, at {at}" in cut.output
     assert "rank 1 (stage " in cut.output
     whole = start(tmp_path / "whole", corpus, nproc, "never", 1, "pass", layout)

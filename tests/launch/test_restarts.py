@@ -36,8 +36,8 @@ def test_restarts_follow_a_death_but_not_a_users_mistake(tmp_path):
     died = Job(tmp_path / "died", [["exit:4"]], "--max-restarts", "1")
     assert died.wait() == 4
     assert died.output.count("ended by rank 0") == 2
-    assert "starting again as the first one did" in died.output and "(restart 1 of 1)" in died.output
-    assert "all of --max-restarts 1 are used; the job ends with code 4" in died.output
+    assert "restarting like the first start" in died.output and "(restart 1 of 1)" in died.output
+    assert "all restarts of --max-restarts 1 are used; the job ends with code 4" in died.output
     mistake = Job(tmp_path / "mistake", [["exit:3"]], "--max-restarts", "2")
     assert mistake.wait() == 3
     assert mistake.output.count("ended by rank 0") == 1
@@ -47,9 +47,9 @@ def test_three_starts_without_progress_end_the_job(tmp_path):
     """Row A25: the first has saved step 5, the others get no further."""
     job = Job(tmp_path, [["tell:5", "raise", "then", "raise"]], "--max-restarts", "9")
     assert job.wait() == 1
-    assert job.output.count("starting again from the checkpoint of step 5") == FRUITLESS
-    assert "3 starts in a row ended before a new checkpoint was durable (the newest is that of step 5)" in job.output
-    assert "Look at what ended them above" in job.output
+    assert job.output.count("restarting from the checkpoint of step 5") == FRUITLESS
+    assert "3 consecutive starts ended before a new checkpoint was durable (the newest is of step 5)" in job.output
+    assert "See their errors above" in job.output
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_nodes_without_progress_end_together_and_say_why(tmp_path):
     nodes = two_nodes(tmp_path, [["leave", "wait"], ["raise"]], "--max-restarts", "9")
     assert [node.wait(30) for node in nodes] == [1, 1]
     for node in nodes:
-        assert node.output.count("starting again") == 2
-        assert "3 starts in a row ended before a new checkpoint was durable" in node.output
+        assert node.output.count("restarting") == 2
+        assert "3 consecutive starts ended before a new checkpoint was durable" in node.output
 
 
 def test_a_lost_node_ends_the_job_instead_of_starting_it_again(tmp_path, monkeypatch):
@@ -139,7 +139,7 @@ def two_nodes(tmp_path: Path, plans: list[list[str]], *flags: str) -> tuple[Job,
 @pytest.mark.parametrize(
     ("number", "plan", "code", "message"),
     [
-        (signal.SIGUSR1, ["wait"], 75, "nothing was lost: start the same command later"),
+        (signal.SIGUSR1, ["wait"], 75, "nothing was lost: run the same command later"),
         (signal.SIGTERM, ["tell:5", "raise", "then", "wait"], 75, "the checkpoint of step 5 is durable"),
         (signal.SIGTERM, ["raise", "then", "wait"], 143, "the job ends with code 143"),
     ],

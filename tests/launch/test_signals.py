@@ -49,7 +49,7 @@ def test_ranks_that_do_not_leave_in_time_are_ended(tmp_path):
     job.ranks(1)
     job.signal(signal.SIGTERM)
     assert job.wait(5) == 4
-    assert "rank 0 did not leave within --stop-grace 0.2 s" in job.output
+    assert "rank 0 did not exit within --stop-grace 0.2 s" in job.output
 
 
 def test_ranks_without_a_handler_end_with_the_signals_code(tmp_path):
@@ -103,7 +103,7 @@ def test_slurms_warning_to_all_processes_ahead_of_any_handler_asks_for_another_s
     time.sleep(0.1)
     job.signal(signal.SIGUSR1)
     assert job.wait(5) == 75
-    assert "nothing was lost: start the same command later; code 75" in job.output
+    assert "nothing was lost: run the same command later; code 75" in job.output
 
 
 def test_slurms_warning_before_the_ranks_exist_asks_for_another_start(tmp_path):

@@ -71,7 +71,7 @@ def test_a_family_is_the_object_of_its_folder(name: str) -> None:
 def test_a_decoder_names_the_layers_that_generate(name: str) -> None:
     assert (model_parts(name).generation is not None) == (FAMILIES[name].kind == "decoder")
     if FAMILIES[name].kind != "decoder":
-        with pytest.raises(ValueError, match=f"the family {name} is no decoder that generates"):
+        with pytest.raises(ValueError, match=f"the family {name} does not support text generation"):
             generation_of(name)
 
 
@@ -246,7 +246,7 @@ def test_a_part_that_a_family_names_is_used(tmp_path: Path) -> None:
 
 
 def test_a_family_that_is_no_decoder_must_name_its_parts() -> None:
-    with pytest.raises(ValueError, match="the family kite is no decoder and must name its own pipeline, costs"):
+    with pytest.raises(ValueError, match="the family kite is not a decoder and must define its own pipeline, costs"):
         registry.ModelFamily(name="kite", title="Kite", config=BertConfig, model="kite.model:MODEL")
 
 

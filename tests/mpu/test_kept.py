@@ -57,7 +57,7 @@ def test_all_slots_lie_in_one_buffer_and_are_used_again():
 def test_a_buffer_that_is_too_small_grows_and_says_so(capsys):
     keeper = ActivationStorage(ActivationOffload(is_contiguous=True), lambda: (2, 1))
     waiting = [keeper.put_away((leaf(i, 4),)) for i in range(3)]
-    assert "--contigious-checkpointing holds 2 inputs, one more waits" in capsys.readouterr().err
+    assert "--contigious-checkpointing: all 2 slots of a buffer are used" in capsys.readouterr().err
     assert keeper.buffer_bytes() == 2 * keeper.waiting_bytes() * 2 // 3
     for seed, each in enumerate(waiting):
         each.take()

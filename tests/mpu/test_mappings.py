@@ -114,7 +114,7 @@ def test_a_group_of_one_changes_nothing_and_needs_no_process_group():
 
 
 def odd_width(rank, size):
-    with pytest.raises(ValueError, match="multiple of the group size, got 7 and 2"):
+    with pytest.raises(ValueError, match="last dimension .7. must be divisible by the group size .2."):
         mappings.scatter_to_tensor_region(torch.zeros(3, 7), whole_world(rank, size))
 
 

@@ -212,7 +212,7 @@ def test_parts_of_the_sequence_go_in_and_come_out():
 
 def odd_length(rank, size):
     layer = RowParallelLinear(COLUMNS, H, group=whole_world(rank, size), sequence_parallel=True)
-    with pytest.raises(ValueError, match="--sequence-parallel the sequence must be a multiple .* got 5 and 2"):
+    with pytest.raises(ValueError, match="--sequence-parallel, the sequence length must be a multiple .* got 5 and 2"):
         layer(torch.zeros(5, B, COLUMNS // size))
 
 

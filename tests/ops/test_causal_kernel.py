@@ -209,8 +209,8 @@ def test_where_it_cannot_be_built_layers_go_by_blocks_and_say_so(monkeypatch: py
     said: list[str] = []
     monkeypatch.setattr(causal_attention.log, "warn_once", said.append)
     compiled, names = operators(packed)
-    assert len(said) == 1 and "goes by torch's operators" in said[0] and "could not be built; " in said[0]
-    assert said[0].endswith("(g++, or what CXX names): no such header")
+    assert len(said) == 1 and "uses torch's operators" in said[0] and "could not be built, " in said[0]
+    assert said[0].endswith("(g++, or the compiler in CXX): no such header")
     assert any("megatron_tds.causal_self_attention" in name for name in names)
     wanted = outcome(by_blocks, packed)
     for function in (compiled, causal_self_attention):

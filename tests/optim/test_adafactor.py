@@ -109,14 +109,14 @@ def test_a_bf16_weight_has_a_master_and_means_in_fp32():
 
 
 def test_weights_that_are_cut_are_refused_with_what_to_do():
-    with pytest.raises(ValueError, match="adafactor needs --model-parallel-size 1, got 2: .* Use --optimizer adamw"):
+    with pytest.raises(ValueError, match="adafactor requires --model-parallel-size 1, got 2: .* Use --optimizer adamw"):
         build_optimizer([torch.nn.Parameter(torch.ones(2, 2))], name="adafactor", tensor=Group((0, 1), 0))
 
 
 def test_a_weight_with_padded_rows_is_refused():
     """torch's Adafactor would count them in the size of the weight, that of its update and the columns' means."""
     table = set_shard(torch.nn.Parameter(torch.ones(6, 4)), Shard((5, 4), 0, 0, 5))
-    with pytest.raises(ConfigError, match="got 6 rows of which 5 are real. Leave --make-vocab-size-divisible-by out"):
+    with pytest.raises(ConfigError, match="got 6 rows of which 5 are real. Omit --make-vocab-size-divisible-by"):
         build_optimizer([table], name="adafactor")
     build_optimizer([table], name="adamw")
     build_optimizer([set_shard(table, Shard((6, 4), 0, 0, 6))], name="adafactor")

@@ -100,7 +100,7 @@ def test_a_mean_of_squares_in_bf16_cannot_fall_slowly_and_that_is_said() -> None
                 before = optimizer.inner.state[weight]["exp_avg_sq"].clone()
         assert bool((optimizer.inner.state[weight]["exp_avg_sq"] < 0.5 * before).all()) == has_fallen
         notes = config_of(f"{FLAGS} --adam-beta2 {beta2}").notes
-        assert any("it may not fall at all" in note for note in notes) != has_fallen
+        assert any("the moment may not decay at all" in note for note in notes) != has_fallen
 
 
 LINE = (
@@ -116,7 +116,7 @@ def config_of(extra: str) -> Any:
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
-        (f"{FLAGS} --optimizer sgd".replace("--adam-beta2 0.95", ""), "acts on AdamW only, got --optimizer sgd"),
+        (f"{FLAGS} --optimizer sgd".replace("--adam-beta2 0.95", ""), "applies to AdamW only, got --optimizer sgd"),
         (f"{FLAGS} --offload-optimizer --cpu-adam deepspeed", "got --cpu-adam deepspeed, whose states are fp32"),
         ("--exp-avg-dtype fp8", "--exp-avg-dtype must be one of fp32, bf16"),
     ],

@@ -64,7 +64,7 @@ def test_an_overflow_at_a_fixed_scale_says_which_flag_to_change():
     )
     (weight.float() * 1.5).sum().mul(optimizer.loss_scale).backward()
     with pytest.raises(
-        NumericsError, match=r"overflow at the fixed --loss-scale 65536.*Lower --loss-scale, or leave it"
+        NumericsError, match=r"overflow at the fixed --loss-scale 65536.*Lower --loss-scale, or omit it"
     ):
         optimizer.step()
     assert torch.equal(weight, torch.zeros(3, dtype=torch.float16))

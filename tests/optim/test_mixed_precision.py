@@ -172,9 +172,7 @@ def test_an_overflow_at_the_smallest_scale_says_that_the_gradients_are_not_finit
     optimizer.step()  # the scale could still be smaller: skipped
     assert optimizer.overflow and optimizer.loss_scale == 1.0
     backward(parameter, optimizer, math.inf)
-    message = (
-        r"overflow at the smallest loss scale \(1\); the gradients themselves are not finite: lower --lr or use bf16"
-    )
+    message = r"overflow at the smallest loss scale \(1\); the gradients themselves are not finite"
     with pytest.raises(NumericsError, match=message):
         optimizer.step()
     assert torch.equal(parameter, torch.ones(4, dtype=torch.float16))
@@ -185,7 +183,7 @@ def test_an_overflow_at_the_smallest_scale_says_that_the_gradients_are_not_finit
 def test_a_norm_that_is_not_finite_raises_with_the_weights_as_they_were(dtype, bad):
     parameter, optimizer = one_weight(dtype, clip_grad=1.0)
     (parameter * bad).sum().backward()
-    with pytest.raises(NumericsError, match=f"norm must be finite, got {bad}. The weights are as before"):
+    with pytest.raises(NumericsError, match=f"norm must be finite, got {bad}. The step did not change"):
         optimizer.step()
     assert torch.equal(parameter, torch.ones(4, dtype=dtype))
 

@@ -202,5 +202,5 @@ def twice(rank: int) -> None:
 
 
 def test_a_gradient_that_comes_after_its_sum_has_started_is_refused_with_the_way_out() -> None:
-    with pytest.raises(RankFailure, match="leave the gradient of a weight once.*--no-overlap-grad-reduce"):
+    with pytest.raises(RankFailure, match="was accumulated twice in one backward.*--no-overlap-grad-reduce"):
         run_ranks(2, twice)

@@ -93,13 +93,13 @@ def test_nothing_is_changed_where_nothing_is_said() -> None:
 @pytest.mark.parametrize(
     ("extra", "text"),
     [
-        ("--lr-head 1e-3", "--lr-head acts on a head with weights of its own"),
+        ("--lr-head 1e-3", "--lr-head needs an untied output head"),
         (f"{UNTIED} --decoupled-lr 1e-2 --lr-head 1e-3", "got --lr-head too"),
-        ("--decoupled-min-lr 1e-3", "acts with --decoupled-lr only"),
+        ("--decoupled-min-lr 1e-3", "has no effect without --decoupled-lr"),
         ("--decoupled-lr 5e-4", "Add --decoupled-min-lr"),
         ("--decoupled-lr 5e-3 --decoupled-min-lr 6e-3", "got 0.006 and 0.005"),
         ("--lr-by-name layers.*", "must be PATTERN=NUMBER"),
-        ("--lr-by-name layers.*=1e-3,layers.*=2e-3", "each pattern once"),
+        ("--lr-by-name layers.*=1e-3,layers.*=2e-3", "with distinct patterns"),
         ("--weight-decay-by-name layers.*=-1", "--weight-decay-by-name must be PATTERN=NUMBER"),
         ("--lr-embedding 1e-3 --save-interval 5 --save x --checkpoint-format deepspeed", "got --lr-embedding"),
     ],
@@ -115,7 +115,7 @@ def test_a_tied_head_may_name_the_rate_of_its_table() -> None:
 
 
 def test_a_pattern_that_fits_nothing_is_refused_with_near_names() -> None:
-    with pytest.raises(ConfigError, match=r"'layers.0.mlp.gate.weight'.*Near are layers.0.mlp.up.weight"):
+    with pytest.raises(ConfigError, match=r"'layers.0.mlp.gate.weight'.*Similar names: layers.0.mlp.up.weight"):
         rates_of("--lr-by-name layers.0.mlp.gate.weight=1e-3")
 
 

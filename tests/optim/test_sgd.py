@@ -89,7 +89,7 @@ def test_a_checkpoint_without_its_momentum_is_rejected(
     }
     checkpoint: Any = SimpleNamespace(metadata=state, names=lambda: names, path="run")
     if is_rejected:
-        with pytest.raises(CheckpointError, match="holds no optimizer state"):
+        with pytest.raises(CheckpointError, match="contains no optimizer state"):
             checkpoint_checks.check_moments(checkpoint)
     else:
         checkpoint_checks.check_moments(checkpoint)

@@ -29,7 +29,7 @@ def test_a_norm_is_an_overflow_only_if_a_smaller_scale_could_prevent_it(norm: fl
         policy = StepPolicy(scaler)
         assert policy.has_overflowed(norm) == is_overflow
         assert not policy.has_overflowed(1e30)
-        with pytest.raises(NumericsError, match="The weights are as before this step"):
+        with pytest.raises(NumericsError, match="The step did not change the weights"):
             policy.rejects(norm)
         assert not policy.rejects(1e30)
 

@@ -192,7 +192,7 @@ def _number(rank: Rank, factor: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("function", "message"), [(_fail, "this rank must not"), (_die, "rank 1 of 2: it died"), (_sleep, "nothing from")]
+    ("function", "message"), [(_fail, "this rank must not"), (_die, "rank 1 of 2: the process died"), (_sleep, "no result from ranks")]
 )
 def test_a_rank_that_fails_dies_or_hangs_is_named_and_none_is_left(function: object, message: str) -> None:
     backend = "gloo" if function is _fail else ""

@@ -189,8 +189,8 @@ def test_what_flags_say_of_experts_comes_into_the_layout_and_the_start_table() -
     shown = dict(plan_rows(asked, Topology.of_world(4, 1, 1, 1, 2), [0, 7], "fp32"))
     total, active = (human_count(number) for number in (costs.num_parameters, costs.num_active_parameters))
     assert shown["model"].startswith(f"{total} parameters in total, {active} active: 4 layers")
-    assert shown["ZeRO"].endswith("4 replicas share masters and optimizer states, of experts 2 that have the same")
-    assert "memory is that of an even load" in shown["experts"]
+    assert shown["ZeRO"].endswith("main params and optimizer states; 2 replicas share those of an expert")
+    assert "memory assumes an even load" in shown["experts"]
     assert Planner(asked, H100).estimate(layout).traffic[EXPERT] != Traffic()
 
 

@@ -41,7 +41,7 @@ def test_a_machine_comes_back_from_its_file(tmp_path: Path) -> None:
         (changed(is_cpu="no"), "is_cpu must be bool"),
         (changed(product_flops={}), "product_flops must have a number format"),
         (changed(product_flops={"bf16": []}), "product_flops of bf16 must be pairs above 0"),
-        (changed(product_flops={"bf16": [[64, 1e12], [64, 1e12]]}), "with rising sides"),
+        (changed(product_flops={"bf16": [[64, 1e12], [64, 1e12]]}), "in ascending order of sides"),
         (changed(peak_flops={"bf16": None}), "peak_flops of bf16 must be a number above 0"),
         (changed(peak_flops=[1]), "cannot be read"),
         (changed(intra={"all_reduce": {"latency_s": 0, "bandwidth": 0}}), "cannot be read"),
@@ -82,7 +82,7 @@ def test_a_file_that_is_no_machine_is_told(text: str, message: str, tmp_path: Pa
 def test_rates_between_sides_are_linear_in_the_logarithm_of_the_side() -> None:
     machine = replace(A100, product_flops={"fp32": ((64, 10.0), (256, 30.0))})
     assert [machine.product_rate("fp32", side) for side in (8, 64, 128, 256, 9999)] == [10, 10, 20, 30, 30]
-    with pytest.raises(ConfigError, match="knows matrix products in fp32, got bf16"):
+    with pytest.raises(ConfigError, match="has matmul rates for fp32, got bf16"):
         machine.product_rate("bf16", 64)
 
 

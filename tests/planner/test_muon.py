@@ -86,7 +86,7 @@ def test_an_update_by_muon_is_shared_by_the_replicas_of_zero(stage: int) -> None
 def test_the_start_table_names_what_muon_moves() -> None:
     text = _muon_text(CONFIG, Topology(pipe=1, data=2, tensor=2))
     assert text.startswith(
-        "muon on 123k parameters in matrices of layers (momentum 0.95, match_rms_adamw), AdamW on all"
+        "Muon for 123k parameters in matrices of layers (momentum 0.95, match_rms_adamw), AdamW for all"
     )
-    assert text.endswith("by 4 owners of whole matrices on each stage")
+    assert text.endswith("by 4 owners of full matrices on each stage")
     assert "owners" not in _muon_text(CONFIG, Topology(pipe=2, data=1, tensor=1))

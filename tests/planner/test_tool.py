@@ -156,7 +156,7 @@ def test_all_that_is_assumed_is_told(capsys: pytest.CaptureFixture[str]) -> None
     ) in out
     out = run(f"{TINY} --hidden-size 1024 --gpu v100-32g --top 1 --compile", capsys)[1]
     assert "--fp16 --global-batch-size 2048" in out and "bash run_gpt2.sh --fp16" in out
-    assert "--compile: what it saves" in out and "is likelier" in out
+    assert "--compile: the savings" in out and "expect an MFU" in out
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_file_of_config_gives_model_and_batch_and_its_layout_is_sought_anew(
     assert layout["micro_batch_size"] * layout["num_micro_batches"] * layout["data"] == 2 * 8 * 2
     assert (layout["tensor"], layout["pipe"]) == (1, 1) and layout["recompute"] == "none"
     changed = dict(line.split(": ") for line in re.findall(r"^  ([a-z-]+: \S+)$", out, re.MULTILINE))
-    assert "to remove from it: pipeline-chunks" in out and f"bash run_gpt2.sh --config {file}" in out
+    assert "remove from it: pipeline-chunks" in out and f"bash run_gpt2.sh --config {file}" in out
     written = {line.split(":")[0]: line for line in RUN_FILE.splitlines() if not line.startswith("pipeline-chunks")}
     file.write_text("\n".join({**written, **{name: f"{name}: {value}" for name, value in changed.items()}}.values()))
     config = parse(["--config", str(file), "--dry-run"], world_size=8, env={})
@@ -244,8 +244,8 @@ def test_the_record_of_a_run_is_left_as_it_is(tmp_path: Path, capsys: pytest.Cap
     sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --vocab-size 512"
     saved.write_text(json.dumps(parse(f"{sizes} --dry-run".split(), world_size=1, env={}).to_dict()))
     out = run(f"--config {saved} --gpus 1 --fits", capsys)[1]
-    assert f"to write into a copy of {saved}:" in out and "bash run_gpt2.sh --config COPY.json" in out
-    assert "to remove from it" not in out, "its other entries are defaults"
+    assert f"write to a copy of {saved}:" in out and "bash run_gpt2.sh --config COPY.json" in out
+    assert "remove from it" not in out, "its other entries are defaults"
 
 
 def write_run_file(folder: Path) -> Path:
@@ -255,7 +255,7 @@ def write_run_file(folder: Path) -> Path:
 
 
 def test_what_the_pasted_lines_do_not_set_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    (heading,) = [line for line in run(CASES["gpt2, split"], capsys)[1].splitlines() if line.startswith("to paste")]
+    (heading,) = [line for line in run(CASES["gpt2, split"], capsys)[1].splitlines() if line.startswith("start it with (")]
     for name in ("--lr", "TRAIN_ITERS", "DATA_PATH", "TOKENIZER"):
         assert name in heading
     lines = layouts(CASES["gpt2, split"])[0]
@@ -297,8 +297,8 @@ def test_a_layout_that_does_not_fit_ends_with_code_1_and_a_way_out(capsys: pytes
     words = "--fits --model gpt2 --num-layers 24 --hidden-size 4096 --gpus 8 --gpu a100-80g --model-parallel-size 2 "
     code, out = run(words + "--batch-size 16 --gas 2", capsys)
     assert code == 1
-    assert "does not fit: stage 0 needs" in out and "its largest part is activations" in out
-    assert "what makes it fit, the fastest first:" in out
+    assert "does not fit: stage 0 needs" in out and "the largest item is activations" in out
+    assert "changes that make it fit, fastest first:" in out
     code, out = run(words + "--batch-size 1 --gas 8 --zero-stage 1 --json", capsys)
     assert code == 0 and json.loads(out)["fits"] is True
     code, out = run("--model gpt2 --num-layers 96 --hidden-size 16384 --gpus 8", capsys)
@@ -308,32 +308,35 @@ def test_a_layout_that_does_not_fit_ends_with_code_1_and_a_way_out(capsys: pytes
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "--model must be given"),
+        ("", "--model is required"),
         ("--model gpt3", "invalid choice"),
         ("--model gpt2 --gpu a1000", "--gpu must be one of"),
         ("--model gpt2 --num-layer 4", "--num-layer"),
         ("--model gpt2 --gpus 0", "at least 1, got '0'"),
-        ("--model gpt2", "the size of the model must be given, got no --num-layers and no --hidden-size"),
+        ("--model gpt2", "the size of the model is required, got no --num-layers and no --hidden-size"),
         ("--model t5 --enc-layers 2 --dec-layers 2", "got no --hidden-size"),
         (f"{TINY} --hidden-size 100 --num-attention-heads 3", "must be a multiple of --num-attention-heads"),
-        (f"{TINY} --hidden-size 256 --lr 1", "--lr changes nothing in a plan"),
+        (f"{TINY} --hidden-size 256 --lr 1", "--lr has no effect on a plan"),
         (f"{TINY} --gpus 7 --model-parallel-size 2 --hidden-size 256", "no layout divides 7 devices"),
         (f"{TINY} --gpus 7 --model-parallel-size 2 --hidden-size 256 --json", "no layout divides 7 devices"),
-        (f"{TINY} --gpus 12 --model-parallel-size 4 --hidden-size 256", "a multiple of the devices of a node, 8"),
+        (f"{TINY} --gpus 12 --model-parallel-size 4 --hidden-size 256", "must be a multiple of the devices per node (8)"),
         (
             f"{TINY} --fits --gpus 7 --model-parallel-size 2 --hidden-size 256",
             "must be a multiple of tensor x pipe",
         ),
-        (f"{TINY} --zero-stage 2 --pipe-parallel-size 2 --hidden-size 256", "cannot be in a pipeline"),
-        (f"{TINY} --gas 4 --hidden-size 256", "got no --model-parallel-size, --pipe-parallel-size, --batch-size"),
-        (f"{TINY} --pipeline-chunks 9 --hidden-size 256", "every chunk of every pipeline stage must hold a layer"),
-        (f"{TINY} --memory 3 --hidden-size 256", "--memory must be more than the 4 GB"),
+        (f"{TINY} --zero-stage 2 --pipe-parallel-size 2 --hidden-size 256", "is not supported in a pipeline"),
+        (f"{TINY} --gas 4 --hidden-size 256", "depend on --model-parallel-size, --pipe-parallel-size, --batch-size"),
+        (
+            f"{TINY} --pipeline-chunks 9 --hidden-size 256",
+            "every chunk of every pipeline stage must have at least one layer",
+        ),
+        (f"{TINY} --memory 3 --hidden-size 256", "--memory must be above the 4 GB"),
         ("--model gpt2 --machine none.json", "--machine needs a file"),
         ("--model gpt2 --machine none.json --gpu h200", "give one of them"),
         ("--config none.yaml", "none.yaml"),
-        ("--config examples/run.yaml", "--model must be given, one of gpt2, t5, llama, mpt, bert, unless --load"),
-        ("--model gpt2 --ranks 2", "--ranks acts with --calibrate only"),
-        ("--model gpt2 --calibrate m.json", "does nothing else, got --model"),
+        ("--config examples/run.yaml", "--model is required, one of gpt2, t5, llama, mpt, bert, unless --load"),
+        ("--model gpt2 --ranks 2", "--ranks has no effect without --calibrate"),
+        ("--model gpt2 --calibrate m.json", "cannot be combined with --model"),
         ("--model gpt2 --fits --top 3", "give one of them"),
         ("--model gpt2 --tokens many", "must be a number above 0"),
         ("--model gpt2 --fp32 --gpu l40s --memory -1", "must be a number above 0"),
@@ -356,7 +359,7 @@ def test_a_machine_from_a_file_and_other_nodes_are_planned_with(
         f"{CASES['gpt2'].replace('--gpu a100-80g', '')} --machine {tmp_path}/machine.json --gpus-per-node 4 --memory 50"
     )
     code, out = run(words, capsys)
-    assert code == 0 and "16 x h200 (4 in a node)" in out and "at most 46.00 GB" in out
+    assert code == 0 and "16 x h200 (4 per node)" in out and "at most 46.00 GB" in out
     assert "GPUS_PER_NODE=4 NNODES=4" in out
 
 
@@ -369,7 +372,7 @@ def test_a_place_that_cannot_be_written_is_refused_ahead_of_the_measurement(
     for place in (tmp_path / "none" / "m.json", tmp_path):
         with pytest.raises(SystemExit, match="2"):
             plan.main(["--calibrate", str(place)])
-        assert f"a folder that can be written to, got {place}" in capsys.readouterr().err
+        assert f"a writable folder, got {place}" in capsys.readouterr().err
 
 
 def test_calibrate_writes_what_is_measured(

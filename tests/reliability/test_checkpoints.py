@@ -20,7 +20,7 @@ def test_a_field_of_a_later_version_is_named_and_nothing_older_is_taken(tmp_path
     path = save_alone(tmp_path, 20) / "manifest.json"
     body = path.read_bytes().split(b"\n", 1)[1].replace(b'"files": {', b'"quantised": {"as": "fp8"}, "files": {')
     path.write_bytes(b'{"crc32": "%08x",\n' % zlib.crc32(body) + body)
-    with pytest.raises(CheckpointError, match="fields that this program does not know: quantised") as caught:
+    with pytest.raises(CheckpointError, match="fields that this program does not support: quantised") as caught:
         open_latest(tmp_path, SINGLE)
     assert exit_code(caught.value) == 3
 

@@ -95,4 +95,7 @@ def test_a_layout_of_1024_ranks_that_cannot_be_is_told_without_them() -> None:
     case = Case("C05", "--model-parallel-size 8 --pipe-parallel-size 48 --dry-run", (), 1024)
     text = message_of(case, Path())
     assert "1024" in text and "8 x 48 = 384" in text and "768 or 1152" in text
-    assert "--num-attention-heads must be a multiple" in text and "every pipeline stage must hold a layer" in text
+    assert (
+        "--num-attention-heads must be a multiple" in text
+        and "every pipeline stage must have at least one layer" in text
+    )

@@ -79,7 +79,7 @@ def test_a_pair_that_was_swapped_with_another_is_refused(tmp_path: Path) -> None
     write(tmp_path / "a", [10] * 10)
     write(tmp_path / "b", [10] * 11)
     (tmp_path / "b.bin").rename(tmp_path / "a.bin")
-    with pytest.raises(DataError, match="must have 200 bytes .* it has 220"):
+    with pytest.raises(DataError, match="must have 200 bytes .* has 220"):
         IndexedDataset(tmp_path / "a")
     write_megatron(tmp_path / "c", [10] * 10, list(range(11)))
     (tmp_path / "c.idx").rename(tmp_path / "b.idx")

@@ -68,7 +68,7 @@ def test_a_rank_that_is_there_twice_is_named_by_the_later_one_and_the_others_go_
     ends = start(plans, port)
     assert [code for code, _ in ends] == [0, 0, 2]
     message = ends[2][1]
-    assert f"each process must have a RANK of its own, got RANK=1 twice at 127.0.0.1:{port}: process " in message
+    assert f"each process must have a distinct RANK, got RANK=1 twice at 127.0.0.1:{port}: process " in message
     assert "Number the processes from 0 to 1" in message
 
 
@@ -82,8 +82,8 @@ def test_a_rank_that_is_there_twice_ends_those_that_wait_for_another(port: int) 
 def test_rank_0_twice_and_another_world_size_are_told_by_the_later_one(port: int) -> None:
     ends = start([(0, 2, 0.0), (0, 2, 0.2), (1, 4, 0.2), (1, 2, 0.4)], port)
     assert [code for code, _ in ends] == [0, 2, 2, 0]
-    assert "EADDRINUSE" in ends[1][1] and "Is there a second process with RANK=0, or another job" in ends[1][1]
-    assert "must have the same WORLD_SIZE, got WORLD_SIZE=4 here (RANK=1) and 2 there" in ends[2][1]
+    assert "EADDRINUSE" in ends[1][1] and "Another process may have RANK=0" in ends[1][1]
+    assert "must have the same WORLD_SIZE, got WORLD_SIZE=4 on RANK=1 and 2 on another rank" in ends[2][1]
 
 
 @pytest.mark.slow
@@ -100,8 +100,8 @@ def test_a_process_takes_the_place_of_one_that_was_killed_while_it_waited(port: 
 @pytest.mark.parametrize(
     ("plans", "message"),
     [
-        ([(0, 5, 0.0), (2, 5, 0.0)], "ranks 1, 3-4 did not come. Start each process with a RANK of its own"),
-        ([(1, 2, 0.0)], "and rank 0 did not come: nothing answers there (Connection refused)"),
+        ([(0, 5, 0.0), (2, 5, 0.0)], "but ranks 1, 3-4 did not join. Start every process with a distinct RANK"),
+        ([(1, 2, 0.0)], "but rank 0 did not join: nothing responds there (Connection refused)"),
     ],
     ids=["some", "rank 0"],
 )
@@ -109,7 +109,7 @@ def test_who_is_missing_is_said_by_rank_by_all_that_came(plans: list[Plan], mess
     ends = start(plans, port, timeout_s=0.6)
     assert [code for code, _ in ends] == [4] * len(plans)
     for _, text in ends:
-        assert text.startswith(f"all {plans[0][1]} ranks must meet at 127.0.0.1:{port} within 1 s (--phase-timeout-min")
+        assert text.startswith(f"all {plans[0][1]} ranks must join at 127.0.0.1:{port} within 1 s (--phase-timeout-min")
         assert message in text and "keys" not in text
 
 
@@ -123,9 +123,9 @@ def test_sigterm_ends_a_process_that_waits_for_others_and_those_with_it(plans: l
     began = time.monotonic()
     ends = start(plans, port, act=ask)
     assert time.monotonic() - began < 10.0
-    assert ends[-1][0] == 75 and ends[-1][1].startswith("received SIGTERM while it waited for other ranks")
+    assert ends[-1][0] == 75 and ends[-1][1].startswith("received SIGTERM while waiting for other ranks")
     for code, message in ends[:-1]:
-        assert code == 4 and "and rank 1 has left: it received SIGTERM" in message
+        assert code == 4 and "but rank 1 has exited: it received SIGTERM" in message
 
 
 def test_a_rank_that_died_after_all_had_come_is_named(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

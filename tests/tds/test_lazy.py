@@ -62,8 +62,8 @@ for ask in (lambda: tds.zero, lambda: tds.initialize, lambda: tds.PipelineEngine
 """,
         TDS_VERBOSE="1",
     )
-    assert found.startswith("tds needs deepspeed"), "an import brings torch or DeepSpeed"
-    assert found.count("tds needs deepspeed >=0.19.6,<0.20, got 0.20.0") == 3, found
+    assert found.startswith("tds requires deepspeed"), "an import brings torch or DeepSpeed"
+    assert found.count("tds requires deepspeed >=0.19.6,<0.20, got 0.20.0") == 3, found
 
 
 def test_the_import_alone_reads_no_versions() -> None:

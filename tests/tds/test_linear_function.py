@@ -214,7 +214,7 @@ def test_16_bits_are_fused_where_a_product_has_a_wider_sum() -> None:
 
 
 def test_zero_2_has_no_whole_gradients_to_add_to() -> None:
-    with pytest.raises(ValueError, match="--gradient-accumulation-fusion needs --zero-stage 0 or 1, got 2"):
+    with pytest.raises(ValueError, match="--gradient-accumulation-fusion requires --zero-stage 0 or 1, got 2"):
         build_optimizer(Net().parameters(), data=SINGLE, zero_stage=2, fuses_accumulation=True)
 
 

@@ -69,25 +69,25 @@ def test_reported_losses_may_be_numbers_and_need_no_gradient() -> None:
 @pytest.mark.parametrize(
     ("losses", "message"),
     [
-        ([None], "must return one number (a tensor), tds.Weighted(total, count), or a dict"),
-        ([None], "got None at micro-batch 0. A model that has no loss can be run by eval_batch(..., compute_loss="),
+        ([None], "must return a tensor with one element, tds.Weighted(total, count), or a dict"),
+        ([None], "got None at micro-batch 0. Run a model without a loss by eval_batch(..., compute_loss="),
         (["1.0"], "got str at micro-batch 0"),
         ([3.0], "got float at"),
         ([{}], "got a dict of 0"),
         ([()], "got a tuple of 0"),
         ([{1: ONE}], "got a dict of 1"),
-        ([torch.ones(3, 4)], 'the loss "loss" must be one number, got a tensor of float32[3, 4] at micro-batch 0'),
-        ([{"loss": ONE, "aux": torch.ones(2)}], 'the loss "aux" must be one number, got a tensor of float32[2]'),
-        ([(ONE, (ONE, TWO))], 'the loss "loss_1" must be one number, got a tuple of 2'),
-        ([Weighted(ONE, torch.ones(2))], 'the loss "loss"\'s count must be one number, got a tensor of float32[2]'),
+        ([torch.ones(3, 4)], 'the loss "loss" must be a single number, got a tensor of float32[3, 4] at micro-batch 0'),
+        ([{"loss": ONE, "aux": torch.ones(2)}], 'the loss "aux" must be a single number, got a tensor of float32[2]'),
+        ([(ONE, (ONE, TWO))], 'the loss "loss_1" must be a single number, got a tuple of 2'),
+        ([Weighted(ONE, torch.ones(2))], 'the loss "loss"\'s count must be a single number, got a tensor of float32[2]'),
         ([Weighted(1.0, 2)], 'to train on, "loss", must be a tensor of a floating-point type, got float'),  # type: ignore[arg-type]
         ([torch.tensor(3)], 'to train on, "loss", must be a tensor of a floating-point type, got a tensor of int64[]'),
         ([torch.tensor(1j)], "got a tensor of complex64[]"),
         ([ONE, Weighted(ONE, 1)], "always have the same form, got Weighted at micro-batch 1 after one number"),
         ([Weighted(ONE, 1), ONE], "got a tensor of float32[] at micro-batch 1 after tds.Weighted"),
-        ([{"a": ONE}, {"b": ONE}], "same names at each micro-batch, got ['b'] at micro-batch 1 after ['a']"),
+        ([{"a": ONE}, {"b": ONE}], "same names in every micro-batch, got ['b'] at micro-batch 1 after ['a']"),
         ([{str(i): ONE for i in range(MAX_LOSSES + 1)}], f"at most {MAX_LOSSES} losses"),
-        ([{"x" * MAX_BYTES: ONE}], f"less than {MAX_BYTES} bytes, got {MAX_BYTES}"),
+        ([{"x" * MAX_BYTES: ONE}], f"fewer than {MAX_BYTES} bytes in total, got {MAX_BYTES}"),
         ([{"a\nb": ONE}], "no line breaks"),
     ],
 )  # fmt: skip
@@ -116,8 +116,8 @@ def _bad_loss(rank: int, toy: Toy) -> list[str]:
 def test_train_batch_refuses_a_loss_that_is_no_number_or_has_no_gradient() -> None:
     """Row P10."""
     shape, gradient = run_ranks(1, _bad_loss, Toy("chain"))[0]
-    assert "must be one number, got a tensor of float64[3, 4, 6] at micro-batch 0" in shape
-    assert "must depend on the parameters, got one without a gradient at micro-batch 0" in gradient
+    assert "must be a single number, got a tensor of float64[3, 4, 6] at micro-batch 0" in shape
+    assert "must depend on the parameters, but it requires no gradient at micro-batch 0" in gradient
 
 
 def _several(output: torch.Tensor, labels: Any) -> dict[str, Any]:

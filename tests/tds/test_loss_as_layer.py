@@ -192,7 +192,7 @@ def _without_loss(rank: int) -> str:
 
 def test_a_model_without_a_loss_is_told_of_both_ways() -> None:
     message = run_ranks(1, _without_loss)[0]
-    assert 'the loss "loss" must be one number, got a tensor of float32[3, 5, 13]' in message
+    assert 'the loss "loss" must be a single number, got a tensor of float32[3, 5, 13]' in message
     assert (
-        "has no loss_fn" in message and "(outputs, labels), or end the layers with one that takes the labels" in message
+        "has no loss_fn" in message and "or add a last layer that takes the labels" in message
     )

@@ -109,7 +109,7 @@ def test_a_users_mark_of_a_sharded_weight_is_read(name: str) -> None:
     parameter = nn.Parameter(torch.zeros(2))
     setattr(parameter, name, True)
     assert is_tensor_parallel(parameter)
-    with pytest.raises(ValueError, match="says model_parallel = True but not which part it is"):
+    with pytest.raises(ValueError, match="has model_parallel = True but no recorded shard"):
         shard_of(parameter)
     assert shard_of(set_shard(parameter, Shard((4,), 0, 0, 2))).is_partitioned
 

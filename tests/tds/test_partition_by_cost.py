@@ -39,5 +39,5 @@ def test_stages_are_evened_out_where_no_piece_grows():
 
 
 def test_fewer_layers_than_pieces_are_told():
-    with pytest.raises(ValueError, match="3 layers can be cut into 1 to 3 parts, got 4"):
+    with pytest.raises(ValueError, match="3 layers can be partitioned into 1 to 3 parts, got 4"):
         partition_balanced_chunks([1.0, 1, 1], 2, 2)

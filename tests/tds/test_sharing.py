@@ -228,7 +228,7 @@ def _plain(rank: int) -> str:
 
 
 def test_what_cannot_be_shared_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be a name such as 'bias', got 'encoder.bias'"):
+    with pytest.raises(ValueError, match="must be an identifier such as 'bias', got 'encoder.bias'"):
         Shared("encoder.bias", Table)
     table, other = Shared("t", Table, 1, 4), Shared("t", nn.Linear, 4, 4)
     layers = [SharingLayerSpec(Bare, shares={"inner": each}) for each in (table, other)]
@@ -236,6 +236,6 @@ def test_what_cannot_be_shared_is_refused() -> None:
         sharing_layers(layers)
     with pytest.raises(ValueError, match="'t' for TiedLayerSpec and for Table of layer 0"):
         sharing_layers([layers[0], TiedLayerSpec("t", nn.Linear, 4, 4)])
-    with pytest.raises(ValueError, match="'forward', which is taken there"), held_in(nn.ModuleDict()):
+    with pytest.raises(ValueError, match="'forward', because it has this attribute"), held_in(nn.ModuleDict()):
         SharingLayerSpec(Bare, shares={"forward": other}).build()
     assert "need tds.PipelineModule, got deepspeed." in run_ranks(1, _plain)[0]

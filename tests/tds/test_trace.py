@@ -184,7 +184,7 @@ def test_files_of_an_older_run_are_left_out_and_missing_stages_told(tmp_path: Pa
     with pytest.raises(ValueError, match=r"each of 2 stages, got stages \[1\] of replica 0"):
         read_traces(tmp_path)
     (tmp_path / "trace-rank1.json").write_text('{"tds": {')
-    with pytest.raises(ValueError, match="no trace of tds, or cut off"):
+    with pytest.raises(ValueError, match="not a trace of tds, or it is truncated"):
         read_traces(tmp_path)
 
 
@@ -221,7 +221,7 @@ def _train_without_a_folder(rank: int, place: str, breaks_at: int) -> tuple[list
 def test_a_trace_that_cannot_be_written_is_told_once_and_ends_nothing(breaks_at: int, tmp_path: Path) -> None:
     (lines, wants), (others, ended) = run_ranks(2, _train_without_a_folder, str(tmp_path), breaks_at)
     assert lines == [] and wants == [True] * 3
-    assert len(others) == 1 and "rank 1 goes on without a trace" in others[0] and "Error" in others[0]
+    assert len(others) == 1 and "rank 1 continues without a trace" in others[0] and "Error" in others[0]
     assert ended == [step < breaks_at for step in range(3)]
 
 

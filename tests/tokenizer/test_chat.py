@@ -96,9 +96,9 @@ def test_prefixes_that_are_none_are_refused_with_the_way_out(folder: Path) -> No
 
 
 def test_what_a_template_refuses_is_told_in_its_words(folder: Path) -> None:
-    with pytest.raises(TemplateError, match="given.jinja.*refuses it: roles must alternate user and assistant"):
+    with pytest.raises(TemplateError, match="given.jinja.*rejects the conversation: roles must alternate user and assistant"):
         chat(folder, ALTERNATING).encode(turns("a", "b", system="s"))
-    with pytest.raises(TemplateError, match="refuses it"):
+    with pytest.raises(TemplateError, match="rejects the conversation"):
         chat(folder, "{{ messages[0].content.missing.more }}").encode(turns("a", "b"))
     with pytest.raises(TemplateError, match="U\\+FDD0"):
         chat(folder, CHATML).encode(turns("a\ufdd0", "b"))
@@ -106,7 +106,7 @@ def test_what_a_template_refuses_is_told_in_its_words(folder: Path) -> None:
 
 def test_a_template_cannot_leave_its_sandbox(folder: Path) -> None:
     for text in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ (messages.append).__self__ }}"):
-        with pytest.raises(TemplateError, match="refuses it|unsafe"):
+        with pytest.raises(TemplateError, match="rejects the conversation|unsafe"):
             chat(folder, text + CHATML).encode(turns("a", "b"))
 
 
@@ -142,7 +142,7 @@ def test_templates_are_looked_for_in_three_places(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="--chat-template .*nowhere"):
         find_template(tokenizer, tmp_path / "nowhere")
     bare = write_tokenizer(tmp_path / "bare")
-    with pytest.raises(DataError, match="needs a chat template, got none next to the tokenizer.*--chat-template"):
+    with pytest.raises(DataError, match="requires a chat template, got none next to the tokenizer.*--chat-template"):
         find_template(build("TokenizersJSON", tokenizer_path=bare))
 
 
@@ -208,7 +208,7 @@ def test_content_in_parts_is_rendered_as_transformers_renders_it(folder: Path, t
     assert chat(folder, LLAMA3).prompt_ids(messages) == as_text  # the list as Python prints it
     with pytest.raises(TypeError, match="concatenate"):
         theirs.apply_chat_template(messages, chat_template=MARKED)
-    with pytest.raises(TemplateError, match="refuses it: .*concatenate"):
+    with pytest.raises(TemplateError, match="rejects the conversation: .*concatenate"):
         chat(folder, MARKED).prompt_ids(messages)
 
 
@@ -249,7 +249,7 @@ def test_the_message_of_a_block_is_found_in_a_macro_too(folder: Path) -> None:
     )
     blind = macro.replace("say(m)", "say({'content': m.content})")
     assert any(chat(folder, blind).encode(messages).is_said)
-    with pytest.raises(TemplateError, match="weight 0, .*needs a template in which every"):
+    with pytest.raises(TemplateError, match="weight 0, .*requires a template in which exactly one"):
         chat(folder, blind).encode(messages, without_loss={1})
 
 

@@ -131,7 +131,7 @@ def test_cpm2_ids_are_the_longest_matches_of_each_word(
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("a\nb\n", "must have the token <unk>"),
+        ("a\nb\n", "must contain the token <unk>"),
         ("<unk>\n##ing\n", "without pieces that begin with ##"),
         (b"\xff", "UTF-8"),
     ],

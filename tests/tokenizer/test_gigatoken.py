@@ -77,9 +77,9 @@ def test_one_differing_id_is_named_and_gigatoken_is_dropped(
     monkeypatch.setattr(log, "warning", messages.append)
     assert with_gigatoken(slow, corpus, is_required=True) is slow
     last = slow.encode(corpus[-1])
-    assert f"token {len(last) - 1} of the text that begins {corpus[-1][:40]!r}" in messages[0]
+    assert f"token {len(last) - 1} of the text starting with {corpus[-1][:40]!r}" in messages[0]
     assert f"is [{last[-1] + 1}] rather than [{last[-1]}]" in messages[0]
-    assert "going on without gigatoken" in messages[0]
+    assert "continuing without gigatoken" in messages[0]
 
 
 def test_what_it_cannot_do_is_an_error_only_when_it_was_asked_for(
@@ -88,12 +88,12 @@ def test_what_it_cannot_do_is_an_error_only_when_it_was_asked_for(
     messages: list[str] = []
     monkeypatch.setattr(log, "warning", messages.append)
     unigram = tokenizer.build(tokenizer_path=cpm_folder / "chinese_vocab.model")
-    assert with_gigatoken(unigram, []) is unigram and "(BPE) only, this one is SentencePieceTokenizer" in messages[0]
+    assert with_gigatoken(unigram, []) is unigram and "(BPE), this one is SentencePieceTokenizer" in messages[0]
     with pytest.raises(DataError, match="byte-pair vocabularies"):
         with_gigatoken(unigram, [], is_required=True)
     bpe = tokenizer.build(tokenizer_path=bpe_path)
     monkeypatch.setattr(tokenizer_gigatoken, "standing_in_for", lambda tokenizer: json.loads("not JSON"))
-    assert with_gigatoken(bpe, []) is bpe and "cannot do this vocabulary" in messages[1]
+    assert with_gigatoken(bpe, []) is bpe and "does not support this vocabulary" in messages[1]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert with_gigatoken(bpe, []) is bpe
     with pytest.raises(DataError, match=r"pip install -e '.\[gigatoken\]'"):

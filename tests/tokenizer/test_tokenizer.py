@@ -94,7 +94,7 @@ def test_sentinels_and_padding_are_found_by_their_names(folder: Path, tmp_path: 
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        ({}, "a tokenizer is needed"),
+        ({}, "a tokenizer is required"),
         ({"tokenizer_type": "WordPiece", "tokenizer_path": "x"}, "--tokenizer-type must be one of .* got WordPiece"),
         ({"tokenizer_path": "gone.json"}, "gone.json does not exist"),
         ({"tokenizer_type": "GPT2BPETokenizer", "vocab_file": __file__}, "needs --merge-file"),

@@ -78,11 +78,11 @@ def test_files_that_are_no_wordpiece_vocabulary_are_refused(tmp_path: Path) -> N
     with pytest.raises(DataError, match="needs vocab.txt or a folder with it"):
         tokenizer.build("BertWordPiece", tokenizer_path=tmp_path)
     (tmp_path / "vocab.txt").write_text("a\nb\n")
-    with pytest.raises(DataError, match=r"must have the token \[UNK\]"):
+    with pytest.raises(DataError, match=r"must contain the token \[UNK\]"):
         tokenizer.build("BertWordPiece", tokenizer_path=tmp_path)
     write(tmp_path, letters(False))
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(DataError, match="tokenizer_config.json must be a JSON object"):
         tokenizer.build("BertWordPiece", tokenizer_path=tmp_path)
-    with pytest.raises(DataError, match="may be of several kinds: give --tokenizer-type BertWordPiece or CPM2"):
+    with pytest.raises(DataError, match="may have several formats. Set --tokenizer-type BertWordPiece or CPM2"):
         tokenizer.build(tokenizer_path=tmp_path / "vocab.txt")

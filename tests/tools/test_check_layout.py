@@ -92,7 +92,7 @@ def explained(flags: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_messages_explain_what_the_user_did_not_give(capsys: pytest.CaptureFixture[str]) -> None:
     message = explained("--split 9,1,0", capsys)
     assert "got random tokens (no --data-path, --train-data-path or --sft)" in message and "none" not in message
-    assert "this tool computes in fp64; --fp32 is the other choice" in explained("--bf16", capsys)
+    assert "this tool computes in fp64 by default; use --fp32" in explained("--bf16", capsys)
 
 
 def test_data_of_each_kind_replaces_the_random_tokens(tmp_path: Path) -> None:

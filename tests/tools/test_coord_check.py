@@ -50,8 +50,9 @@ def test_the_picture_is_drawn_and_rises_are_told(tmp_path: Path, capsys: pytest.
     out = tmp_path / "coord.svg"
     assert coord_check.main(["--widths", "16", "32", "--steps", "1", "--out", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("as it is: from width 16 to 32 times attention ") and lines[1].startswith("muP: ")
-    assert "<svg" in out.read_text() and lines[2] == f"drawn into {out}"
+    assert lines[0].startswith("without muP: growth from width 16 to 32: attention ")
+    assert lines[1].startswith("with muP: ")
+    assert "<svg" in out.read_text() and lines[2] == f"plot written to {out}"
 
 
 def test_wrong_flags_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

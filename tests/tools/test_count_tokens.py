@@ -64,14 +64,14 @@ def test_the_table_shows_what_was_counted_and_no_empty_column(folder: Path, caps
 @pytest.mark.parametrize(
     "line, expected",
     [
-        ("", "one of them"),
-        ("DIR/a DIR/a", "counted once"),
+        ("", "either PREFIX arguments or --data-path"),
+        ("DIR/a DIR/a", "must not repeat"),
         ("DIR/none", "none.idx"),
-        ("--data-path 0.5 DIR/a DIR/b", "weights and paths in turn"),
+        ("--data-path 0.5 DIR/a DIR/b", "alternating weights and paths"),
         ("DIR/a --train-tokens 0", "at least 1"),
         ("DIR/a --seq-length 0", "at least 1"),
-        ("DIR/a --split-by hash", "needs --split"),
-        ("DIR/b --seq-length 30 --train-tokens 10", "something to train on"),
+        ("DIR/a --split-by hash", "no effect without --split"),
+        ("DIR/b --seq-length 30 --train-tokens 10", "no complete training sample"),
     ],
 )
 def test_what_cannot_be_counted_ends_with_code_2(folder: Path, capsys, line: str, expected: str) -> None:

@@ -51,8 +51,8 @@ def test_a_plan_is_drawn_and_its_numbers_told(
     assert call(monkeypatch, "--schedule zb-h1 --stages 8 --micro-batches 16") == 0
     assert capsys.readouterr().out.splitlines() == [
         "zb-h1: 8 stages, 16 micro-batches",
-        "bubble     12.7 %, 7 idle at most on a stage",
-        "step       55 in the unit of the costs",
+        "bubble     12.7 %, at most 7 idle per stage",
+        "step       55, in the unit of the costs",
         "in flight  at most 8 micro-batches on each stage",
         "picture    zb-h1-p8-m16.png",
     ]
@@ -93,7 +93,7 @@ def test_an_order_is_written_and_one_of_a_file_drawn(
     monkeypatch.chdir(tmp_path)
     assert call(monkeypatch, "--schedule zb-v --stages 2 --micro-batches 4 --csv order.csv") == 0
     shown = capsys.readouterr().out.splitlines()
-    assert shown[:2] == ["zb-v: 2 stages of 2 chunks, 4 micro-batches", "bubble     4.0 %, 0.5 idle at most on a stage"]
+    assert shown[:2] == ["zb-v: 2 stages of 2 chunks, 4 micro-batches", "bubble     4.0 %, at most 0.5 idle per stage"]
     assert call(monkeypatch, "--schedule-file order.csv --out again.png") == 0
     again = capsys.readouterr().out.splitlines()
     assert again == ["order: 2 stages of 2 chunks, 4 micro-batches", *shown[1:4], "picture    again.png"]
@@ -105,15 +105,15 @@ def test_an_order_is_written_and_one_of_a_file_drawn(
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("", "or --schedule-file CSV, or --trace DIR; --schedule, --stages, --micro-batches not given"),
-        (f"--schedule zb-v {RESTS} --chunks 3", "--schedule zb-v has two chunks on each stage, got --chunks 3"),
-        (f"--schedule zb-v {RESTS} --group-size 4", "--group-size acts on chunks in a loop, got --schedule zb-v"),
-        ("--schedule-file order.csv --stages 2", "--schedule-file says all of a schedule, got --stages too"),
+        ("", "--schedule, --stages, --micro-batches missing"),
+        (f"--schedule zb-v {RESTS} --chunks 3", "--schedule zb-v requires two chunks per stage, got --chunks 3"),
+        (f"--schedule zb-v {RESTS} --group-size 4", "--group-size requires a schedule with interleaved chunks"),
+        ("--schedule-file order.csv --stages 2", "--schedule-file and --stages cannot be combined"),
         ("--schedule-file order.csv", "No such file or directory"),
-        ("--schedule 1f1b --stages 2", "--micro-batches not given"),
+        ("--schedule 1f1b --stages 2", "--micro-batches missing"),
         (f"--schedule zb-h2 {RESTS}", "must be one of"),
-        (f"--schedule interleaved {RESTS}", "needs several chunks on each stage, got 1. Add --chunks 2"),
-        (f"--schedule 1f1b {RESTS} --chunks 2", "takes one chunk on each stage, got --chunks 2"),
+        (f"--schedule interleaved {RESTS}", "requires several chunks per stage, got 1. Add --chunks 2"),
+        (f"--schedule 1f1b {RESTS} --chunks 2", "requires one chunk per stage, got --chunks 2"),
         ("--schedule interleaved --stages 1 --micro-batches 2 --chunks 2", "num_stages >= 2 for more than one chunk"),
         ("--schedule 1f1b --stages 0 --micro-batches 2", "--stages: must be a whole number of at least 1, got '0'"),
         ("--schedule 1f1b --stages 2 --micro-batches two", "--micro-batches: must be a whole number"),
@@ -121,9 +121,9 @@ def test_an_order_is_written_and_one_of_a_file_drawn(
         (f"--schedule 1f1b {RESTS} --costs 1,nan,1", "--costs: must be a number of at least 0, got 'nan'"),
         (f"--schedule 1f1b {RESTS} --costs 0,0,0", "not all 0"),
         (f"--schedule 1f1b {RESTS} --transfer=-1", "--transfer: must be a number of at least 0"),
-        (f"--schedule 1f1b {RESTS} --trace x", "--schedule draws a plan and --trace a measured step"),
-        (f"--schedule 1f1b {RESTS} --step 2", "--schedule draws a plan and --step a measured step"),
-        ("--step 2", "--step needs --trace DIR"),
+        (f"--schedule 1f1b {RESTS} --trace x", "--schedule (simulation) and --trace (trace) cannot be combined"),
+        (f"--schedule 1f1b {RESTS} --step 2", "--schedule (simulation) and --step (trace) cannot be combined"),
+        ("--step 2", "--step has no effect without --trace DIR"),
         (f"--schedule 1f1b {RESTS} --out plan.pdf", "--out must end in .png, got plan.pdf"),
         (f"--schedule 1f1b {RESTS} --out nowhere/plan.png", "No such file or directory"),
         ("--trace nowhere", "got none in nowhere"),
@@ -147,10 +147,10 @@ def test_a_trace_that_lacks_what_is_asked_for_ends_with_2(
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "trace-rank0.json").write_text('{"tds": {')
     for line, words in (
-        ("--trace whole --step 9", "--step must be a whole step of the trace, one of [1, 2, 3], got 9"),
-        ("--trace whole --replica 1", "--replica must be one of the trace, got 1"),
+        ("--trace whole --step 9", "--step must be a complete step of the trace, one of [1, 2, 3], got 9"),
+        ("--trace whole --replica 1", "in the trace whole, got 1"),
         ("--trace half", "for each of 2 stages, got stages [0]"),
-        ("--trace broken", "is no trace of tds, or cut off"),
+        ("--trace broken", "is not a trace of tds, or it is truncated"),
     ):
         monkeypatch.chdir(tmp_path)
         assert call(monkeypatch, line) == 2

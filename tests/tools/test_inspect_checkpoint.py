@@ -80,7 +80,7 @@ def test_the_same_bits_are_equal_and_state_does_not_count(inspect: Run, tmp_path
     values = torch.tensor([torch.nan, 0.0, 1.0])
     paths = [save_tensors(tmp_path / name, step, weights__a=values) for step, name in ((1, "x"), (2, "y"))]
     code, out, _ = inspect(paths[0], "--compare", paths[1])
-    assert code == 0 and "all tensors are the same bits" in out and "progress" in out
+    assert code == 0 and "all tensors are bitwise identical" in out and "progress" in out
     report = json.loads(inspect(paths[0], "--compare", paths[1], "--json")[1])
     assert report["equal"] and report["tensors"] == [] and report["state"]["progress"][1]["step"] == 2
 

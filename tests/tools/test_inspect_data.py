@@ -91,15 +91,15 @@ def test_facts_need_no_tokenizer_and_all_lengths_go_into_one_picture(
     monkeypatch.setattr(statistics, "draw", lambda lengths, path: drawn.update({path.name: lengths}))
     assert inspect_data.main(f"{folder}/a {folder}/b --top 2 --picture {folder}/l.png".split()) == 0
     text = capsys.readouterr().out
-    assert "100.0% of 12 documents" in text and "100.0% of 8 documents" in text and "commonest tokens" in text
+    assert "100.0% of 12 documents" in text and "100.0% of 8 documents" in text and "most frequent tokens" in text
     assert [lengths.num_documents for lengths in drawn["l.png"].values()] == [12, 8]
 
 
 @pytest.mark.parametrize(
     "line, expected",
     [
-        ("DIR/a DIR/b --samples 1", "need their weights"),
-        ("DIR/a --data-path DIR/b", "one of them"),
+        ("DIR/a DIR/b --samples 1", "requires weights"),
+        ("DIR/a --data-path DIR/b", "either PREFIX arguments or --data-path"),
         ("--samples 1", "neither"),
         ("DIR/a --picture l.jpg", ".png"),
         ("DIR/a --samples -1", "at least 0"),

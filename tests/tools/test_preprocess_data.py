@@ -94,7 +94,7 @@ def test_help_imports_nothing_that_is_slow(tmp_path: Path) -> None:
 def test_a_killed_tool_takes_its_workers_along_and_goes_on(folder: Path) -> None:
     done = start(folder, *arguments("whole"), "--verify")
     assert done.returncode == 0, done.stderr
-    assert "60 documents" in done.stderr and "whole is whole: 60 documents" in done.stderr
+    assert "60 documents" in done.stderr and "whole is valid: 60 documents" in done.stderr
     assert "tokens: 'document " in done.stderr
     tool, worker = held(folder, "killed")
     second = start(folder, *arguments("killed", "--resume"))
@@ -113,8 +113,8 @@ def test_a_killed_worker_ends_the_tool_with_code_1(folder: Path) -> None:
     tool, worker = held(folder, "worker")
     os.kill(worker, signal.SIGKILL)
     said = tool.communicate(timeout=60)[1]
-    assert tool.returncode == 1 and "was ended by SIGKILL" in said and "c.jsonl bytes 2048:3072" in said
-    assert "2 of 4 units are finished and kept: --resume" in said and "Traceback" not in said
+    assert tool.returncode == 1 and "was killed by SIGKILL" in said and "c.jsonl bytes 2048:3072" in said
+    assert "2 of 4 units are finished and saved; --resume" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
@@ -132,7 +132,7 @@ def test_a_stopped_tool_ends_its_workers_and_says_how_to_go_on(folder: Path, num
 def test_standard_input_and_bad_lines(folder: Path) -> None:
     given = ["--input", "-", "--tokenizer-path", "t.json", "--output-prefix", "in/c", "--workers", "2"]
     done = start(folder, *given, "--max-bad-lines", "1", input=lines("one", "two").decode() + "x\n")
-    assert done.returncode == 0 and "2 documents" in done.stderr and "1 bad line was left out" in done.stderr
+    assert done.returncode == 0 and "2 documents" in done.stderr and "1 bad line was skipped" in done.stderr
     assert "in/c.bad.jsonl lists it" in done.stderr
     assert IndexedDataset(folder / "in/c").num_documents == 2
     record = json.loads((folder / "in/c.bad.jsonl").read_text())
@@ -149,5 +149,5 @@ def test_flags_of_a_job_are_refused_in_a_mere_check(
 ) -> None:
     with pytest.raises(SystemExit):
         preprocess_data.parse_args(["--output-prefix", "whole", "--verify", "--resume", "--format", "jsonl"])
-    assert "--format, --resume say how --input is read" in capsys.readouterr().err
+    assert "--format, --resume cannot be used without --input" in capsys.readouterr().err
     assert preprocess_data.parse_args(["--output-prefix", "whole", "--verify", "--seed", "3"]).seed == 3

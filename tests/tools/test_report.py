@@ -221,7 +221,7 @@ def test_a_damaged_run_does_not_take_the_page_from_others(
     drawn = {run["name"]: len(run["columns"].get("loss", [])) for run in found.data()["runs"]}
     assert drawn == {"broken": 0, "good": 60, "odd": 60, "unread": 0}
     words = " ".join(found.words)
-    assert "broken: it is damaged and left out (IndexError: " in words and "unread: it is damaged and left out" in words
+    assert "broken: the run is damaged and was skipped (IndexError: " in words and "unread: the run is damaged" in words
     assert read_run(odd, "odd").starts == read_run(odd, "odd").journal == []
 
 
@@ -348,7 +348,7 @@ def test_the_difference_of_estimated_and_measured_memory_is_told_by_parts(tmp_pa
     assert rows == [[*parts, "1024.00 MiB", "-300.00 MiB"], [*parts, "1.50 GiB", "+212.00 MiB"]]
     heads = re.findall('<th><span lang="en">(.*?)</span>', text)
     assert heads == ["stage", "weights", "gradients", "optimizer", *COMPARED], "no part that is 0, or on the host"
-    assert "memory that the allocator keeps for reuse" in text
+    assert "memory cached by the allocator" in text
     assert set(PARTS) == {field.name for field in dataclasses.fields(Memory)} - {"host"}
     path.write_text(json.dumps([{"stage": 0, "estimated_bytes": None}]))
     assert memory_table(read_run(folder, "run")) is None
@@ -430,7 +430,7 @@ def test_what_is_no_run_ends_with_2_and_is_told_at_once(
     (tmp_path / "none").mkdir()
     assert call(monkeypatch, tmp_path / "none", tmp_path / "away") == 2
     output = capsys.readouterr().err
-    assert "none must be a run folder" in output and "got a folder without one" in output
+    assert "none must be a run folder" in output and "got a folder without a run" in output
     assert "away must be a run folder" in output and "got no folder" in output
     make_run(tmp_path / "all" / "b"), make_run(tmp_path / "all" / "a")
     assert call(monkeypatch, tmp_path / "all", "-o", tmp_path / "page.html") == 0

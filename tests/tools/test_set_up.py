@@ -140,7 +140,7 @@ def test_a_python_of_somebody_else_is_not_added_to(tool, capsys, is_active):
     beside = checkout_beside(tool)
     python = str(stand_in(place, lacking=["no-such-harness>=0.4"], checkout="" if is_active else str(beside)))
     tool.add(python, "eval")
-    said = f"{python} lacks no-such-harness>=0.4: tests that need it are skipped. {python} -m pip install -e '.[eval]'"
+    said = f"{python} lacks no-such-harness>=0.4: tests that need it are skipped. To install: {python} -m pip install"
     assert tool.asked == [] and said in capsys.readouterr().err
 
 
@@ -185,7 +185,7 @@ def test_an_environment_of_another_checkout_whose_packages_fit_is_used_as_it_is(
     assert [tool.find_or_make(""), tool.find_or_make("test")] == [str(tool.VENV / "bin" / "python")] * 2
     assert not tool.asked and sorted(python.parents[1].rglob("*")) == before
     output = capsys.readouterr().err
-    assert f"using {tool.VENV} as it is: {other} has set it up" in output and "lacks" not in output
+    assert f"using {tool.VENV} unchanged: it belongs to {other}" in output and "lacks" not in output
 
 
 def test_an_environment_of_another_checkout_that_does_not_fit_is_told_whose_it_is(tool):
@@ -301,7 +301,7 @@ def test_the_build_of_torch_that_is_there_is_told_and_stays(tool, monkeypatch, c
     for choice in ("cu128", "https://mirror/whl/cu128", build, "https://mirror/simple"):
         monkeypatch.setenv("TORCH_INDEX", choice)
         tool.find_or_make("")
-        message = f"TORCH_INDEX asks for cu128, and the torch in {tool.VENV} is of {build}: remove {tool.VENV}"
+        message = f"TORCH_INDEX selects cu128, but the torch in {tool.VENV} is a {build} build: remove {tool.VENV}"
         assert (message in capsys.readouterr().err) == (bool(build) and "cu128" in choice)
     assert not tool.asked
 

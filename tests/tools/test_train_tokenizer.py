@@ -57,7 +57,7 @@ def test_control_tokens_come_first_and_the_same_text_gives_the_same_file(
 ) -> None:
     names = ["--special-tokens", "<fim_prefix>", "<fim_middle>", "--num-sentinels", 3]
     code, path, said = train("--input", corpus, "--vocab-size", 400, *names)
-    assert code == 0 and "trained on 896 documents, 0.1 MB" in said and "0 bad left out, 4 kept apart" in said, said
+    assert code == 0 and "trained on 896 documents, 0.1 MB" in said and "0 bad skipped, 4 held out" in said, said
     built = tokenizer.build(tokenizer_path=path)
     assert built.eod_id == 0 and built.token_to_id("<fim_middle>") == 2 and built.sentinel_ids == (3, 4, 5)
     assert built.decode(built.encode(CHINESE + CODE + "\x07é")) == CHINESE + CODE + "\x07é"
@@ -129,10 +129,10 @@ def test_what_cannot_be_trained_ends_with_code_2(
 @pytest.mark.parametrize(
     "model, name, text",
     [
-        ("bpe", "t.model", "must be a file that ends in .json with --model bpe"),
-        ("wordpiece", "t", "must be a file that ends in .json with --model wordpiece"),
-        ("unigram", "t.json", "must be a file that ends in .model with --model unigram"),
-        ("bpe", "file/t.json", "must be in a folder that can be written to"),
+        ("bpe", "t.model", "must be a .json file with --model bpe"),
+        ("wordpiece", "t", "must be a .json file with --model wordpiece"),
+        ("unigram", "t.json", "must be a .model file with --model unigram"),
+        ("bpe", "file/t.json", "must be in a writable folder"),
     ],
 )
 def test_an_output_that_cannot_be_used_is_refused_before_training(
@@ -158,8 +158,8 @@ def test_a_vocabulary_smaller_than_asked_for_is_told(
     (tmp_path / "c.jsonl").write_text(json.dumps({"text": "the lamp, the river"}) + "\n")
     code, path, said = train("--input", tmp_path / "c.jsonl", "--vocab-size", 5000, "--model", model)
     size = tokenizer.build(tokenizer_path=path).vocab_size
-    assert code == 0 and f"the text gives only {size} of the 5000 tokens of --vocab-size" in " ".join(said.split())
-    assert "gives only" not in train("--input", corpus, "--vocab-size", 300, "--model", "bpe")[2]
+    assert code == 0 and f"the text yields only {size} of the 5000 tokens of --vocab-size" in " ".join(said.split())
+    assert "yields only" not in train("--input", corpus, "--vocab-size", 300, "--model", "bpe")[2]
 
 
 def test_memory_given_bounds_the_words_and_the_log_says_so(
@@ -171,7 +171,7 @@ def test_memory_given_bounds_the_words_and_the_log_says_so(
     (tmp_path / "c.jsonl").write_text(json.dumps({"text": "\n".join(lines)}) + "\n")
     code, _, said = train("--input", tmp_path / "c.jsonl", "--vocab-size", 300, "--memory-bytes", "2e7")
     said = " ".join(said.split())
-    assert code == 0 and "more different words than fit into 20 MB of memory" in said and "% of the rare" in said, said
+    assert code == 0 and "do not fit into 20 MB of memory" in said and "% of the rare" in said, said
     assert (
         "different words" not in train("--input", tmp_path / "c.jsonl", "--vocab-size", 300, "--memory-bytes", "1e9")[2]
     )
@@ -192,8 +192,8 @@ def test_ctrl_c_ends_training_in_one_line(
 def test_bad_lines_within_the_limit_are_left_out(train: Callable[..., tuple], tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_bytes(b'{"text": "a b c"}\n{"text": 1}\n\n{"text": "\xff"}\n{"text": "d"}\n')
     code, _, said = train("--input", tmp_path / "c.jsonl", "--vocab-size", 260, "--max-bad-lines", "2")
-    assert code == 0 and "trained on 2 documents" in said and "(2 bad left out, 0 kept apart)" in said, said
-    assert "left out" in said and "c.jsonl:4 (byte 31): not UTF-8" in said
+    assert code == 0 and "trained on 2 documents" in said and "(2 bad skipped, 0 held out)" in said, said
+    assert "skipped" in said and "c.jsonl:4 (byte 31): not UTF-8" in said
     assert "the text is too small" in said
 
 
@@ -210,7 +210,7 @@ def test_all_bad_lines_are_named_at_once(train: Callable[..., tuple], tmp_path: 
     path = bad_corpus(tmp_path / "c.jsonl", 9, 3)
     code, output, said = train("--input", path, "--vocab-size", 260)
     assert code == 2 and not output.exists()
-    expected = "3 of 12 records are bad; at most 0 (--max-bad-lines) may be. Correct them, or leave them out with --max"
+    expected = "3 of 12 records are bad; at most 0 (--max-bad-lines) are allowed. Correct them, or skip them with --max"
     assert expected in said
     assert all(f"c.jsonl:{line} (byte " in said for line in (1, 5, 9)) and said.count("(byte ") == 3
     for limit in (
@@ -243,7 +243,7 @@ def test_many_bad_lines_are_listed_in_a_file(
     assert not listed.exists(), "of an earlier run"
     monkeypatch.setattr(tokenizer_corpus, "_GIVE_UP_AT", 10)
     code, _, said = train("--input", bad_corpus(path, 20, 400), "--vocab-size", 260)
-    assert code == 2 and "and reading stopped there" in said and "check --input, --format and --json-key" in said
+    assert code == 2 and "and reading was stopped" in said and "check --input, --format and --json-key" in said
     assert "10 of 10 records" in said or "11 of 11 records" in said
 
 
@@ -320,7 +320,7 @@ def test_the_big_corpus_has_its_size_and_follows_from_the_seed(tmp_path: Path) -
     texts = [orjson.loads(line)["text"] for line in outputs[0].splitlines()]
     assert len(set(map(len, texts))) > 20 and any("。" in text for text in texts)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["a.jsonl", "b.jsonl", "c.jsonl"]
-    with pytest.raises(DataError, match="must hold examples/corpus"):
+    with pytest.raises(DataError, match="must contain examples/corpus"):
         make_big_corpus.pieces(tmp_path)
 
 

@@ -86,7 +86,7 @@ def test_adaptors_that_are_switched_off_are_told(calls: list[str], monkeypatch: 
     assert list(device_setup.device_rows("plugged")) == [("adaptors", "megatron: mine (1), off")]
     monkeypatch.setenv("DISABLE_ADAPTOR", "yes")
     accelerators.disable("plugged")
-    with pytest.raises(ConfigError, match="the environment's DISABLE_ADAPTOR must be 0 or 1, got 'yes'"):
+    with pytest.raises(ConfigError, match="the environment variable DISABLE_ADAPTOR must be 0 or 1, got 'yes'"):
         device_setup.configure_device(config_of("plugged"))
 
 
@@ -104,7 +104,7 @@ def test_deepspeed_on_another_device_is_told(calls: list[str]) -> None:
 
 def test_a_format_that_the_device_does_not_compute_in_is_refused(calls: list[str]) -> None:
     config = Config(precision=PrecisionConfig(dtype="fp64"))
-    with pytest.raises(ConfigError, match="--device plugged computes in bf16, fp32, got --fp64. Use --bf16"):
+    with pytest.raises(ConfigError, match="--device plugged supports bf16, fp32, got --fp64. Use --bf16"):
         device_setup.check_device_fits(config, "plugged")
     device_setup.check_device_fits(Config(), "plugged")
     with pytest.raises(ConfigError, match="fp16 needs a GPU, got a CPU"):

@@ -24,8 +24,8 @@ SIZES = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32
 ENOUGH = "--num-layers 8 --hidden-size 128"
 """Layers that outweigh the head over the corpus's vocabulary."""
 EVERY = {
-    "1f1b": (1, LOOP), "gpipe": (1, LOOP), "zb-h1": (1, LOOP), "interleaved": (2, LOOP), "zb-h1 of 2 chunks": (2, LOOP),
-    "zb-v": (2, V), "dualpipev": (2, V),
+    "1f1b": (1, LOOP), "gpipe": (1, LOOP), "zb-h1": (1, LOOP), "interleaved": (2, LOOP),
+    "zb-h1 with 2 chunks": (2, LOOP), "zb-v": (2, V), "dualpipev": (2, V),
 }  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def test_the_fastest_by_simulation_says_how_layers_lie() -> None:
     assert {name: engine_dict(found, 2)["pipeline"][name] for name in ("schedule", "chunks", "placement")} == {
         "schedule": "auto", "chunks": 2, "placement": V,
     }  # fmt: skip
-    ranked = dict(re.findall(r"([a-z0-9-]+(?: of 2 chunks)?) (\d\.\d{3})", found.notes[-1].split("fastest:")[1]))
+    ranked = dict(re.findall(r"([a-z0-9-]+(?: with 2 chunks)?) (\d\.\d{3})", found.notes[-1].split("fastest:")[1]))
     assert set(ranked) == set(EVERY) and min(ranked, key=lambda name: float(ranked[name])) == "dualpipev"
 
 
@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_left_out(most: str, wanted: str) -> None:
     assert found.parallel.schedule == engine_dict(found, 2)["pipeline"]["schedule"] == wanted
     assert lie(found) == EVERY[most]
     large = {name for name in EVERY if needed(name) > needed(most)}
-    listed = re.findall(r"([a-z0-9-]+(?: of 2 chunks)?) [\d.]+ [KM]iB", found.notes[-1].split("of memory:")[1])
+    listed = re.findall(r"([a-z0-9-]+(?: with 2 chunks)?) [\d.]+ [KM]iB", found.notes[-1].split("memory limit of ")[1])
     assert set(listed) == large and large
 
 
@@ -111,12 +111,14 @@ def test_the_fullest_stage_must_fit_wherever_it_is() -> None:
     first, last = (each.total for each in stage_memory(config, topology, registry.bounds_of(config, 2), "fp32"))
     assert first < last
     free = parse(f"{line} --pipeline-schedule auto".split(), world_size=2, env={}, family="gpt2")
-    assert re.search(r"memory: .*1f1b [\d.]+ ", with_placement(free, topology, "fp32", (first + last) // 2).notes[-1])
+    assert re.search(
+        r"memory limit of .*1f1b [\d.]+ ", with_placement(free, topology, "fp32", (first + last) // 2).notes[-1]
+    )
 
 
 def test_where_nothing_fits_the_smallest_runs() -> None:
     found = placed(limit=1000)
-    assert found.parallel.schedule == "auto:1f1b" and "none fits" in found.notes[-1]
+    assert found.parallel.schedule == "auto:1f1b" and "no schedule fits" in found.notes[-1]
 
 
 @pytest.mark.parametrize(
@@ -149,11 +151,11 @@ def test_among_the_schedules_that_are_named() -> None:
         ("--pipeline-auto-schedules zb-v --pipeline-schedule 1f1b", "needs --pipeline-schedule auto, got .* and 1f1b"),
         (
             "--pipeline-auto-schedules fastest",
-            "must be some of 1f1b, gpipe, zb-h1, interleaved, zb-v, dualpipev, .* got .*fastest",
+            "must be a comma-separated list of 1f1b, gpipe, zb-h1, interleaved, zb-v, dualpipev, got .*fastest",
         ),
-        ("--pipeline-auto-schedules interleaved", "Name others, or lay chunks out by --pipeline-chunks"),
-        ("--pipeline-auto-schedules 1f1b --pipeline-chunks 2", "must name some of interleaved, zb-h1 for chunks"),
-        ("--pipeline-auto-schedules ,", "must be some of 1f1b"),
+        ("--pipeline-auto-schedules interleaved", "Name others, or change --pipeline-chunks"),
+        ("--pipeline-auto-schedules 1f1b --pipeline-chunks 2", "must name at least one of interleaved, zb-h1, which"),
+        ("--pipeline-auto-schedules ,", "must be a comma-separated list of 1f1b"),
     ],
 )
 def test_schedules_that_auto_cannot_choose_are_refused(words: str, message: str) -> None:

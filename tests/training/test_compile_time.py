@@ -48,8 +48,7 @@ def test_graphs_of_all_ranks_count_and_the_longest_wait(monkeypatch: pytest.Monk
     metrics = compile_metrics([Compiled(3.0, 2, 1), Compiled(4.5, 0, 3)])
     assert metrics == {"compile_s": 4.5, "graphs_compiled": 2, "graphs_cached": 4}
     assert compile_line(metrics) == (
-        "torch.compile took 4.5 s (the rank that waited longest); "
-        "graphs of all ranks: 2 compiled, 4 found in /the/cache"
+        "torch.compile took 4.5 s (the slowest rank); graphs of all ranks: 2 compiled, 4 loaded from /the/cache"
     )
     assert compile_line(compile_metrics([Compiled(), Compiled()])) is None
 
@@ -66,7 +65,7 @@ def test_a_run_says_and_writes_down_what_was_compiled(
     assert (first["graphs_compiled"], first["graphs_cached"]) == (2, 0), "one kind of layer on each of two stages"
     assert [second[name] for name in NAMES] == [0, 0, 0]
     said = [line for line in capfd.readouterr().out.splitlines() if "torch.compile took" in line]
-    assert len(said) == 1 and said[0].startswith("step 1 | ") and "2 compiled, 0 found in" in said[0]
+    assert len(said) == 1 and said[0].startswith("step 1 | ") and "2 compiled, 0 loaded from" in said[0]
 
 
 def test_a_run_that_is_not_compiled_has_no_such_numbers(corpus: Path, tmp_path: Path) -> None:

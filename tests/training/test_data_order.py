@@ -179,7 +179,7 @@ def test_another_corpus_is_an_error_that_says_what_has_changed_unless_it_is_allo
     before, now = (next(c for c in each.order.corpora if c.name == "b") for each in (first, changed))
     with pytest.raises(CheckpointError, match="--allow-data-change") as raised:
         go_on(changed, first, 48)
-    said = f"corpus b (14 samples of it read) had {before.num_tokens:,} tokens, now {now.num_tokens:,}"
+    said = f"corpus b (14 samples read) had {before.num_tokens:,} tokens, now {now.num_tokens:,}"
     assert said in str(raised.value) and before.fingerprint not in str(raised.value)
     go_on(changed, first, 48, allow_change=True)
     assert changed.order.cursors(48) == {"a": first.order.cursors(48)["a"], "b": 0}
@@ -208,7 +208,9 @@ def test_samples_of_another_length_go_on_behind_as_many_tokens_of_each_corpus(
     for corpus, start in enumerate(carried):
         places = [place for number, place in read if number == corpus]
         assert places == list(range(start, start + len(places)))
-    assert f"going on at sample {position}, the first that begins at or after the 384 tokens consumed" in "".join(lines)
+    assert f"continuing at sample {position}, the first that begins at or after the 384 consumed tokens" in "".join(
+        lines
+    )
     same = TrainProgress.from_metadata(state, SEQ)
     assert same == TrainProgress(6, 6, 48), "of the same length it is the same sample"
 
@@ -245,7 +247,7 @@ def test_a_checkpoint_that_says_nothing_of_what_it_has_read_is_refused_unless_th
 ) -> None:
     data = data_of(config_of(corpora, 1, 4, mixed="{a}"))
     silent: dict[str, Any] = {"data_fingerprint": None, "progress": {"samples_consumed": 32}}
-    with pytest.raises(CheckpointError, match=r"of which data the 32 samples were .*--allow-data-change"):
+    with pytest.raises(CheckpointError, match=r"does not identify the data of its 32 .*--allow-data-change"):
         resume_order(data, silent, allow_change=False)
     assert resume_order(data, silent, allow_change=True) is data.order
     fresh = silent | {"progress": {"samples_consumed": 0}}
@@ -281,7 +283,7 @@ def test_ranks_that_read_other_data_are_named_with_both_fingerprints(corpora: di
     assert disagreement([*rank_data_of(other, other), RankData.of({}, False, None)]) is None
     text = disagreement(rank_data_of(other, one, one, other, one)) or ""
     assert f"fingerprint {other.fingerprint} and order " in text and " on ranks 0, 3; " in text
-    assert f"fingerprint {one.fingerprint} and order " in text and " on ranks 1-2, 4. Give every node" in text
+    assert f"fingerprint {one.fingerprint} and order " in text and " on ranks 1-2, 4. Use the same files" in text
     assert "rank 1." in (disagreement(rank_data_of(other, heavier)) or ""), "weights count too"
     assert disagreement(rank_data_of(SimpleNamespace(), SimpleNamespace())) is None
     assert "none on rank 1." in (disagreement([*rank_data_of(one), RankData.of({}, True, None)]) or "")
@@ -314,13 +316,13 @@ def test_what_is_told_of_epochs(corpora: dict[str, str]) -> None:
     assert epochs_text(two, 100) == f"epochs a {read['a']:.3g}, b {read['b']:.3g}"
     assert epochs_values(two, 100) == {"epochs": read}
     rows = dict(start_rows(two, 100))
-    assert rows["epochs"] == f"a {read['a']:.3g}, b {read['b']:.3g} when the 100 samples of the run are read"
+    assert rows["epochs"] == f"a {read['a']:.3g}, b {read['b']:.3g} in the 100 samples of the run"
     assert rows["samples"].startswith(f"a {per_epoch}, b ")
 
 
 def test_data_of_ones_own_need_no_order() -> None:
     own: Any = RunData({"train": SimpleNamespace(samples_per_epoch=7)}, None)
     assert epochs_text(own, 5) == "" and epochs_values(own, 5) == {}
-    assert dict(start_rows(own, 5)) == {"samples": "7 an epoch"}
+    assert dict(start_rows(own, 5)) == {"samples": "7 per epoch"}
     assert dict(start_rows(RunData({}, None), 5)) == {}
     assert resume_order(own, {"data_fingerprint": "x", "progress": {}}, allow_change=False) is None

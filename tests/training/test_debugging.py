@@ -50,7 +50,9 @@ class _Spoiler:
 def test_the_rank_that_holds_the_module_names_it_and_all_end_ahead_of_the_update(corpus: Path, tmp_path: Path) -> None:
     flags = f"{SMALL} --debug-nan --pipe-parallel-size 2"
     first, last = guarded.train(2, corpus, tmp_path / "run", flags, spoil_from_the_third_step)
-    wanted = f"Here {HIT} gave NaN or infinity in the forward of micro-batch 1, having taken only finite numbers."
+    wanted = (
+        f"On this rank, {HIT} returned NaN or infinity in the forward of micro-batch 1, although its inputs were finite"
+    )
     assert wanted in last.error and last.is_of_this_rank and "step 3 (samples 8-11)" in last.error
     assert "--debug-nan" in first.error and HIT not in first.error and not first.is_of_this_rank
     for seen in (first, last):
@@ -76,8 +78,8 @@ def spoil_one_slice(rank: int) -> None:
 def test_of_a_tensor_group_the_rank_that_made_it_speaks_alone(corpus: Path, tmp_path: Path, flag: str) -> None:
     flags = f"{SMALL} {flag if flag == '--debug-nan' else f'{flag} {tmp_path}/dump'} --model-parallel-size 2"
     first, last = guarded.train(2, corpus, tmp_path / "run", flags, spoil_one_slice)
-    assert f"Here {SLICED} gave NaN or infinity" in last.error and last.is_of_this_rank
-    assert first.error and "gave NaN" not in first.error
+    assert f"On this rank, {SLICED} returned NaN or infinity" in last.error and last.is_of_this_rank
+    assert first.error and "returned NaN" not in first.error
     if flag == "--debug-dump":
         assert [(each["name"], each["step"]) for each in read(tmp_path / "dump").findings] == [(SLICED, 3)]
 
@@ -113,7 +115,10 @@ def test_a_gradient_that_comes_from_another_chunk_is_not_the_losss(corpus: Path,
     holder, other = guarded.train(2, corpus, tmp_path / "run", flags, spoil_a_gradient)
     if "zb-v" in lie:  # the last layers are those of the second stage, which hands them its own
         holder, other = other, holder
-    assert "Here NaN or infinity was made between layers.3.mlp.down and layers.3.mlp.up in the backward" in holder.error
+    assert (
+        "On this rank, NaN or infinity arose between layers.3.mlp.down and layers.3.mlp.up in the backward"
+        in holder.error
+    )
     assert "--debug-nan" in other.error and "Here" not in other.error
 
 
@@ -123,7 +128,10 @@ def test_a_dump_names_the_module_beside_the_loss_and_lets_a_guard_go_on(corpus: 
         return f"{SMALL} --debug-dump {tmp_path / name} --debug-dump-steps 3-4"
 
     (seen,) = guarded.train(1, corpus, tmp_path / "run", flags("dump"), spoil_from_the_third_step)
-    assert "the loss must be finite, got nan" in seen.error and f"Here {HIT} gave NaN or infinity" in seen.error
+    assert (
+        "the loss must be finite, got nan" in seen.error
+        and f"On this rank, {HIT} returned NaN or infinity" in seen.error
+    )
     assert [finding["name"] for finding in read(tmp_path / "dump").findings] == [HIT]
     skipping = f"{flags('dump-2')} --stability-guard skip"
     (seen,) = guarded.train(1, corpus, tmp_path / "run-2", skipping, spoil_from_the_third_step)

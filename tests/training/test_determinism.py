@@ -16,7 +16,7 @@ from megatron.training import determinism, device_setup, kernel_rows
 from megatron.training.determinism import WORKSPACE
 from tests.helpers.runs import flags, train_ranks
 
-KERNELS_OF_A_CPU = ("FlashAttention", "torch's operators one by one")
+KERNELS_OF_A_CPU = ("FlashAttention", "unfused torch operators")
 FLAGS = "--data-path none --vocab-size 100".split()
 
 
@@ -75,7 +75,7 @@ def test_the_start_names_the_kernels_of_attention_but_on_a_cpu(monkeypatch):
     assert asked == [(shape, torch.bfloat16, True, is_plain, 0.0, is_plain) for is_plain in (True, False)]
     flags_of_masks = ("--layout-independent-dropout", "--attention-dropout", "0.1")
     ((_, said),) = kernel_rows.attention_rows(config_of("--bf16", *flags_of_masks), torch.device("meta"))
-    assert said.startswith("torch's operators one by one")
+    assert said.startswith("unfused torch operators")
 
 
 def documents_row(place, *flags):
@@ -86,22 +86,28 @@ def documents_row(place, *flags):
 def test_the_start_says_by_what_documents_are_kept_apart():
     none = ("--attention-dropout", "0")
     assert not list(kernel_rows.document_rows(config_of(*none), torch.device("cpu")))
-    assert documents_row("cpu", *none) == "apart by where each begins, without a mask"
-    said = "apart by a mask of [b, 1, s, s], one a stage: "
-    assert documents_row("cpu", "--attention-dropout", "0.1") == f"{said}--attention-dropout 0.1 needs it, 0 does not"
-    assert documents_row("meta", *none) == f"{said}meta has no attention by lengths"
+    assert documents_row("cpu", *none) == "separated by start positions, without a mask"
+    said = "separated by a mask of [b, 1, s, s], one per stage: "
+    assert (
+        documents_row("cpu", "--attention-dropout", "0.1")
+        == f"{said}--attention-dropout 0.1 requires a mask, 0 does not"
+    )
+    assert documents_row("meta", *none) == f"{said}meta has no variable-length attention"
     t5 = config_of("--reset-attention-mask", family="t5")
     assert dict(kernel_rows.document_rows(t5, torch.device("cpu"))) == {
-        "documents": "apart by masks of [b, 1, s, s], one a stage: scores have biases"
+        "documents": "separated by masks of [b, 1, s, s], one per stage: scores have biases"
     }
     reason = functools.partial(decoder_cost.mask_reason, kind="cuda")
     long = ("--seq-length", "1024", "--max-position-embeddings", "1024", *none)
     small, large = ("--num-attention-heads", "64"), ("--num-attention-heads", "1")
     for words, why in (
-        (("--fp64",), "kernels on CUDA take fp32 and 16 bits"),
-        (("--fp32", *small), "flex_attention takes heads of 16 to 256, got 8"),
-        (("--bf16", "--position-embedding-type", "alibi", *large), "flex_attention takes heads of 16 to 256, got 512"),
-        (("--bf16", "--seq-length", "512", *small), "flex_attention takes heads of 16 to 256, got 8"),
+        (("--fp64",), "CUDA kernels only support fp32 and 16-bit formats"),
+        (("--fp32", *small), "flex_attention supports head sizes from 16 to 256, got 8"),
+        (
+            ("--bf16", "--position-embedding-type", "alibi", *large),
+            "flex_attention supports head sizes from 16 to 256, got 512",
+        ),
+        (("--bf16", "--seq-length", "512", *small), "flex_attention supports head sizes from 16 to 256, got 8"),
         (("--bf16", *small), None),
         (("--fp32",), None),
         (("--bf16", "--seq-length", "512"), None),
@@ -113,9 +119,15 @@ def test_the_start_says_by_what_documents_are_kept_apart():
 @pytest.mark.parametrize(
     ("way", "said"),
     [
-        ("FlashAttention", "apart by where each begins, without a mask, by FlashAttention"),
-        ("flex_attention", "apart by where each begins, without a mask, by flex_attention, which no GPU has run yet"),
-        (None, "apart by a mask of [b, 1, s, s], one a stage: flex_attention needs Triton, which is not installed"),
+        ("FlashAttention", "separated by start positions, without a mask, by FlashAttention"),
+        (
+            "flex_attention",
+            "separated by start positions, without a mask, by flex_attention, which has not been run on a GPU yet",
+        ),
+        (
+            None,
+            "separated by a mask of [b, 1, s, s], one per stage: flex_attention needs Triton, which is not installed",
+        ),
     ],
 )
 def test_on_cuda_the_start_names_the_kernel_of_documents_and_of_padding(way, said, monkeypatch):
@@ -140,7 +152,7 @@ def test_the_start_says_by_what_padding_is_kept_apart_where_there_is_some():
     def row(*flags):
         return dict(kernel_rows.document_rows(config_of(*flags, family="bert"), torch.device("cpu")))
 
-    assert row("--attention-dropout", "0") == {"documents": "padding apart by where each begins, without a mask"}
+    assert row("--attention-dropout", "0") == {"documents": "padding separated by start positions, without a mask"}
     assert "--attention-dropout 0.1 needs it" in row("--attention-dropout", "0.1")["documents"]
     assert row("--short-seq-prob", "0") == {}
 
@@ -160,16 +172,18 @@ def test_a_workspace_that_the_user_chose_is_kept_if_cublas_repeats_itself_with_i
     monkeypatch.setenv(WORKSPACE, ":16:8")
     assert settle_as("cuda", monkeypatch, "--deterministic") == (":16:8", True)
     monkeypatch.setenv(WORKSPACE, ":0:0")
-    with pytest.raises(ConfigError, match="must be :4096:8 or :16:8, got ':0:0'"):
+    with pytest.raises(
+        ConfigError, match="needs CUBLAS_WORKSPACE_CONFIG=:4096:8 or :16:8 in the environment, got ':0:0'"
+    ):
         settle_as("cuda", monkeypatch, "--deterministic")
 
 
 @pytest.mark.parametrize(
     ("kind", "extra", "said"),
     [
-        ("cuda", [], "not bit for bit"),
-        ("cuda", ["--deterministic"], "bit for bit in the same layout (--deterministic)"),
-        ("cpu", ["--deterministic"], "on a CPU so without --deterministic, too"),
+        ("cuda", [], "not bitwise identical"),
+        ("cuda", ["--deterministic"], "bitwise identical in the same layout (--deterministic)"),
+        ("cpu", ["--deterministic"], "on a CPU also without --deterministic"),
         ("cpu", [], None),
     ],
 )

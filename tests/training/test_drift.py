@@ -95,8 +95,8 @@ def test_one_flipped_bit_ends_the_run_with_parameter_and_ranks(
     """Row N07."""
     seen = train(ranks, corpus, tmp_path / "run", f"{layout} {EVERY_4}", flip(name, hit, 6))
     for one in seen:
-        assert one.error.startswith("all copies of a weight must be equal, bit for bit, got at step 8: ")
-        assert "has failed since step 4: go on from a checkpoint of that step or older" in one.error
+        assert one.error.startswith("all copies of a weight must be bitwise equal, but at step 8: ")
+        assert "has occurred since step 4. Resume from a checkpoint of that step or an older one" in one.error
     assert f"{name} {message}" in seen[teller].error and seen[teller].is_of_this_rank
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*")) == [
         "step-00000003", "step-00000006",
@@ -125,12 +125,12 @@ STAGES = Topology(pipe=2, data=2, tensor=2)
 @pytest.mark.parametrize(
     ("own_s", "waited_s", "topology", "message"),
     [
-        ([0.10, 0.10, 0.20, 0.11], [0.0] * 4, REPLICAS, "slowest: rank 2 (stage 0, data 2) with 0.200 s of own work"),
+        ([0.10, 0.10, 0.20, 0.11], [0.0] * 4, REPLICAS, "slowest: rank 2 (stage 0, data 2) with 0.200 s of compute"),
         (
             [0.10, 0.10, 0.20, 0.11],
             [0, 0, 0.09, 0],
             REPLICAS,
-            "a step, 0.090 s of it waiting for data; its peers need 0.1",
+            "per step, 0.090 s of it waiting for data; its peers need 0.1",
         ),
         ([0.10, 0.10, 0.13, 0.11], [0.0] * 4, REPLICAS, None),
         ([0.001, 0.001, 0.02, 0.001], [0.0] * 4, REPLICAS, None),

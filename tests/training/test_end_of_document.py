@@ -98,7 +98,7 @@ def test_a_sidecar_that_cannot_be_read_is_an_error_of_all_ranks(is_folder: bool,
 
 def test_a_run_of_an_earlier_version_keeps_its_token_and_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert chosen("--data-path", "mock", "--load", FOLDER / "run") == "</s>"
-    assert "documents end with </s> (id 291), as when the run was started" in capsys.readouterr().err
+    assert "documents end with </s> (id 291), as at the start of the run" in capsys.readouterr().err
     assert chosen("--data-path", "mock", "--load", FOLDER / "run", "--finetune") == "<eos>"
     assert chosen("--data-path", "mock", "--load", FOLDER / "run", "--eod-token", "<bos>") == "<bos>"
 

@@ -80,7 +80,7 @@ def test_killed_rank_ends_all_others_with_4(corpus: Path, tmp_path: Path) -> Non
     assert codes[2] == -signal.SIGKILL
     assert [codes[rank] for rank in (0, 1, 3)] == [4, 4, 4]
     assert time.monotonic() - start < 40
-    lines = [line for line in (tmp_path / "log").read_text().splitlines() if "leaving" in line]
+    lines = [line for line in (tmp_path / "log").read_text().splitlines() if "exiting" in line]
     assert len(lines) == 3
 
 
@@ -109,7 +109,9 @@ def test_a_run_that_sys_exit_0_cuts_short_ends_with_1_and_shows_the_line(corpus:
     codes = start_script(1, flags(corpus, tmp_path / "run", "--log-interval 100"), log, at_step(3, 0, leave_well))
     text = log.read_text()
     assert codes == [1]
-    assert re.search(r"rank 0 \(.*\) failed: a run ends after its last step, .* got sys.exit\(0\) at step 3, ", text)
+    assert re.search(
+        r"rank 0 \(.*\) failed: a run may end only after its last step, .* got sys.exit\(0\) at step 3, ", text
+    )
     assert ", in leave_well\n    sys.exit(0)" in text
 
 
@@ -180,10 +182,8 @@ def test_a_killed_reader_ends_the_run_and_is_named(corpus: Path, tmp_path: Path)
     codes = start_script(2, flags(corpus, tmp_path / "run", "--num-workers 2 --train-iters 500"), log, plant)
     assert codes == [4, 1]
     text = log.read_text()
-    assert (
-        "rank 1 (stage 0, tensor 0, data 1) failed: RuntimeError: a process that reads data died: reader 1 (pid" in text
-    )
-    assert "Free memory, or read in the training process with --num-workers 0." in text
+    assert "rank 1 (stage 0, tensor 0, data 1) failed: RuntimeError: a data-loading process died: reader 1 (pid" in text
+    assert "Free memory, or set --num-workers 0 to load data in the training process." in text
     assert time.monotonic() - start < 40
 
 
@@ -249,7 +249,7 @@ def test_rank_that_never_comes_is_an_error_with_4(corpus: Path, tmp_path: Path) 
     argv = flags(corpus, tmp_path / "run", "--phase-timeout-minutes 0.03")
     codes = start_script(2, argv, tmp_path / "log", stay_away)
     assert codes == [4, 0]
-    assert "within 2 s (--phase-timeout-minutes), rank 1 did not come" in (tmp_path / "log").read_text()
+    assert "within 2 s (--phase-timeout-minutes), rank 1 is missing" in (tmp_path / "log").read_text()
 
 
 def test_a_cut_that_the_model_cannot_have_is_told_in_one_line_and_ends_with_2(corpus: Path, tmp_path: Path) -> None:
@@ -258,5 +258,5 @@ def test_a_cut_that_the_model_cannot_have_is_told_in_one_line_and_ends_with_2(co
     line = "--pipe-parallel-size 2 --partition-method type:nothing"
     assert start_script(2, flags(corpus, tmp_path / "run", line), log) == [2, 2]
     text = log.read_text()
-    assert "--partition-method type:nothing cannot cut this model: " in text and "Traceback" not in text
+    assert "--partition-method type:nothing cannot split this model: " in text and "Traceback" not in text
     assert "the classes are " in text and "LayerPipe" in text

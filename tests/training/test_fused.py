@@ -93,10 +93,10 @@ def test_apex_without_its_extensions_is_refused(apex: list[str], monkeypatch: py
 
 
 def test_the_choice_is_told(apex: list[str]) -> None:
-    assert row(config_of("auto"), "cuda").startswith("torch's (apex is here too: --fused-kernels apex")
+    assert row(config_of("auto"), "cuda").startswith("torch's (apex is installed, too: --fused-kernels apex")
     assert row(config_of("auto"), "cpu") == row(config_of("torch"), "cuda") == "torch's"
     assert row(config_of("apex"), "cuda") == "apex's norms and AdamW"
-    message = "apex's norms; the optimizer is not apex's: it has AdamW on the GPU alone"
+    message = "apex's norms; the optimizer is not apex's, which has only AdamW on the GPU"
     assert row(config_of("apex", optimizer="sgd"), "cuda") == message
 
 
@@ -172,7 +172,7 @@ def test_the_start_says_by_what_elements_are_dropped_on_cuda(monkeypatch: pytest
     assert not list(kernel_rows.dropout_rows(by_torch, "cuda")) and not list(kernel_rows.dropout_rows(by_kernel, "cpu"))
     text, slow = (kernel_rows.dropout_warning(each, "cuda") for each in (by_kernel, by_torch))
     assert text is not None and "not been run on a GPU" in text and "attention" not in text
-    assert slow is not None and "6 to 7 times as long; dropout of attention keeps all" in slow
+    assert slow is not None and "6 to 7 times as long; attention dropout stores all" in slow
     assert kernel_rows.dropout_warning(by_kernel, "cpu") is None
     plain = parse(DRY, world_size=1, env={})
     assert kernel_rows.dropout_warning(plain, "cuda") is None

@@ -70,7 +70,8 @@ def test_a_value_that_is_not_finite_is_bad_from_the_start_and_never_counts() -> 
     assert recent.problem("loss", math.nan) == recent.problem("loss", math.inf) == "the loss is not finite"
     assert recent.problem("loss", 1e9) is None, "too few to judge by"
     recent.add(1.0)
-    assert recent.problem("loss", 1.01) == "the loss 1.01 is above 1.003, 3 deviations above the last 2"
+    text = "the loss 1.01 is above 1.003, 3 standard deviations above the mean of the last 2 values"
+    assert recent.problem("loss", 1.01) == text
     assert recent.problem("loss", 1.002) is None and recent.problem("loss", -1e9) is None
 
 
@@ -95,10 +96,10 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_before_the_update_and_is_place
     samples = f"samples {first}-{2 * first - 1}"
     for rank, one in enumerate(seen):
         name = "gradient norm" if layout and rank % 2 else "loss"  # of the other tensor rank only gradients are bad
-        assert one.error.startswith(f"step 2 ({samples}): the {name} must be finite, got nan. The weights are as ")
+        assert one.error.startswith(f"step 2 ({samples}): the {name} must be finite, got nan. The step did not")
         assert one.digests[-1] == one.digests[-2] != one.digests[0]
         assert one.is_of_this_rank == (rank == hit or name != "loss")
-    assert f"Here micro-batch 1 ({where}) gave such a loss." in seen[hit].error
+    assert f"On this rank, the loss of micro-batch 1 ({where}) is not finite." in seen[hit].error
 
 
 def infinite_gradient(rank: int) -> None:
@@ -122,7 +123,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_ends_all_before_the_update(co
     for one in seen:
         assert one.error.startswith("step 2 (samples 4-7): the gradient norm must be finite, got ")
         assert one.digests[-1] == one.digests[-2]
-    assert "Here the gradient of layers.1.attention.query_key_value.weight is not finite." in seen[1].error
+    assert "On this rank, the gradient of layers.1.attention.query_key_value.weight is not finite." in seen[1].error
 
 
 def test_without_the_guard_a_spike_is_told_with_its_samples_and_trained_on(
@@ -222,10 +223,10 @@ def test_too_many_bad_steps_in_a_row_end_the_run_with_advice(corpus: Path, tmp_p
     assert seen[0].steps == [0, 1, 2, 3, 4, 5], "a good one in between starts the count anew"
     for one in seen:
         assert one.error.startswith(
-            "less than --stability-patience 3 steps in a row may be bad, got so many up to step 6"
+            "fewer than --stability-patience 3 consecutive steps may be anomalous, got that many up to step 6"
         )
         assert "(samples 20-23): the loss is not finite." in one.error and not one.is_of_this_rank
-        assert "--stability-guard rollback goes back" in one.error
+        assert "--stability-guard rollback returns" in one.error
     assert [record["step"] for record in read_journal(tmp_path / "run" / NAME)] == [2, 4, 5, 6]
 
 
@@ -315,13 +316,13 @@ def test_the_way_back_may_lead_to_where_the_run_came_from(corpus: Path, tmp_path
 
 def test_a_way_back_that_does_not_help_ends(corpus: Path, tmp_path: Path) -> None:
     (one,) = train(1, corpus, tmp_path / "run", f"{BACK} --train-iters 99", spoil(range(16, 999), math.nan))
-    assert "It has gone back to " in one.error and "3 times already, which has not helped" in one.error
+    assert "The run has already rolled back to " in one.error and "3 times without success" in one.error
     assert one.steps == [0, 1, 2, 3, 4, 5, *[3, 4] * 3]
 
 
 def test_no_checkpoint_to_go_back_to_is_said(corpus: Path, tmp_path: Path) -> None:
     seen = train(1, corpus, tmp_path / "run", f"{BACK} --save-interval 9", spoil([8, 12], math.nan))
-    assert all("There is no checkpoint to go back to: " in one.error for one in seen)
+    assert all("There is no checkpoint to roll back to: " in one.error for one in seen)
 
 
 def test_a_bad_loss_is_no_overflow_and_leaves_the_loss_scale_alone(corpus: Path, tmp_path: Path) -> None:
@@ -386,11 +387,11 @@ def test_the_journal_keeps_what_belongs_to_a_checkpoint(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--stability-patience 3", "acts with --stability-guard skip or rollback only"),
-        ("--stability-guard rollback --save-interval-minutes 0", "goes back to a checkpoint of this run"),
+        ("--stability-patience 3", "has no effect without --stability-guard skip or rollback"),
+        ("--stability-guard rollback --save-interval-minutes 0", "needs a checkpoint of this run"),
         ("--stability-guard maybe", "one of off, skip, rollback"),
         ("--stability-window 2", "--stability-window must be an integer of at least 4"),
-        ("--eval-only --load x --drift-interval 5", "acts in training only"),
+        ("--eval-only --load x --drift-interval 5", "applies to training only"),
     ],
 )
 def test_a_flag_that_cannot_act_is_refused(flags: str, message: str) -> None:

@@ -144,7 +144,7 @@ def test_the_benchmark_names_a_folder_that_cannot_be_made(tmp_path: Path, capfd:
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit):
         kill.main(["--folder", str(tmp_path / "file")])
-    assert f"--folder must be a folder that can be made, got {tmp_path / 'file'}" in capfd.readouterr().err
+    assert f"--folder must be a folder that can be created, got {tmp_path / 'file'}" in capfd.readouterr().err
 
 
 @pytest.mark.slow

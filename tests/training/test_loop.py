@@ -257,7 +257,7 @@ def test_the_end_table_has_the_losses_of_all_splits_and_the_speed(make: Any) -> 
     rows = dict(this.screen.end_rows(5.0))
     names = ("last training loss", "validation loss", "test loss")
     assert [rows.get(name) for name in names] == ["1.5000", "2.0000", "2.0000"]
-    assert (rows["tokens/s"], rows["time"]) == ("1,234 on the mean", "0:05 on 1 rank")
+    assert (rows["tokens/s"], rows["time"]) == ("1,234 on average", "0:05 on 1 rank")
     assert "evaluations" not in rows and rows["metrics"].startswith(str(this.trainer.folder / "metrics.jsonl"))
 
 

@@ -109,7 +109,7 @@ def _end_stopped(place: Path, how: str) -> None:
     others = [place / f"lines-{rank}" for rank in range(RANKS) if rank != ABSENT]
     while how == "stop" and time.monotonic() < end:
         time.sleep(0.05)
-        if all(each.exists() and "leaving" in each.read_text() for each in others):
+        if all(each.exists() and "exiting" in each.read_text() for each in others):
             os.kill(int((place / "lost").read_text().split()[0]), signal.SIGKILL)
             return
 
@@ -121,10 +121,10 @@ def test_a_rank_that_is_stuck_in_a_step_without_a_pipeline_is_named_by_all(how: 
     assert codes == [4, -signal.SIGKILL if how == "stop" else 4, 4, 4], lines
     for rank in set(range(RANKS)) - {ABSENT}:
         line = lines[rank]
-        assert re.search(rf"leaving.*, {re.escape(NAME)} did not come", line), line
+        assert re.search(rf"exiting.*, {re.escape(NAME)} is missing", line), line
         assert "step 2" in line and "waiting in all_reduce, at all_reduce (mappings.py:" in line
         assert "last 20 operations: " in line and "all_reduce float[2, 3] (tensor)" in line
-        wanted = "forward of micro-batch 1" if how == "sleep" else "does not answer: stopped, dead or cut off"
+        wanted = "forward of micro-batch 1" if how == "sleep" else "does not answer: stopped, dead or disconnected"
         assert wanted in line
     if how == "sleep":
         assert "_be_stuck\n" in lines[ABSENT] and "time.sleep(" in lines[ABSENT], "the stack of the one that sleeps"
@@ -165,13 +165,11 @@ def test_a_rank_that_is_stuck_in_a_pipeline_is_named_with_micro_batch_and_action
     assert codes == [4, -signal.SIGKILL if how == "stop" else 4, 4, 4], lines
     name = "rank 1 (stage 0, tensor 0, data 1)"
     for rank in set(range(RANKS)) - {ABSENT}:
-        assert f"{name} did not come" in lines[rank] and "last messages: " in lines[rank]
+        assert f"{name} is missing" in lines[rank] and "last messages: " in lines[rank]
         assert "tds watchdog" not in lines[rank]
     assert "activation of micro-batch 2 from stage 0 (rank 1)" in lines[3]
     if how == "sleep":
-        assert all(
-            f"{name} did not come: it has been in its forward of micro-batch 2" in each for each in lines.values()
-        )
+        assert all(f"{name} is missing: it has been in its forward of micro-batch 2" in each for each in lines.values())
 
 
 def _slow(rank: int) -> list[float]:
@@ -229,7 +227,7 @@ def _behind(rank: int, place: Path, how: str) -> None:
 def test_a_rank_stuck_in_a_step_has_the_limit_of_a_step_though_the_others_save_already(tmp_path: Path) -> None:
     codes, lines = _stuck(tmp_path, _behind, "stop")
     assert codes == [4, -signal.SIGKILL, 4, 4], lines
-    assert "waiting for all ranks ahead of saving" in lines[0] and "rank 1 (stage 0, tensor 0, data 1)" in lines[0]
+    assert "waiting for all ranks before saving" in lines[0] and "rank 1 (stage 0, tensor 0, data 1)" in lines[0]
 
 
 def _lose_store(rank: int, place: Path) -> None:
@@ -261,7 +259,7 @@ def test_a_host_that_is_lost_with_the_store_of_the_process_group_takes_the_limit
     def end_host() -> None:
         end = time.monotonic() + LIMIT_S + 2 * SLACK_S
         lines = tmp_path / "lines-1"
-        while time.monotonic() < end and not (lines.exists() and "leaving" in lines.read_text()):
+        while time.monotonic() < end and not (lines.exists() and "exiting" in lines.read_text()):
             time.sleep(0.05)
         os.kill(int((tmp_path / "lost").read_text()), signal.SIGKILL)
 
@@ -332,8 +330,8 @@ def test_a_single_rank_of_the_launcher_that_is_stuck_ends_with_its_stack(tmp_pat
     assert codes == [4], reports
     assert "_be_stuck\n" in output and "time.sleep(" in output
     name = re.escape("rank 0 (stage 0, tensor 0, data 0)")
-    assert re.search(rf"leaving.*, {name} did not come: it has been in step 4, forward of micro-batch 1 for ", output)
-    assert "no further for 1 s (--step-timeout; " in output
+    assert re.search(rf"exiting.*, {name} is missing: it has been in step 4, forward of micro-batch 1 for ", output)
+    assert "limit without progress is 1 s (--step-timeout; " in output
 
 
 @pytest.mark.parametrize("has_launcher", [False, True])

@@ -54,7 +54,7 @@ def test_a_picture_that_cannot_be_drawn_is_a_warning(
     ):
         pipeline_picture.TOOL.write_text(code)
         assert pipeline_picture.draw("traces", tmp_path, 1.0) is None
-        wanted = f"warning: no picture of the pipeline's trace in traces: {reason}\n"
+        wanted = f"warning: the pipeline trace in traces could not be drawn: {reason}\n"
         assert re.fullmatch(wanted, capsys.readouterr().err)
 
 

@@ -49,16 +49,16 @@ def test_stages_of_several_chunks_show_all_their_layers_and_what_they_keep() -> 
     shown = rows("--pipeline-chunks 2")
     assert shown["stage 0"].startswith("layers 0-2 and 5-6 of 11, ")
     assert shown["stage 1"].startswith("layers 3-4 and 7-10 of 11, ")
-    assert shown["stage 0"].endswith("; keeps the activations of 5 of 8 x 2 forwards")
-    assert shown["stage 1"].endswith("; keeps the activations of 3 of 8 x 2 forwards")
+    assert shown["stage 0"].endswith("; stores the activations of 5 of 8 x 2 forwards")
+    assert shown["stage 1"].endswith("; stores the activations of 3 of 8 x 2 forwards")
     assert shown["pipeline"] == "schedule interleaved, 2 chunks on each stage"
     assert shown["pipeline bubble"].endswith(" % expected, 5.9 % with equal stages")
 
 
 def test_a_llama_is_described_with_its_heads_of_keys() -> None:
     shown = rows("--num-query-groups 2", family="llama")
-    assert shown["model"].endswith("4 heads, feed-forward 256, vocabulary 101, 2 heads of keys")
-    assert shown["stage 1"].startswith("layers 5-10 of 11, ") and "heads of keys" not in rows("")["model"]
+    assert shown["model"].endswith("4 heads, feed-forward 256, vocabulary 101, 2 key-value heads")
+    assert shown["stage 1"].startswith("layers 5-10 of 11, ") and "key-value heads" not in rows("")["model"]
 
 
 def test_parameters_of_stages_add_up_whatever_the_chunks() -> None:
@@ -76,7 +76,7 @@ def test_each_schedule_has_its_bubble_and_its_memory(schedule: str, kept: tuple[
     assert shown["pipeline"] == f"schedule {schedule}"
     assert f"{bubble} % with equal stages" in shown["pipeline bubble"]
     for stage, number in enumerate(kept):
-        assert f"keeps the activations of {number} of 8 micro-batches" in shown[f"stage {stage}"]
+        assert f"stores the activations of {number} of 8 micro-batches" in shown[f"stage {stage}"]
 
 
 def test_auto_shows_what_it_chooses_from() -> None:
@@ -88,14 +88,14 @@ def test_a_model_that_is_built_is_simulated_and_one_of_ones_own_has_equal_stages
     built = rows("", counted=[registry.costs_of(config_of("", 1, "gpt2")).num_parameters, 0, 0])
     assert built["pipeline bubble"] == rows("")["pipeline bubble"].removeprefix("about ")
     own = rows("", counted=[1000, 600, 400], bounds=[0, 2, 3, 5, 7])
-    kept = "keeps the activations of 5 of 8 x 2 forwards"
+    kept = "stores the activations of 5 of 8 x 2 forwards"
     assert own["stage 0"] == f"layers 0-1 and 3-4, 600 parameters on each rank; {kept}"
     assert own["stage 1"].startswith("layers 2 and 5-6, 400 parameters")
     assert own["pipeline bubble"] == "5.9 % with equal stages"
 
 
 def test_a_plan_says_where_the_cut_is_made_only_at_the_start() -> None:
-    assert "--partition-method uniform cuts at the start" in rows("--partition-method uniform")["partition"]
+    assert "--partition-method uniform splits the model at the start" in rows("--partition-method uniform")["partition"]
     assert "partition" not in rows("")
 
 
@@ -109,7 +109,9 @@ def test_a_plan_with_zero_1_counts_the_states_that_replicas_share() -> None:
         line = f"{SIZES} --zero-stage {stage}"
         config = parse(line.split(), world_size=1024, env={}, family="gpt2").with_vocab(101)
         shown[stage] = dict(plan_rows(config, Topology.of_world(1024, 1, 1), [0, 11], "bf16"))
-    assert shown[1]["ZeRO"] == "stage 1: 1024 replicas share masters and optimizer states" and "ZeRO" not in shown[0]
+    assert (
+        shown[1]["ZeRO"] == "stage 1: 1024 replicas share main params and optimizer states" and "ZeRO" not in shown[0]
+    )
     costs = registry.costs_of(config, is_on_cpu=True)
     common = {"micro_batch_size": config.batch.batch_size, "num_micro_batches": 8, "dtype": "bf16"}
     (memory,) = costs.memory_per_stage([0, 11], zero=Zero(1, 1024), **common)
@@ -123,7 +125,7 @@ def test_stages_of_t5_show_the_layers_of_their_sides() -> None:
     assert shown["stage 1"].startswith("encoder 2-3 and decoder 0, ")
     assert shown["stage 2"].startswith("decoder 1-2, ")
     assert shown["stage 3"].startswith("decoder 3, ") and shown["stage 3"].endswith(
-        "keeps the activations of 1 of 8 micro-batches"
+        "stores the activations of 1 of 8 micro-batches"
     )
     chunked = rows("", pipe=2, family="t5", bounds=[0, 3, 6, 9, 13])
     assert chunked["stage 0"].startswith("encoder 0-1 and decoder 0-1, ")
@@ -137,17 +139,17 @@ def test_the_rows_of_t5_tell_its_sizes_tokens_and_spans() -> None:
     config = config_of("--denoisers R,X --dec-layers 2", 2, "t5")
     each = 64 + config.own.dec_seq_length
     assert shown["tokens per step"].startswith(f"{8 * 4 * each:,} = (encoder 64 + decoder {each - 64}) x micro-batch 4")
-    text = f"{config.own.raw_length} tokens of text become up to 64 of inputs"
+    text = f"{config.own.raw_length} text tokens become up to 64 input tokens"
     assert shown["spans"] == f"{text} and up to {each - 64} of targets; denoisers R,X"
     plain = rows("--dec-seq-length 40", family="t5")["spans"]
-    assert plain == "70 tokens of text become 64 of inputs and 14 of targets; noise density 0.15, mean span length 3"
+    assert plain == "70 text tokens become 64 input tokens and 14 target tokens; noise density 0.15, mean span length 3"
     assert "spans" not in rows("")
 
 
 def test_packing_and_fill_in_the_middle_are_told() -> None:
     assert not {"packing", "fill in the middle"} & set(rows(""))
     shown = rows("--packing best-fit --fim-rate 0.4 --fim-spm-rate 0.25")
-    assert shown["packing"].startswith("best-fit: whole documents, kept apart")
+    assert shown["packing"].startswith("best-fit: full documents, separated in attention")
     assert shown["fill in the middle"] == "40 % of the documents, of these 25 % with the suffix first"
 
 
@@ -184,7 +186,7 @@ def test_a_plan_tells_the_lengths_of_a_schedule_and_when_they_come() -> None:
     shown = rows("--seq-length 64 --seq-length-schedule 0:16;1000:32;5e3:64 --batch-size 2 --gas 2", 1)
     assert "sequence length" not in rows("", 1)
     assert shown["sequence length"] == (
-        "16, 32 from 1,000 tokens on (about step 5), 64 from 5,000 tokens on (about step 21); pieces of the same "
+        "16, 32 from 1,000 tokens on (about step 5), 64 from 5,000 tokens on (about step 21); chunks of the same "
         "samples"
     )
 
@@ -252,7 +254,7 @@ def test_sentinels_to_append_are_refused_where_the_tokenizer_has_its_own(monkeyp
     line = ["--tokenizer-path", str(TOKENIZER)]
     _, config = with_tokenizer(parse(line, world_size=1, env={}, family="t5"))
     assert config.model.vocab_size == 50
-    message = r"--vocab-extra-ids is for a tokenizer without sentinels, got .* 100 and a tokenizer with 3 of its own"
+    message = r"--vocab-extra-ids needs a tokenizer without sentinels, got .* 100 and a tokenizer with 3 sentinels"
     with pytest.raises(ConfigError, match=message):
         with_tokenizer(parse([*line, "--vocab-extra-ids", "100"], world_size=1, env={}, family="t5"))
 

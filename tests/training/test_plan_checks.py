@@ -44,17 +44,17 @@ def plan(line: str, program: str = "pretrain_gpt2.py", family: str = "gpt2", wor
         ("--data-path mock --vocab-size 100", "pretrain_llama.py", "--tokenizer-type NullTokenizer"),
         ("--sample-prompts a --vocab-size 100", "", "--sample-prompts needs a tokenizer, got none"),
         (f"--data-path mock {NULL} --fim-rate 0.5", "pretrain_gpt2.py", "--fim-rate 0.5 needs a vocabulary with"),
-        (f"--data-path a {NULL} --split 0,1,1", "pretrain_gpt2.py", "training needs documents, got --split 0,1,1"),
+        (f"--data-path a {NULL} --split 0,1,1", "pretrain_gpt2.py", "training needs documents, but --split 0,1,1"),
         (
             f"--data-path a {NULL} --split 9,1,0 --load a --eval-only",
             "pretrain_gpt2.py",
             "--eval-only needs a test split",
         ),
-        (f"--sft {__file__} --tokenizer-path {TOKENIZER}", "pretrain_gpt2.py", "needs a chat template, got none"),
+        (f"--sft {__file__} --tokenizer-path {TOKENIZER}", "pretrain_gpt2.py", "requires a chat template, got none"),
         (
             "--export-hf-interval 5 --vocab-size 100 --apply-layernorm-1p",
             "",
-            "--export-hf-interval: this model has no Hugging Face form",
+            "--export-hf-interval: this model has no Hugging Face format",
         ),
         (
             "--fp16 --min-scale 1e6 --vocab-size 100",
@@ -142,7 +142,7 @@ def test_more_memory_than_the_machine_has_is_a_warning(
     line = "--vocab-size 100 --device cpu"
     assert not lacking(line, monkeypatch, capfd)
     monkeypatch.setattr(plan_checks, "host_bytes", lambda: 1 << 20)
-    pattern = r"1 rank needs about [\d.]+ MiB of host memory, this machine has 1\.00 MiB"
+    pattern = r"1 rank needs about [\d.]+ MiB of host memory, but this machine has 1\.00 MiB"
     assert re.search(pattern, lacking(line, monkeypatch, capfd))
     assert "2 ranks need about" in lacking(line, monkeypatch, capfd, 2)
     config = parse([*line.split(), "--device", "cuda"], world_size=4, env={})
@@ -150,7 +150,7 @@ def test_more_memory_than_the_machine_has_is_a_warning(
     monkeypatch.setattr(plan_checks, "gpu_bytes", lambda: 3 << 20)
     memory = [Memory(weights=4 << 20, gradients=0, optimizer=0, activations=0, logits=0)]
     (problem,) = plan_checks._memory_problems(config, 4, memory)
-    assert "a rank needs about 4.00 MiB, a GPU of this machine has 3.00 MiB" in problem
+    assert "a rank needs about 4.00 MiB, but a GPU has 3.00 MiB" in problem
     monkeypatch.setattr(plan_checks, "gpu_bytes", lambda: None)
     assert not list(plan_checks._memory_problems(config, 4, memory))
 

@@ -67,7 +67,7 @@ def test_a_run_that_is_stopped_amidst_writes_what_there_is_and_one_behind_says_s
     argv = flags(corpus, tmp_path / "run", f"--train-iters 6 --profile 2-5 --eval-iters 0 --load {tmp_path / 'run'}")
     capfd.readouterr()
     assert train_ranks(1, argv)[0] == [0]
-    assert "--profile 2-5 begins ahead of step 4" in capfd.readouterr().err
+    assert "--profile 2-5 begins before step 4" in capfd.readouterr().err
     assert steps_in(tmp_path / "run" / "profile" / "rank0.json.gz") == {"step 4", "step 5"}
 
 
@@ -155,7 +155,7 @@ def test_a_profile_that_fails_on_one_rank_is_that_of_the_others(
 ) -> None:
     messages, _ = run_ranks(2, end_badly, tmp_path)
     assert "aten::mm" in messages[0] and messages[1].startswith("profile of 2 steps")
-    assert "the profile could not be taken or written (ValueError: no events)" in capfd.readouterr().err
+    assert "the profile could not be recorded or written (ValueError: no events)" in capfd.readouterr().err
 
 
 def test_times_of_ranks_add_up_and_devices_count_first() -> None:
@@ -168,7 +168,7 @@ def test_times_of_ranks_add_up_and_devices_count_first() -> None:
 def test_the_table_is_of_one_step_of_one_rank() -> None:
     operators = [Operator("a", 8, 6000.0, 0.0), Operator("b", 4, 2000.0, 0.0)]
     head, note, first, second = table(operators, steps=2, ranks=2).splitlines()
-    assert head.split() == ["operator", "host", "ms", "share", "calls"] and "one step of one rank" in note
+    assert head.split() == ["operator", "host", "ms", "share", "calls"] and "per step and rank" in note
     assert first.split() == ["a", "1.500", "75.0", "%", "2.0"] and second.split() == ["b", "0.500", "25.0", "%", "1.0"]
     assert table(operators[:1], 2, 2, of=operators).splitlines()[2].split()[2] == "75.0"
     with_device = table([Operator("k", 1, 0.0, 3000.0), *operators], 1, 1).splitlines()

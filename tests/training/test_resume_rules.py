@@ -98,7 +98,7 @@ def test_another_tokenizer_is_refused_unless_asked_for() -> None:
     for state, now in ((saved, "a" * 64), (saved, None), ({}, "b" * 64), ({"tokenizer": None}, "b" * 64)):
         check_tokenizer(state, now, allow_change=False)
     with pytest.raises(
-        CheckpointError, match="its files have changed.*Give the former tokenizer; .*--allow-vocab-change"
+        CheckpointError, match="its files have changed.*Use the previous tokenizer.*--allow-vocab-change"
     ):
         check_tokenizer(saved, "b" * 64, allow_change=False)
     check_tokenizer(saved, "b" * 64, allow_change=True)
@@ -113,7 +113,7 @@ def test_the_tokenizer_setting_that_has_changed_is_named_and_hashes_are_not(monk
         check_tokenizer(state, "b" * 64, allow_change=False, config=new)
     text = str(caught.value)
     assert "--tokenizer-path was data/mine.json, now data/sample.json" in text
-    assert text.index("the former tokenizer") < text.index("--allow-vocab-change")
+    assert text.index("the previous tokenizer") < text.index("--allow-vocab-change")
     assert "aaa" not in text and "a" * 64 in details[0] and "b" * 64 in details[0]
 
 
@@ -254,4 +254,4 @@ def test_a_folder_that_a_node_does_not_see_is_found_at_the_start(blind: int, tmp
     if blind < 0:
         assert chosen[0] == RunPaths(tmp_path / "run")
     else:
-        assert "--save must be a folder that all nodes share; node" in str(chosen[0])
+        assert "--save must name a folder that all nodes share, but node" in str(chosen[0])

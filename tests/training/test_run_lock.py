@@ -127,7 +127,7 @@ def test_a_holder_that_has_not_said_yet_who_it_is_is_asked_again(
 
     monkeypatch.setattr(run_lock.time, "sleep", sleep)
     try:
-        with pytest.raises(ConfigError, match=f"pid {child}" if says_it else "not written who it is"):
+        with pytest.raises(ConfigError, match=f"pid {child}" if says_it else "not written its name yet"):
             RunLock(tmp_path)
     finally:
         end(child)

@@ -105,7 +105,7 @@ def test_a_rank_that_dies_ahead_of_the_first_message_of_a_group_is_an_error_and_
 
     argv = flags(corpus, tmp_path / "run", "--model-parallel-size 2 --pipe-parallel-size 2")
     assert start_script(4, argv, tmp_path / "log", plant) == [4, 4, 4, 9]
-    assert (tmp_path / "log").read_text().count("leaving") == 3
+    assert (tmp_path / "log").read_text().count("exiting") == 3
 
 
 def test_two_ranks_on_one_gpu_are_named_with_what_made_them_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_two_ranks_on_one_gpu_are_named_with_what_made_them_choose_it(monkeypatc
     assert (
         "GPU-0 of a: rank 0 (LOCAL_RANK=0, CUDA_VISIBLE_DEVICES=unset); rank 1 (LOCAL_RANK=0, CUDA_VISIBLE_DEVICES=0)"
     ) in messages[0]
-    assert "rank 2" not in messages[0] and "rank 3" not in messages[0] and "LOCAL_RANK of its own" in messages[0]
+    assert "rank 2" not in messages[0] and "rank 3" not in messages[0] and "a distinct LOCAL_RANK" in messages[0]
     assert run_ranks(4, compare, "host_copies") == [None] * 4, "what goes through the host may share"
     chosen[1] = ("a", 2, "0,1,2")
     assert run_ranks(4, compare) == [None] * 4
@@ -147,7 +147,7 @@ def test_two_ranks_on_one_gpu_are_named_with_what_made_them_choose_it(monkeypatc
     unlike = run_ranks(4, compare, "nccl", 2)
     assert len(set(unlike)) == 1 and unlike[0] is not None
     assert "H100, 114 multiprocessors on rank 3; H200, 132 multiprocessors on rank 0-2" in unlike[0]
-    assert "drift apart (ranks 2-3)" in unlike[0]
+    assert "would diverge (ranks 2-3)" in unlike[0]
 
 
 def test_a_start_compares_devices_before_nccl_sees_them(

@@ -164,7 +164,7 @@ def test_a_run_that_is_done_names_its_limit() -> None:
 
     done = TrainProgress(30, 30, 158)
     assert text("--train-samples 160", done) == (
-        "158 of --train-samples 160 are consumed already, after step 30; the 2 that remain are less than a step of 4. "
+        "158 of --train-samples 160 are consumed already, after step 30; the remaining 2 are fewer than a step of 4. "
         "Raise --train-samples to continue"
     )
     assert "the tokens of --train-tokens 2400 are consumed already, after step 30" in text("--train-tokens 2400", done)

@@ -287,7 +287,7 @@ def test_no_save_in_the_midst_of_a_step(tmp_path: Path) -> None:
     world = World("cpu", torch.device("cpu"), single_grid(), 0)
     given: dict[str, Any] = {"config": Config(), "module": module, "optimizer": optimizer, "world": world}
     module(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(RuntimeError, match="between steps only"):
+    with pytest.raises(RuntimeError, match="only between steps"):
         save_state(tmp_path, TrainProgress(), **given, fingerprint=None)
     optimizer.step()
     assert save_state(tmp_path, TrainProgress(), **given, fingerprint=None).name == "step-00000000"

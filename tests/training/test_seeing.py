@@ -291,7 +291,7 @@ def test_what_wandb_cannot_start_is_an_error_and_what_it_cannot_send_a_warning(
     for number in (math.nan, 1.0):
         run.write("train", 1, {"train/loss": number})
     run.close()
-    assert capsys.readouterr().err.count("nothing more is sent to Weights & Biases (OSError: the network") == 1
+    assert capsys.readouterr().err.count("no further records are sent to Weights & Biases (OSError: the network") == 1
     assert not [call for call in wandb.calls if call[0] in ("log", "finish")]
     wandb.error = "not logged in"
     with pytest.raises(ConfigError, match="--wandb-project p must be .* got RuntimeError: not logged in. Run wandb"):
@@ -321,7 +321,7 @@ def test_no_run_waits_for_wandb_without_an_end(
     run.close()
     end.set()
     assert not [call for call in wandb.calls if call[0] == "ended late"]
-    assert "has not taken all within 0.05 s" in capsys.readouterr().err
+    assert "did not receive all records within 0.05 s" in capsys.readouterr().err
 
 
 def test_an_id_of_wandb_that_cannot_be_written_is_a_warning(
@@ -329,7 +329,7 @@ def test_an_id_of_wandb_that_cannot_be_written_is_a_warning(
 ) -> None:
     monkeypatch.setattr("megatron.files.replace_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
     assert open_wandb(config_with("--wandb-project p"), tmp_path) is not None
-    assert "wandb.json cannot be written ([Errno 28] full)" in capsys.readouterr().err
+    assert "wandb.json could not be written ([Errno 28] full)" in capsys.readouterr().err
 
 
 def close_slowly(rank: int) -> float:

@@ -54,7 +54,7 @@ def test_another_length_goes_on_at_the_same_token_where_it_is_allowed(corpus: Pa
     assert "--allow-data-change" in log.read_text()
     assert start_script(1, [*other, "--save", str(folder), "--load", str(folder), "--allow-data-change"], log) == [0]
     text = log.read_text()
-    assert "samples of 16 tokens, of 32 in the checkpoint: going on at sample 24, the first" in text
+    assert "samples have 16 tokens, and 32 in the checkpoint: continuing at sample 24, the first" in text
     assert "seq_length_schedule: saved None, now 0:8;384:16" in text
     saved = open_latest(folder / CHECKPOINTS, SINGLE).metadata
     assert saved["progress"] == {

@@ -78,7 +78,7 @@ def test_other_conversations_are_refused(whole: Path, place: Path, tmp_path: Pat
     changed = write_conversations(tmp_path / "c.jsonl", SOME * 3)
     again = [str(changed) if word.endswith("c.jsonl") else word for word in argv(place, run, f"--load {whole / 'run'}")]
     assert start_script(1, [*again, "--train-iters", "9"], log) == [3]
-    assert "the data must be those of the checkpoint" in log.read_text()
+    assert "the data differ from the data of the checkpoint" in log.read_text()
 
 
 def test_folders_appear_beside_checkpoints(whole: Path, place: Path, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_an_export_that_fails_does_not_end_the_run(place: Path, tmp_path: Path) 
     more = "--train-iters 2 --export-hf-interval 1 --eval-iters 0 --pipe-parallel-size 2"
     assert start_script(2, argv(place, run, more), log, plant) == [0, 0], log.read_text()
     text = log.read_text()
-    assert text.count("NOT EXPORTED") == 2 and "No space left on device. The run goes on" in text
+    assert text.count("NOT EXPORTED") == 2 and "No space left on device. The run continues" in text
     assert open_folder(run).step == 2
 
 

@@ -33,7 +33,9 @@ def test_the_ranks_of_every_program_meet_on_their_host_or_where_the_user_says(st
     assert {name: spread[name] for name in TORCH} == dict(zip(TORCH, "3412", strict=True))
     assert (spread["MASTER_ADDR"], spread["MASTER_PORT"]) == ("node0", "7")
     lost = said(starter, "3", "4", "1", "2")
-    message = f"got no MASTER_ADDR, WORLD_SIZE=4 and 2 ranks on this host. Say it: {STARTERS[starter].hand_over}"
+    message = (
+        f"got none, WORLD_SIZE=4 and 2 ranks on this host. Set it to the host of rank 0: {STARTERS[starter].hand_over}"
+    )
     assert [message in problem for problem in set_rank_environment(lost)] == [True]
 
 
@@ -61,21 +63,24 @@ def test_what_torchrun_says_counts_ahead_of_what_started_torchrun() -> None:
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({"RANK": "0"}, "must say RANK and WORLD_SIZE, got RANK=0 without WORLD_SIZE. Start the ranks by torchrun"),
-        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 needs RANK, which of them this process is, got none"),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK must be a whole number, got RANK='x'"),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK must be a whole number, got RANK='-1'"),
-        ({"RANK": "2", "WORLD_SIZE": "2", **HOME}, "RANK must be below WORLD_SIZE, got 2 and 2. Ranks count from 0"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "got no MASTER_ADDR, WORLD_SIZE=2 and an unknown number of ranks on this"),
+        ({"RANK": "0"}, "must set RANK and WORLD_SIZE, got RANK=0 without WORLD_SIZE. Start the ranks with torchrun"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 requires RANK, the index of this process, got none"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK must be a non-negative integer, got RANK='x'"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK must be a non-negative integer, got RANK='-1'"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", **HOME},
+            "RANK must be less than WORLD_SIZE, got 2 and 2. Ranks are numbered",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "got none, WORLD_SIZE=2 and an unknown number of ranks on this"),
         ({OPEN_MPI[0]: "1"}, f"Open MPI must say {OPEN_MPI[0]} and {OPEN_MPI[1]}, got {OPEN_MPI[0]}=1 without"),
         ({OPEN_MPI[1]: "2"}, f"got {OPEN_MPI[1]}=2 without {OPEN_MPI[0]}"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "two"}, "PMI_SIZE must be a whole number, got PMI_SIZE='two'"),
-        (said(0, "0", "2", "zero"), f"{OPEN_MPI[2]} must be a whole number"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "two"}, "PMI_SIZE must be a non-negative integer, got PMI_SIZE='two'"),
+        (said(0, "0", "2", "zero"), f"{OPEN_MPI[2]} must be a non-negative integer"),
         ({"RANK": ""}, "must say RANK and WORLD_SIZE, got none of these without RANK and WORLD_SIZE"),
-        ({"RANK": "1(x2)", "WORLD_SIZE": "2", **HOME}, "RANK must be a whole number, got RANK='1(x2)'"),
-        ({"LOCAL_RANK": "x"}, "LOCAL_RANK must be a whole number, got LOCAL_RANK='x'"),
+        ({"RANK": "1(x2)", "WORLD_SIZE": "2", **HOME}, "RANK must be a non-negative integer, got RANK='1(x2)'"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK must be a non-negative integer, got LOCAL_RANK='x'"),
         (TORCH | {"MASTER_PORT": "0"}, "MASTER_PORT must be a number from 1 to 65535, got MASTER_PORT='0'"),
-        (said(2, "1", "2", "1", "2") | {"MASTER_PORT": "-1"}, "got MASTER_PORT='-1'. Name a free port of the host of"),
+        (said(2, "1", "2", "1", "2") | {"MASTER_PORT": "-1"}, "got MASTER_PORT='-1'. Set a free port of the host of"),
     ],
     ids=range(15),
 )
@@ -93,16 +98,28 @@ def _of_several(rank: str, size: str, **more: str) -> dict[str, str]:
 
 OWN_MISTAKES = [
     (_of_several("2", "2"), "rank 2 failed: ConfigError: RANK must be below WORLD_SIZE, got 2 and 2. Ranks count fr"),
-    (_of_several("-1", "2"), "failed: ConfigError: RANK must be a whole number, got RANK='-1'. Start the ranks by"),
-    (_of_several("x", "2"), "failed: ConfigError: RANK must be a whole number, got RANK='x'. Start the ranks by"),
-    (_of_several("1", "two"), "rank 1 failed: ConfigError: WORLD_SIZE must be a whole number, got WORLD_SIZE='two'"),
-    (_of_several("1", "\N{SUPERSCRIPT TWO}"), "rank 1 failed: ConfigError: WORLD_SIZE must be a whole number"),
-    (_of_several("1", "2", LOCAL_RANK="y"), "rank 1 failed: ConfigError: LOCAL_RANK must be a whole number, got LO"),
-    ({"RANK": "1", "WORLD_SIZE": "4"}, "rank 1 failed: ConfigError: ranks of several hosts meet on that of rank 0"),
-    ({"WORLD_SIZE": "0"}, "rank 0 failed: ConfigError: WORLD_SIZE=0 needs RANK, which of them this process is"),
+    (
+        _of_several("-1", "2"),
+        "failed: ConfigError: RANK must be a non-negative integer, got RANK='-1'. Start the ranks",
+    ),
+    (_of_several("x", "2"), "failed: ConfigError: RANK must be a non-negative integer, got RANK='x'. Start the ranks"),
+    (
+        _of_several("1", "two"),
+        "rank 1 failed: ConfigError: WORLD_SIZE must be a non-negative integer, got WORLD_SIZE='two'",
+    ),
+    (_of_several("1", "\N{SUPERSCRIPT TWO}"), "rank 1 failed: ConfigError: WORLD_SIZE must be a non-negative integer"),
+    (
+        _of_several("1", "2", LOCAL_RANK="y"),
+        "rank 1 failed: ConfigError: LOCAL_RANK must be a non-negative integer, got LO",
+    ),
+    (
+        {"RANK": "1", "WORLD_SIZE": "4"},
+        "rank 1 failed: ConfigError: MASTER_ADDR must be set if ranks run on several hosts",
+    ),
+    ({"WORLD_SIZE": "0"}, "rank 0 failed: ConfigError: WORLD_SIZE=0 requires RANK, the index of this process"),
     (_of_several("1", "2", MASTER_PORT="abc"), "rank 1 failed: ConfigError: MASTER_PORT must be a number from 1"),
-    (_of_several("1", "2", MASTER_PORT="70000"), "to 65535, got MASTER_PORT='70000'. Name a free port"),
-    (_of_several("1", "2", MASTER_PORT=""), "to 65535, got MASTER_PORT=''. Name a free port"),
+    (_of_several("1", "2", MASTER_PORT="70000"), "to 65535, got MASTER_PORT='70000'. Set a free port"),
+    (_of_several("1", "2", MASTER_PORT=""), "to 65535, got MASTER_PORT=''. Set a free port"),
 ]
 """What one process has in its environment, and what it says itself; no other would."""
 

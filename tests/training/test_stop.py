@@ -35,19 +35,19 @@ LATER = 0
 @pytest.mark.parametrize(
     ("command", "env", "message"),
     [
-        ("", {}, "Go on with the same command and --load runs/gpt2-1"),
-        ("--save runs/gpt2-1 --train-iters 9", {}, "Go on with the same command and --load runs/gpt2-1"),
-        ("", SCRIPT, "Go on with the same command of the run script and --load runs/gpt2-1"),
+        ("", {}, "Resume with the same command and --load runs/gpt2-1"),
+        ("--save runs/gpt2-1 --train-iters 9", {}, "Resume with the same command and --load runs/gpt2-1"),
+        ("", SCRIPT, "Resume with the same command of the run script and --load runs/gpt2-1"),
         ("--resume", SCRIPT, "the same command of the run script and --load runs/gpt2-1 in place of --resume"),
         ("--load old --finetune", {}, "--load runs/gpt2-1 in place of --load and --finetune"),
-        ("--save=runs/gpt2-1 --resume", {}, "Go on with the same command as before"),
-        ("--load runs/gpt2-1", {}, "Go on with the same command as before"),
-        ("--save runs/../runs/gpt2-1/ --resume", {}, "Go on with the same command as before"),
+        ("--save=runs/gpt2-1 --resume", {}, "Resume with the same command as before"),
+        ("--load runs/gpt2-1", {}, "Resume with the same command as before"),
+        ("--save runs/../runs/gpt2-1/ --resume", {}, "Resume with the same command as before"),
         ("--load old --no-load-optim", {}, "--load runs/gpt2-1 in place of --load and --no-load-optim"),
-        ("--load ./runs/gpt2-1 --no-load-rng", {}, "Go on with the same command without --no-load-rng"),
+        ("--load ./runs/gpt2-1 --no-load-rng", {}, "Resume with the same command without --no-load-rng"),
         ("--save runs/gpt2-1 --resume --load-weights-only", JOB, "the same command without --load-weights-only; with"),
-        ("--load runs/gpt2-1 --finetune", {}, "Go on with the same command without --finetune"),
-        ("", JOB, "with --save runs/gpt2-1 --resume --load-if-exists a requeued job goes on by itself"),
+        ("--load runs/gpt2-1 --finetune", {}, "Resume with the same command without --finetune"),
+        ("", JOB, "with --save runs/gpt2-1 --resume --load-if-exists a requeued job resumes by itself"),
         ("--save runs/gpt2-1 --resume --load-if-exists", JOB, "the same command as before, or `scontrol requeue 77`"),
     ],
 )
@@ -57,7 +57,7 @@ def test_the_line_says_how_this_very_command_goes_on(command, env, message):
 
 def test_defaults_of_a_run_script_count_and_odd_names_are_quoted():
     env = {"MEGATRON_DEFAULTS": "--load 'my run'"}
-    assert how_to_go_on(Path("my run"), [], env) == "Go on with the same command as before"
+    assert how_to_go_on(Path("my run"), [], env) == "Resume with the same command as before"
     assert "--load 'my run'" in how_to_go_on(Path("my run"), [], {})
 
 
@@ -178,7 +178,7 @@ def test_what_a_terminal_sends_twice_within_half_a_second_is_one_press(number, l
         (MemoryError("Unable to allocate 1.00 GiB for an array with shape (1,)"), "could not allocate 1.00 GiB, at"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 12 bytes."), "12 bytes, at"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"), "2.50 GiB, at"),
-        (MemoryError(), "could not allocate what it needed"),
+        (MemoryError(), "could not allocate memory"),
     ],
 )
 def test_a_failed_allocation_is_known_by_its_kinds(error, message):
@@ -214,7 +214,7 @@ def test_a_run_stops_behind_the_step_at_whose_end_its_kill_switch_is_there(tmp_p
     stop.limit(0, 0.0, 0.0, str(switch))
     assert stop.reason(3) is None
     switch.touch()
-    assert stop.reason(4) == f"--kill-switch-path {switch} is there"
-    with pytest.raises(ConfigError, match=f"must name a file that is not there yet, got {switch}"):
+    assert stop.reason(4) == f"--kill-switch-path {switch} exists"
+    with pytest.raises(ConfigError, match=f"must name a file that does not exist yet, got {switch}"):
         parse(["--kill-switch-path", str(switch)], world_size=1, env={})
     assert parse(["--kill-switch-path", str(switch), "--dry-run"], world_size=1, env={}).run.kill_switch_path

@@ -53,7 +53,7 @@ def test_what_a_store_gives_to_a_start(tmp_path: Path, monkeypatch: pytest.Monke
     """What is downloaded, and where to; nothing that the run folder has."""
     empty_store(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match="no whole checkpoint found in memory://b/run"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint found in memory://b/run"):
         _chosen(config(load=TARGET, save="new"), "gpt2")
     assert _chosen(config(load=TARGET, save="new", load_if_exists=True), "gpt2") == RunPaths(
         Path("new"), begins_again=True
@@ -85,20 +85,18 @@ def test_a_store_with_another_run_is_refused(tmp_path: Path, monkeypatch: pytest
     ):
         check_store(RunPaths(place), CheckpointConfig(save_remote=TARGET, **flags_))
     with pytest.raises(
-        ConfigError, match=r"must be empty or hold this run, got memory://b/run with step-00000010 and 0"
+        ConfigError, match=r"must be empty or contain this run, got memory://b/run with step-00000010 and 0"
     ):
         check_store(RunPaths(tmp_path / "new"), CheckpointConfig(save_remote=TARGET))
     intercept(monkeypatch, "pipe_file", refuse)
-    with pytest.raises(
-        ConfigError, match="--save-remote must name a place of a store that can be written to: .*refuses"
-    ):
+    with pytest.raises(ConfigError, match="--save-remote must name a writable location in an object store: .*refuses"):
         check_store(RunPaths(tmp_path / "old"), CheckpointConfig(save_remote=TARGET))
 
 
 def test_names_that_stand_at_the_wrong_flag_are_told() -> None:
     problems = list(CheckpointConfig(save="s3://b/run", save_remote="runs/a").problems())
-    assert "--save must be a folder of this machine, which all nodes see, got s3://b/run" in problems[0]
-    assert "--save-remote must be a name such as s3://bucket/run, got runs/a" in problems[1]
+    assert "--save must be a local or shared folder that all nodes can access, got s3://b/run" in problems[0]
+    assert "--save-remote must be a location in an object store such as s3://bucket/run, got runs/a" in problems[1]
 
 
 def test_a_run_goes_on_from_a_store_alone(tmp_path: Path) -> None:

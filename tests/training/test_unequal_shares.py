@@ -70,7 +70,7 @@ def check(
 
 def test_two_replicas_of_three_micro_batches_equal_one_process(tmp_path: Path) -> None:
     said = check(tmp_path, 2, 3, 3, "--zero-stage 1")
-    assert "2 of 3 ranks: 2 of 3 replicas, each with 1 or 2 micro-batches of 1 a step, 3 samples as with all" in said
+    assert "2 of 3 ranks: 2 of 3 replicas, each with 1 or 2 micro-batches of 1 per step, the same 3 samples" in said
     assert "micro-batch 1 x 1 or 2 micro-batches x" in said
 
 

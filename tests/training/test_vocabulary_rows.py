@@ -30,7 +30,7 @@ def parsed(rows: int, *words: str) -> Config:
 def test_extra_special_tokens_need_no_row_and_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     built, config = with_tokenizer(parsed(TEXT_IDS))
     assert (built.vocab_size, built.text_vocab_size, config.model.vocab_size) == (IDS, TEXT_IDS, TEXT_IDS)
-    assert "the tokenizer has 294 ids and the model 293 rows" in capsys.readouterr().err
+    assert "the tokenizer has 294 ids, but the model 293 rows" in capsys.readouterr().err
     assert with_tokenizer(parsed(IDS))[1].model.vocab_size == IDS and not capsys.readouterr().err
 
 
@@ -53,7 +53,7 @@ def test_an_export_works_for_any_number_of_rows(rows: int, tmp_path: Path) -> No
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 8}
     save_model(tmp_path / "run", "gpt2", **sizes, vocab_size=rows, tokenizer_path=str(TRAP / "tokenizer.json"))
     written = export(open_folder(tmp_path / "run"), tmp_path / "hf")
-    assert any(f"{IDS} ids and the model {rows} rows" in note for note in written.notes) == (rows < IDS)
+    assert any(f"{IDS} ids, but the model {rows} rows" in note for note in written.notes) == (rows < IDS)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == rows
     assert tokenizer.build(tokenizer_path=tmp_path / "hf").vocab_size == IDS
 

@@ -41,7 +41,7 @@ def expert_map(run: RunFolder) -> Html | None:
     svg = tag("svg", tag("title", text), *rows, *labels, viewBox=f"0 0 {WIDTH} {height + FOOT}", class_="heat",
                   role="img", aria_label=text)  # fmt: skip
     about = bilingual(
-        "Step {}: a row for each layer, a cell for each expert. At the end of a row: its largest expert over the mean.",
+        "Step {}: one row per layer, one cell per expert. The end of a row shows its largest expert over the mean.",
         f"{record['step']:,}",
     )
     return tag("div", tag("p", about), tag("div", svg, class_="scroll"), _legend())

@@ -175,7 +175,7 @@ class Chart {
     this.shown = this.ranges(lines, points);
     if (!this.shown) {
       pen.fillStyle = style.getPropertyValue("--soft");
-      pen.fillText(word("nothing to draw"), width / 2 - 40, height / 2);
+      pen.fillText(word("no data"), width / 2 - 24, height / 2);
       return;
     }
     this.place(width, height);
@@ -410,7 +410,7 @@ document.getElementById("theme").onclick = () => {
 document.querySelectorAll("button.all-settings").forEach((button) => {
   button.onclick = () => {
     const isShort = document.querySelector("table.settings").classList.toggle("only-differences");
-    button.textContent = word(isShort ? "show all" : "show what differs");
+    button.textContent = word(isShort ? "show all" : "show differences only");
   };
 });
 if (page.runs.length === 1) document.querySelector("table.settings").classList.remove("only-differences");

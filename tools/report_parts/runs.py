@@ -60,8 +60,8 @@ def run_folders(paths: list[Path]) -> list[Path]:
     for path in paths:
         candidates = [path] if _is_run(path) else sorted(child for child in path.glob("*") if _is_run(child))
         if not candidates:
-            got = "a folder without one" if path.is_dir() else "no folder"
-            problems.append(f"{path} must be a run folder, with {' or '.join(SIGNS)}, or hold some; got {got}")
+            got = "a folder without a run" if path.is_dir() else "no folder"
+            problems.append(f"{path} must be a run folder with {' or '.join(SIGNS)}, or contain run folders, got {got}")
         folders += [folder for folder in candidates if folder not in folders]
     if problems:
         raise ValueError("\n".join(problems))
@@ -74,7 +74,7 @@ def read_run(path: Path, name: str) -> RunFolder:
     records = [record for record in read_metrics(path / METRICS) if _is_record(record)]
     evaluations = [record for record in read_metrics(path / EVALUATIONS) if _is_record(record)]
     if not records and not evaluations:
-        notes.append("there is no record yet: the run ended, or has not come, before its first --log-interval")
+        notes.append("there is no record yet: the run has not reached its first --log-interval")
     return RunFolder(
         path,
         name,
@@ -122,7 +122,7 @@ def _object(path: Path, kind: type, notes: list[str]) -> Any:
         notes.append(f"{path.name} cannot be read ({error})")
         return kind()
     if not isinstance(value, kind):
-        notes.append(f"{path.name} holds something else than a run writes there")
+        notes.append(f"{path.name} has unexpected content")
         return kind()
     return value
 
@@ -253,7 +253,7 @@ CHARTS = (
     Chart("loss-tokens", "Loss over tokens", ("loss",), x="tokens", points="valid", about="nats per token"),
     Chart("valid-loss", "Validation loss", ("loss",), about="nats per token", source="valid"),
     Chart(
-        "valid-perplexity", "Validation perplexity", ("perplexity",), log=True, about="e to the loss", source="valid"
+        "valid-perplexity", "Validation perplexity", ("perplexity",), log=True, about="exp(loss)", source="valid"
     ),
     Chart(
         "tasks",
@@ -262,17 +262,17 @@ CHARTS = (
         is_family=True,
         is_by_ending=True,
         source="tasks",
-        about="of lm_eval, by --eval-tasks",
+        about="lm_eval tasks of --eval-tasks",
     ),
     Chart("learning-rate", "Learning rate", ("learning_rate",)),
     Chart("grad-norm", "Gradient norm", ("grad_norm",), log=True, about="before clipping"),
     Chart("tokens-per-s", "Throughput", ("tokens_per_s",), "si", about="tokens/s"),
-    Chart("mfu", "MFU", ("mfu",), "percent", about="of what the devices could do"),
+    Chart("mfu", "MFU", ("mfu",), "percent", about="fraction of the devices' peak"),
     Chart("bubble", "Pipeline bubble", ("bubble", "bubble_predicted"), "percent", about="dashed: predicted"),
-    Chart("work", "Work by stage", ("work_s",), "s", is_family=True, about="seconds of a step"),
-    Chart("memory", "Memory by stage", ("memory_bytes",), "bytes", is_family=True, about="the most so far"),
-    Chart("data-wait", "Waiting for data", ("data_wait",), "percent", about="of the time"),
-    Chart("stall", "Waiting for checkpoints", ("checkpoint_stall_s",), "s", about="since the record before"),
+    Chart("work", "Work by stage", ("work_s",), "s", is_family=True, about="seconds per step"),
+    Chart("memory", "Memory by stage", ("memory_bytes",), "bytes", is_family=True, about="peak so far"),
+    Chart("data-wait", "Waiting for data", ("data_wait",), "percent", about="fraction of the time"),
+    Chart("stall", "Waiting for checkpoints", ("checkpoint_stall_s",), "s", about="since the previous record"),
     Chart("layer-norms", "Gradient norm by layer", ("layer_norms",), log=True, is_family=True),
     Chart(
         "load-imbalance",
@@ -280,10 +280,16 @@ CHARTS = (
         ("moe_load_imbalance",),
         log=True,
         is_family=True,
-        about="largest over mean, by layer",
+        about="largest relative to the mean, by layer",
     ),
-    Chart("expert-entropy", "Entropy of experts", ("moe_entropy",), is_family=True, about="of their shares; 1: even"),
-    Chart("dropped", "Dropped choices", ("moe_dropped",), "percent", is_family=True, about="by the capacity"),
+    Chart(
+        "expert-entropy",
+        "Entropy of experts",
+        ("moe_entropy",),
+        is_family=True,
+        about="of the token shares; 1: uniform",
+    ),
+    Chart("dropped", "Dropped choices", ("moe_dropped",), "percent", is_family=True, about="over the capacity"),
     Chart("corpora", "Tokens of each corpus", ("corpus_tokens",), "si", is_family=True),
     Chart("loss-scale", "Loss scale", ("loss_scale",), "si", log=True),
     Chart("skipped", "Skipped steps", ("skipped",)),
@@ -346,9 +352,9 @@ def marks(run: RunFolder) -> list[dict[str, Any]]:
         for step, has_failed in saves.items()
     ]
     for start in run.starts[1:]:
-        result.append({"step": start["step"], "kind": "start", "text": f"started again behind step {start['step']}"})
+        result.append({"step": start["step"], "kind": "start", "text": f"restarted after step {start['step']}"})
     for record in run.journal:
-        event = f"{record.get('event', 'left out')} {record.get('reason', '')}".strip()
+        event = f"{record.get('event', 'skipped')} {record.get('reason', '')}".strip()
         result.append({"step": record["step"], "kind": "guard", "text": f"step {record['step']}: {event}"})
     return result
 

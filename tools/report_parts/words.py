@@ -55,13 +55,13 @@ ZH = {
     "theme": "主题",
     "{} run, {}": "{} 次训练，{}",
     "{} runs, {}": "{} 次训练，{}",
-    "The curves are drawn by a script, which is switched off here; the tables are whole.": (
+    "JavaScript is disabled, so no curves are drawn. The tables are complete.": (
         "曲线由脚本绘制，而脚本在这里被禁用；表格是完整的。"
     ),
     "smoothing": "平滑",
-    "over": "横轴",
+    "x axis": "横轴",
     "checkpoints and restarts": "检查点和重启",
-    "drag over a chart to zoom in, double-click to see all; click a run above to hide it": (
+    "drag over a chart to zoom, double-click to reset; click a run above to hide it": (
         "在图上拖动可放大，双击恢复；点上方的训练可隐藏它"
     ),
     # the table of runs
@@ -93,7 +93,7 @@ ZH = {
     "Validation loss": "验证损失",
     "Validation perplexity": "验证困惑度",
     "Tasks": "任务",
-    "of lm_eval, by --eval-tasks": "lm_eval 的任务，由 --eval-tasks 给出",
+    "lm_eval tasks of --eval-tasks": "lm_eval 的任务，由 --eval-tasks 给出",
     "Learning rate": "学习率",
     "Gradient norm": "梯度范数",
     "Throughput": "吞吐量",
@@ -104,42 +104,42 @@ ZH = {
     "Waiting for checkpoints": "等待检查点",
     "Gradient norm by layer": "各层的梯度范数",
     "Load imbalance of experts": "专家负载不均",
-    "largest over mean, by layer": "最大值与平均值之比，按层",
+    "largest relative to the mean, by layer": "最大值与平均值之比，按层",
     "Entropy of experts": "专家份额的熵",
-    "of their shares; 1: even": "1 表示均匀",
+    "of the token shares; 1: uniform": "词元份额的熵，1 表示均匀",
     "Dropped choices": "丢弃的选择",
-    "by the capacity": "因超出容量",
+    "over the capacity": "因超出容量",
     "Tokens of each corpus": "各语料的词元数",
     "Loss scale": "损失缩放",
     "Skipped steps": "跳过的步",
     "nats per token; rings: validation": "每词元的 nat 数；圆圈：验证",
     "nats per token": "每词元的 nat 数",
-    "e to the loss": "e 的损失次方",
+    "exp(loss)": "e 的损失次方",
     "before clipping": "裁剪之前",
-    "of what the devices could do": "占设备峰值的比例",
+    "fraction of the devices' peak": "占设备峰值的比例",
     "dashed: predicted": "虚线：预测",
-    "seconds of a step": "一步之内的秒数",
-    "the most so far": "到此为止的最大值",
-    "of the time": "占时间的比例",
-    "since the record before": "自上一条记录以来",
+    "seconds per step": "一步之内的秒数",
+    "peak so far": "到此为止的最大值",
+    "fraction of the time": "占时间的比例",
+    "since the previous record": "自上一条记录以来",
     "hours": "小时",
     "step": "步",
     "log": "对数",
     "predicted": "预测",
-    "nothing to draw": "没有可画的内容",
+    "no data": "没有数据",
     # sections
     "Settings": "设置",
     "{} of {} settings differ.": "{} 项不同，共 {} 项设置。",
     "{} settings of the run.": "这次训练的 {} 项设置。",
     "show all": "全部显示",
-    "show what differs": "只显示不同的",
+    "show differences only": "只显示不同的",
     "setting": "设置",
     "Stages": "流水段",
     "stage": "流水段",
     "stage {}": "流水段 {}",
     "layers": "层",
-    "parameters on a rank": "每个进程的参数",
-    "work in a step": "一步的计算时间",
+    "parameters per rank": "每个进程的参数",
+    "work per step": "一步的计算时间",
     "idle": "空闲",
     "Memory, estimated and measured": "内存：估计与实测",
     "weights": "权重",
@@ -153,22 +153,22 @@ ZH = {
     "estimated": "估计",
     "measured": "实测",
     "measured - before - estimated": "实测 - 之前 - 估计",
-    "Estimated is what the planner counts for the model and its training on one rank: the columns to its "
-    "left add up to it. Measured is the most that a rank has held: on a GPU of torch's allocator, on a CPU "
-    "the resident size of the whole process.": (
+    "Estimated is the planner's memory estimate for the model and its training on one rank, the sum of the columns to "
+    "its left. Measured is the peak memory of a rank: of torch's allocator on a GPU, the resident size of the process "
+    "on a CPU.": (
         "“估计”是计划器为一个进程上的模型及其训练算出的字节数，等于它左边各列之和。“实测”是一个进程到此为止占"
         "用的最大值：GPU 上取自 torch 的分配器，CPU 上是整个进程的常驻内存。"
     ),
-    "So they differ by what was there before the model (Python, torch, libraries) and by the last column. "
-    "Above 0 it is what the estimate leaves out: temporary tensors within an operator, memory that the "
-    "allocator keeps for reuse, threads, files and data that are read ahead. Below 0 not all that is counted "
-    "was held at one time, or it took memory that was free already.": (
+    "They differ by the memory in use before the model was built (Python, torch, libraries) and by the last column. "
+    "Above 0, it is memory that the estimate does not include: temporary tensors within an operator, memory cached by "
+    "the allocator, threads, files and prefetched data. Below 0, the estimated tensors were not all allocated at the "
+    "same time, or they reused free memory.": (
         "因此两者之差等于模型之前已有的内存（Python、torch、各种库）加上最后一列。最后一列大于 0 时，是估计没"
         "有计入的部分：算子内部的临时张量、分配器留作复用的内存、线程、文件和预读的数据。小于 0 时，计入的各"
         "部分没有同时占用，或者用的是已经空闲的内存。"
     ),
     "Tokens by expert": "各专家的词元数",
-    "Step {}: a row for each layer, a cell for each expert. At the end of a row: its largest expert over the mean.": (
+    "Step {}: one row per layer, one cell per expert. The end of a row shows its largest expert over the mean.": (
         "第 {} 步：每行一层，每格一个专家。行末是最大的专家与平均值之比。"
     ),
     "no token": "没有词元",
@@ -189,13 +189,13 @@ ZH = {
     "backward": "反向",
     "backward for the input": "对输入的反向",
     "backward for the weights": "对权重的反向",
-    "Operators that take longest": "最耗时的算子",
+    "Slowest operators": "最耗时的算子",
     "operator": "算子",
     "{} ms": "{} 毫秒",
     "device": "设备",
     "host": "主机",
     "calls": "调用次数",
-    "Own time of one step of one rank, the mean over {} steps and {} ranks. Traces: {}": (
+    "Self time per step and rank, averaged over {} steps and {} ranks. Traces: {}": (
         "一个进程一步之内的自身时间，取 {} 步、{} 个进程的平均。轨迹：{}"
     ),
     "Commands and versions": "命令和版本",
@@ -204,7 +204,7 @@ ZH = {
 """English -> Chinese text, with {} for values; contains all fixed texts of the report."""
 
 OF_SCRIPTS = (
-    "log", "predicted", "nothing to draw", "show all", "show what differs", "steps", "step", "tokens", "hours",
+    "log", "predicted", "no data", "show all", "show differences only", "steps", "step", "tokens", "hours",
 )  # fmt: skip
 """Texts that JavaScript inserts, in addition to the titles of the charts."""
 

@@ -54,7 +54,7 @@ ADAPTORS = (
             Patch(
                 "torch.nn.functional.scaled_dot_product_attention",
                 _attention,
-                "torch does attention in steps on a device that it does not know; the numbers are close, not the CPU's",
+                "torch decomposes attention on an unknown device; values would be close to the CPU's, but not equal",
             ),
         ),
     ),
@@ -65,7 +65,7 @@ ADAPTORS = (
             Patch(
                 f"deepspeed.runtime.utils.torch_{name}",
                 _memory,
-                "DeepSpeed binds it when it is imported, to the device that it has then",
+                "DeepSpeed binds it on import to the accelerator that is selected at that time",
             )
             for name in ("memory_reserved", "max_memory_reserved")
         ),
@@ -77,7 +77,7 @@ ADAPTORS = (
             Patch(
                 "megatron.mpu.philox_dropout.BLOCK",
                 lambda blocks: {**blocks, "sim": blocks["cpu"]},
-                "layout-independent masks would be made in blocks for the memory of a GPU, not for a CPU's caches",
+                "layout-independent masks would use block sizes for GPU memory instead of a CPU's caches",
             ),
         ),
     ),

@@ -57,9 +57,8 @@ def _check_backward(name: str) -> None:
         torch.ones(1, device=name, requires_grad=True).sum().backward()
     except RuntimeError as error:
         raise RuntimeError(
-            f"the device {name} must be made ready before the first backward of a process, got one that has run some. "
-            "Import the plug-in at the top of the script, and call configure_device() or pretrain() before anything "
-            "else"
+            f"the device {name} must be initialized before the first backward pass of the process, which has already "
+            "run one. Import the plug-in at the top of the script, and call configure_device() or pretrain() first"
         ) from error
 
 
@@ -94,7 +93,7 @@ def _on_the_host(operation: Any, *args: Any, **kwargs: Any) -> Any:
             return host
         if isinstance(value, torch.Tensor) and value.dim():  # scalar tensors may be on the host, as with CUDA
             raise RuntimeError(
-                f"all tensors of {operation} must be on the device, got one of {value.shape} on the host"
+                f"all tensors of {operation} must be on the device, got a tensor {value.shape} on the host"
             )
         return torch.device("cpu") if isinstance(value, torch.device) else value
 

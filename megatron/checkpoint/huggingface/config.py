@@ -37,7 +37,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{folder / name} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{folder / name} must hold a JSON object")
+        raise CheckpointError(f"{folder / name} must contain a JSON object")
     return content
 
 
@@ -45,11 +45,11 @@ def missing_file(folder: Path, name: str) -> CheckpointError:
     """Return the error for a missing file of tensors."""
     pickle_names = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     advice = (
-        f" {', '.join(pickle_names)} can carry code and is not read: save it as safetensors first."
+        f" {', '.join(pickle_names)} can contain code and is not read. Save it as safetensors first."
         if pickle_names
         else ""
     )
-    return CheckpointError(f"{folder} must hold {name}, which is missing.{advice}")
+    return CheckpointError(f"{folder} must contain {name}, which is missing.{advice}")
 
 
 def uses_index(folder: Path) -> bool:
@@ -65,7 +65,7 @@ def missing_head(missing: Iterable[str], config: Config) -> str:
     if not config.model.untie_embeddings or format_of(config).head not in missing:
         return ""
     return (
-        ". config.json describes a head of its own (tie_word_embeddings false); if the word embeddings are the head, "
+        ". config.json describes an untied head (tie_word_embeddings false). If the head shares the word embeddings, "
         'set "tie_word_embeddings": true'
     )
 
@@ -102,7 +102,7 @@ def formats_of(family: str) -> tuple[HFFormat, ...]:
     if family not in supported:
         title = FAMILIES[family].title if family in FAMILIES else family
         titles = ", ".join(FAMILIES[name].title for name in supported)
-        raise CheckpointError(f"{title} has no Hugging Face form here; {titles} have one")
+        raise CheckpointError(f"{title} has no Hugging Face format. Families that have one: {titles}")
     return huggingface_formats(family)
 
 
@@ -124,7 +124,7 @@ def format_of(config: Config, model_type: str | None = None) -> HFFormat:
         candidates = [hf_format for hf_format in candidates if model_type in hf_format.model_types]
         if not candidates:
             raise CheckpointError(
-                f"--model-type must be one that a model of this family can have, got {model_type!r}. Use one of "
+                f"--model-type {model_type!r} is not available for models of this family. Use one of "
                 f"{', '.join(type_name for family in _relatives(config.family) for type_name in types_of(family))}"
             )
     problems_by_type: dict[str, list[str]] = {}
@@ -139,7 +139,7 @@ def format_of(config: Config, model_type: str | None = None) -> HFFormat:
         for type_name, problems in problems_by_type.items()
         if len(problems) == fewest
     ]
-    raise CheckpointError(f"this model has no Hugging Face form; the nearest is {', or '.join(nearest)}")
+    raise CheckpointError(f"this model has no Hugging Face format; the closest is {', or '.join(nearest)}")
 
 
 def _relatives(family: str) -> list[str]:
@@ -195,9 +195,9 @@ def saved_config(state: Mapping[str, Any]) -> Config:
         return replace(config, model=replace(config.model, vocab_size=sizes["vocab_size"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"the checkpoint does not say which model it holds ({type(error).__name__}: {error}); only those of "
+            f"the checkpoint does not describe its model ({type(error).__name__}: {error}). Only checkpoints of "
             f"{', '.join(FAMILIES[family].title for family in families_with_format())} that the pretraining scripts "
-            "save can be converted"
+            "have saved can be converted"
         ) from error
 
 
@@ -223,7 +223,7 @@ def config_from_huggingface(theirs: Mapping[str, Any]) -> Config:
     model_type, families = theirs.get("model_type"), family_by_type()
     if model_type is None or model_type not in families:
         raise CheckpointError(
-            f"model_type must be one of {', '.join(families)}, got {model_type!r}: another architecture"
+            f"model_type must be one of {', '.join(families)}, got {model_type!r}. This architecture is not supported"
         )
     try:
         (hf_format,) = (
@@ -234,11 +234,11 @@ def config_from_huggingface(theirs: Mapping[str, Any]) -> Config:
         config = Config() if problems else config_from_values(values, family=families[model_type])
         problems = problems or list(model_problems(replace(config, given=tuple(values))))
     except KeyError as error:
-        raise CheckpointError(f"config.json must hold {error} for a {model_type}; it is missing") from error
+        raise CheckpointError(f"config.json lacks {error}, which a {model_type} requires") from error
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise CheckpointError(f"config.json does not describe a {model_type}: {error}") from error
     if problems:
-        raise CheckpointError(f"config.json does not describe a {model_type} that we have: {'; '.join(problems)}")
+        raise CheckpointError(f"config.json does not describe a supported {model_type}: {'; '.join(problems)}")
     return config
 
 

@@ -125,7 +125,7 @@ def export(
         carried = None if vocabulary is None or origin is None else _carried(origin, vocabulary)
         tokenizer_problem = None if vocabulary is None else write_tokenizer(folder, vocabulary, carried)
     if tokenizer_problem is not None:
-        notes.append(f"the tokenizer is not whole: {tokenizer_problem}")
+        notes.append(f"the exported tokenizer is incomplete: {tokenizer_problem}")
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in hf_tensors.values())
     return Exported(names, len(hf_tensors), num_bytes, notes)
 
@@ -141,8 +141,8 @@ def _still_fitting(config: Config, model_type: str, notes: list[str]) -> str | N
     except CheckpointError:
         other = format_of(config).model_types[0]
         notes.append(
-            f"the settings of the run are no longer those of a {model_type}: the export is a {other}, and of the "
-            "imported config.json only the ids of control tokens are carried"
+            f"the settings of the run no longer fit the model type {model_type}: the export is a {other}, and "
+            "only the ids of control tokens are copied from the imported config.json"
         )
         return None
     return model_type
@@ -171,8 +171,8 @@ def _write_carried(
         ids = {**(unknown_ids(config) if vocabulary is None else vocabulary.ids())}
         generation_ids = ids if vocabulary is None else vocabulary.generation_ids()
         notes.append(
-            "the vocabulary is not that of the imported folder, so the ids of control tokens are those of the run and "
-            "the folder's tokenizer settings and chat templates are not written"
+            "the vocabulary differs from the imported folder's, so the export has the run's ids of control tokens and "
+            "omits the folder's tokenizer settings and chat templates"
         )
     files.write_bytes(folder / CONFIG, config_text(origin, config, dtype, ids, model_type).encode())
     stop_id = None if vocabulary is None else vocabulary.stop_id
@@ -203,11 +203,11 @@ def _vocabulary(
     except DataError as error:
         if tokenizer_path is not None:
             raise
-        return None, [f"no tokenizer is written ({error}); name it with --tokenizer-path"]
+        return None, [f"no tokenizer is exported ({error}). Set --tokenizer-path"]
     if vocabulary is None:
-        return None, ["the checkpoint names no tokenizer; name one with --tokenizer-path"]
+        return None, ["no tokenizer is exported, because the checkpoint names none. Set --tokenizer-path"]
     num_ids, num_rows = vocabulary.tokenizer.vocab_size, config.model.vocab_size or 0
-    return vocabulary, [f"the tokenizer has {num_ids} ids and the model {num_rows} rows"] if num_ids > num_rows else []
+    return vocabulary, [f"the tokenizer has {num_ids} ids, but the model {num_rows} rows"] if num_ids > num_rows else []
 
 
 # Verification: compare the logits of our model and Hugging Face's on the same tokens.
@@ -250,8 +250,8 @@ def verify(checkpoint: Checkpoint, folder: Path, *, dtype: str | None = None, se
     allowed = format_of(config).allowed
     if not difference <= allowed:  # also true for NaN
         raise CheckpointError(
-            f"our logits and those of {folder} must agree to {allowed:.0e} of the largest, got "
-            f"{difference:.1e}: do not use the folder, and report the command"
+            f"the logits of our model and of {folder} must agree to {allowed:.0e} of the largest logit, but differ by "
+            f"{difference:.1e}. Do not use the folder, and report the command"
         )
     return difference
 
@@ -289,7 +289,7 @@ def _their_logits(folder: Path, config: Config, tokens: torch.Tensor) -> torch.T
         if loading_info[key]
     }
     if mismatches:
-        raise CheckpointError(f"transformers must find each tensor of its model in {folder}, got {mismatches}")
+        raise CheckpointError(f"the tensors in {folder} do not match the model of transformers: {mismatches}")
     model.eval()
     hf_format.prepare(model, config)
     return hf_format.their_logits(model(**hf_format.their_inputs(tokens)))
@@ -343,7 +343,7 @@ def import_folder(source: Path, output: Path) -> tuple[Path, Config]:
     """
     require_free(output)
     if not source.is_dir():
-        raise CheckpointError(f"--input must name a Hugging Face folder; {source} is not there, or a file")
+        raise CheckpointError(f"--input must be a Hugging Face folder, but {source} does not exist or is a file")
     hf_config = read_json(source, CONFIG)
     config = config_from_huggingface(hf_config)
     tensors = read_tensors(source)

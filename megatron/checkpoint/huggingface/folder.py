@@ -38,7 +38,7 @@ def require_free(folder: Path) -> None:
         ConfigError: ``folder`` is not empty.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigError(f"--output must name a folder that is new or empty, got {folder}. Name another one")
+        raise ConfigError(f"--output must be a new or empty folder, got {folder}. Choose another one")
 
 
 @contextmanager
@@ -157,17 +157,17 @@ def open_slices(folder: Path, stack: ExitStack) -> dict[str, Slice]:
         index: dict[str, str] = read_json(folder, INDEX)["weight_map"]
         names = sorted({_plain(name) for name in index.values()})
     except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder / INDEX} is not an index of safetensors: {error}") from error
+        raise CheckpointError(f"{folder / INDEX} is not a safetensors index: {error}") from error
     slices_of_file = {name: _open_file(folder, name, stack) for name in names}
     missing = sorted(key for key, name in index.items() if key not in slices_of_file[name])
     if missing:
-        raise CheckpointError(f"{folder}: the files lack what the index says they hold: {', '.join(missing)}")
+        raise CheckpointError(f"{folder}: the files lack tensors that the index lists: {', '.join(missing)}")
     return {key: slices_of_file[name][key] for key, name in index.items()}
 
 
 def _plain(name: str) -> str:
     if Path(name).name != name:
-        raise ValueError(f"a file of the index must lie in the folder, got {name!r}")
+        raise ValueError(f"files of the index must be in the folder, got {name!r}")
     return name
 
 

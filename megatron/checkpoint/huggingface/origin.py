@@ -259,7 +259,7 @@ def _read(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, str]]:
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             continue
         except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{folder / name} must be a text in UTF-8 that can be read: {error}") from error
+            raise CheckpointError(f"{folder / name} must be a readable UTF-8 text file: {error}") from error
 
 
 def _object(text: str | None) -> dict[str, Any]:

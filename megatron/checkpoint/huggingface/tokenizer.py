@@ -137,7 +137,7 @@ def vocabulary_of(
     elif size > num_rows and not may_be_larger:
         raise ConfigError(
             f"the tokenizer must not have more tokens than the model, got {size} in {tokenizer.paths[0]} and "
-            f"{num_rows} rows. Name the run's own with --tokenizer-path"
+            f"{num_rows} rows. Set --tokenizer-path to the run's tokenizer"
         )
     if data_config.sft is None:
         return Vocabulary(tokenizer, t5)
@@ -186,14 +186,14 @@ def write_tokenizer(folder: Path, vocabulary: Vocabulary, carried: Mapping[str, 
     if isinstance(tokenizer, LibraryTokenizer):
         return _write_library(folder, tokenizer, vocabulary, carried)
     if type(tokenizer) not in (SentencePieceTokenizer, T5SentencePieceTokenizer):
-        return "its words are cut before they become pieces, for which Hugging Face has no files"
+        return "it splits text into words before applying SentencePiece, which no Hugging Face tokenizer does"
     _copy(tokenizer.paths[0], folder / SPIECE)
     if t5 is None:
-        return f"{SPIECE} is there, but no class of Hugging Face reads it as a GPT-2's: use the sentencepiece library"
+        return f"{SPIECE} is written, but no Hugging Face class reads it for a GPT-2. Use the sentencepiece library"
     if t5.modes:
-        return f"{SPIECE} is there, but T5Tokenizer has no mode tokens of several --denoisers"
+        return f"{SPIECE} is written, but T5Tokenizer has no mode tokens for several --denoisers"
     if not _cuts_as_t5(tokenizer.paths[0]):
-        return f"{SPIECE} is there, but T5Tokenizer would cut text into other pieces: use the sentencepiece library"
+        return f"{SPIECE} is written, but T5Tokenizer would split text differently. Use the sentencepiece library"
     names = [f"<extra_id_{idx}>" for idx in range(len(t5.sentinels))]
     added = sum(SentencePieceTokenizer.token_to_id(tokenizer, name) is None for name in names)  # type: ignore[arg-type]
     carried_settings = json.loads(carried.get(SETTINGS, "null"))
@@ -243,9 +243,9 @@ def _write_library(
         texts[SETTINGS] = as_json(settings)
     _write_texts(folder, texts)
     if vocabulary.chat_problem is not None:
-        return f"its chat template is not there: {vocabulary.chat_problem}"
+        return f"its chat template is missing: {vocabulary.chat_problem}"
     if any(library.token_to_id(name) != token for name, token in added.items()):
-        return f"the ids of {JSON} have gaps, so that sentinels and modes have other ids there than in the run"
+        return f"the ids of {JSON} have gaps, so its sentinels and modes have other ids than in the run"
     return None
 
 
@@ -268,7 +268,7 @@ def _copy(source: Path, target: Path) -> None:
     try:
         files.write_bytes(target, source.read_bytes())
     except FileNotFoundError as error:
-        raise DataError(f"{source} is gone: {error}") from error
+        raise DataError(f"{source} no longer exists: {error}") from error
 
 
 def _copy_vocabularies(source: Path, target: Path) -> None:
@@ -327,11 +327,11 @@ def tokenizer_difference(source: Path, config: Config) -> str | None:
     if differing:
         run_piece, folder_piece = differing[0]
         return (
-            f"{len(differing)} of {len(pairs)} ids stand for other tokens, the first for {run_piece!r} and there for "
-            f"{folder_piece!r}"
+            f"{len(differing)} of {len(pairs)} ids represent other tokens; the first is {run_piece!r} in the run and "
+            f"{folder_piece!r} in the folder"
         )
     if vocabulary.tokenizer.vocab_size != folder_tokenizer.vocab_size:
-        return f"it has {vocabulary.tokenizer.vocab_size} tokens, and that of the folder {folder_tokenizer.vocab_size}"
+        return f"it has {vocabulary.tokenizer.vocab_size} tokens, the folder's tokenizer {folder_tokenizer.vocab_size}"
     return None
 
 
@@ -379,6 +379,6 @@ def _pieces_in(source: Path, ids: Iterable[int]) -> dict[int, str]:
 
 def _tokenizer_in(source: Path) -> Tokenizer:
     if not has_tokenizer(source):
-        raise DataError(f"{source} holds none of {JSON}, {SPIECE}, {VOCAB} and {VOCAB_TEXT}")
+        raise DataError(f"{source} contains none of {JSON}, {SPIECE}, {VOCAB} and {VOCAB_TEXT}")
     fields = fields_of(source, source)
     return build(fields.pop("tokenizer_type"), **fields)

@@ -55,7 +55,7 @@ def build_model(config: Config) -> torch.nn.Module:
     try:
         return registry.build_model(replace(config, model=model), ParallelContext())
     except ValueError as error:
-        raise CheckpointError(f"no model has these sizes: {error}") from error
+        raise CheckpointError(f"the settings do not define a valid model: {error}") from error
 
 
 def weights_to_huggingface(weights: Mapping[str, torch.Tensor], config: Config) -> Tensors:
@@ -124,8 +124,8 @@ def _named(tensors: Mapping[str, Named], config: Config) -> dict[str, Named]:
         copy = by_full_name.pop(name, None)
         if copy is not None and not _equal(copy, by_full_name.setdefault(hf_format.word, copy)):
             raise CheckpointError(
-                f"{name} must equal {hf_format.word}, of which config.json calls it a copy "
-                "(tie_word_embeddings), and holds other values"
+                f"{name} must equal {hf_format.word}, because config.json ties them "
+                "(tie_word_embeddings), but their values differ"
             )
     return by_full_name
 
@@ -165,13 +165,13 @@ def _check(what: str, found: Mapping[str, Any], expected: Mapping[str, torch.Ten
     problems = [f"{name}: missing" for name in expected if name not in found]
     problems += [f"{name}: no such tensor in this model" for name in found if name not in expected]
     problems += [
-        f"{name}: {list(found[name].shape)}, by the sizes of the model {list(tensor.shape)}"
+        f"{name}: {list(found[name].shape)}, but the model needs {list(tensor.shape)}"
         for name, tensor in expected.items()
         if name in found and tuple(found[name].shape) != tuple(tensor.shape)
     ]
     if problems:
         listed = "; ".join(problems)
-        raise CheckpointError(f"{what} does not hold this model ({len(problems)} tensors): {listed}{advice}")
+        raise CheckpointError(f"{what} does not match this model ({len(problems)} tensors): {listed}{advice}")
 
 
 # Weights of a Hugging Face folder read directly into a rank's shards, for any layout.
@@ -216,8 +216,8 @@ class Pretrained:
             check_model(self.config.identity(), config)
         except CheckpointError as error:
             is_other_vocab = saved != config.model.vocab_size and not config.checkpoint.resize_vocab
-            remedy = ", or --resize-vocab for the vocabulary" if is_other_vocab else ""
-            raise CheckpointError(f"{error} {self.path} needs these flags: {self.flags}{remedy}") from None
+            remedy = ", or --resize-vocab for the vocabulary size" if is_other_vocab else ""
+            raise CheckpointError(f"{error} {self.path} requires these flags: {self.flags}{remedy}") from None
 
     @property
     def flags(self) -> str:

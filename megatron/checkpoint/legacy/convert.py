@@ -23,14 +23,14 @@ _POSITIONS = "embedding.position.weight"
 _ACTIVATIONS = {"swiglu": "gated-silu", "squared_relu": "squared-relu"}
 """Boolean setting of Megatron-LM -> our activation."""
 _UNKNOWN_HERE = {
-    "quick_geglu": "a gate of the quick GELU",
+    "quick_geglu": "a gated quick GELU",
     "multi_latent_attention": "latent attention",
     "no_rope_freq": "layers without rotary positions (--no-rope-freq)",
 }
 _UNKNOWN_IN_T5 = {
     "swiglu": "a gated activation",
     "squared_relu": "a squared ReLU",
-    "apply_layernorm_1p": "norms with weights less 1 (--apply-layernorm-1p)",
+    "apply_layernorm_1p": "norms whose weights are stored minus 1 (--apply-layernorm-1p)",
 }
 _ROPE_SCALING = {"rotary_scaling": "llama3", "rotary_low_frequency_factor": 1.0, "rotary_high_frequency_factor": 4.0,
                  "rotary_original_positions": 8192}  # fmt: skip
@@ -99,7 +99,7 @@ def _config(found: LegacyWeights, wishes: Wishes) -> Config:
         else:
             values["max_position_embeddings"] = int(settings["max_position_embeddings"])
     except KeyError as error:
-        raise CheckpointError(f"the checkpoint must hold {error}, and does not") from error
+        raise CheckpointError(f"the checkpoint lacks {error}") from error
     values |= {
         "hidden_bias": f"{side}layers.0.mlp.up.bias" in weights,
         "untie_embeddings": "head.weight" in weights,
@@ -118,7 +118,7 @@ def _config(found: LegacyWeights, wishes: Wishes) -> Config:
     try:
         return config_from_values(values, family="t5" if found.is_t5 else "gpt2")
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the settings in the checkpoint describe no model of ours: {error}") from error
+        raise CheckpointError(f"the settings in the checkpoint do not describe a supported model: {error}") from error
 
 
 def _positions(settings: Mapping[str, Any]) -> str:
@@ -146,7 +146,7 @@ def _refuse_unknown(found: LegacyWeights) -> None:
     ]
     norm = _normalization(settings)
     if norm not in (("LayerNorm",) if found.is_t5 else ("LayerNorm", "RMSNorm")):
-        unsupported.append(f"{norm} for LayerNorm")
+        unsupported.append(f"{norm} instead of LayerNorm")
     if settings.get("num_experts") not in (None, 0, 1, [1]):  # Megatron-DeepSpeed writes [1] for models without experts
         unsupported.append("experts")
     if positions not in supported_positions:
@@ -154,12 +154,10 @@ def _refuse_unknown(found: LegacyWeights) -> None:
     if (settings.get("softmax_type") or "vanilla") != "vanilla":
         unsupported.append(f"a softmax of type {settings['softmax_type']}")
     if unsupported:
-        raise CheckpointError(
-            f"our decoders and T5 are without what the files' settings name: {', '.join(unsupported)}"
-        )
+        raise CheckpointError(f"the settings in the checkpoint require unsupported features: {', '.join(unsupported)}")
     if positions == _LEARNED and _POSITIONS not in found.weights:
         raise CheckpointError(
-            f"the checkpoint must hold learned positions ({_POSITIONS}), and does not; nor do its settings name others "
+            f"the checkpoint lacks learned positions ({_POSITIONS}), and its settings name no other type of positions "
             "(position_embedding_type)"
         )
 
@@ -204,7 +202,9 @@ def _window(settings: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     before, after = (int(size) for size in window)
     if after not in (0, -1) or (after == -1 and before != -1):
-        raise CheckpointError(f"a window of a decoder must end at the token itself, got window_size {tuple(window)}")
+        raise CheckpointError(
+            f"the attention window of a decoder must end at the current token, got window_size {tuple(window)}"
+        )
     every = settings.get("window_attn_skip_freq")
     if before == -1:
         return {}

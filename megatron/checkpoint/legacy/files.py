@@ -57,7 +57,7 @@ def find_legacy_files(folder: Path, iteration: str | None = None) -> Files:
             distributed checkpoint.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"--input must name a folder with a checkpoint, got {folder}, which is none")
+        raise CheckpointError(f"--input must be a folder with a checkpoint, but {folder} is not a folder")
     checkpoint = _chosen(folder, iteration)
     _refuse_distributed(checkpoint)
     layers = _layers(checkpoint)
@@ -75,8 +75,8 @@ def find_legacy_files(folder: Path, iteration: str | None = None) -> Files:
             ranks[int(match[2] or 0), int(match[1])] = _file_in(path)
     if not ranks:
         raise CheckpointError(
-            f"{checkpoint} holds no checkpoint of Megatron-LM, CPM or DeepSpeed: none of "
-            "mp_rank_00/model_optim_rng.pt, mp_rank_00_model_states.pt, layer_00-model_00-model_states.pt is there"
+            f"{checkpoint} contains no checkpoint of Megatron-LM, CPM or DeepSpeed: it has none of "
+            "mp_rank_00/model_optim_rng.pt, mp_rank_00_model_states.pt, layer_00-model_00-model_states.pt"
         )
     return Files(checkpoint, _rows(ranks, checkpoint))
 
@@ -97,7 +97,7 @@ def _chosen(folder: Path, iteration: str | None) -> Path:
     for path in candidates:
         if path.is_dir():
             return path
-    raise CheckpointError(f"{folder} must hold {' or '.join(path.name for path in candidates)}, and does not")
+    raise CheckpointError(f"{folder} must contain {' or '.join(path.name for path in candidates)}, but does not")
 
 
 def _refuse_distributed(folder: Path) -> None:
@@ -110,9 +110,9 @@ def _refuse_distributed(folder: Path) -> None:
     pieces = sorted(path.name for path in folder.glob("*.distcp"))
     if pieces or all((folder / name).is_file() for name in _CORE):
         raise CheckpointError(
-            f"{folder} must hold a file for each rank, got a distributed checkpoint of Megatron-Core "
-            f"({pieces[0] if pieces else ', '.join(_CORE)}), which Megatron-LM alone can read. Have it write the old "
-            "files first: the command that trained it, with --ckpt-convert-format torch --ckpt-convert-save DIR, then "
+            f"{folder} must contain a file for each rank, got a distributed checkpoint of Megatron-Core "
+            f"({pieces[0] if pieces else ', '.join(_CORE)}), which only Megatron-LM can read. Convert it with "
+            "Megatron-LM: run the training command with --ckpt-convert-format torch --ckpt-convert-save DIR, then "
             "tools/checkpoint/convert.py --model-type GPT --loader core --saver legacy --load-dir DIR "
             "--save-dir OTHER, and import OTHER"
         )
@@ -122,7 +122,7 @@ def _file_in(folder: Path) -> Path:
     for name in _NAMES:
         if (folder / name).is_file():
             return folder / name
-    raise CheckpointError(f"{folder} must hold {' or '.join(_NAMES)}, and does not")
+    raise CheckpointError(f"{folder} must contain {' or '.join(_NAMES)}, but does not")
 
 
 def _rows(found: dict[tuple[int, int], Path], folder: Path) -> list[list[Path]]:
@@ -204,13 +204,13 @@ def unpickle_allowed(path: Path) -> dict[str, Any]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} holds objects that are not on the list of what a checkpoint may hold, and none of them was built: "
-            f"{_first_line(error)}. If you trust the file, save it anew with its tensors and settings alone."
+            f"{path} contains objects of classes that a checkpoint may not contain; none of them was created: "
+            f"{_first_line(error)}. If you trust the file, save it again with only its tensors and settings."
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be read as a file of torch.save: {_first_line(error)}") from error
+        raise CheckpointError(f"{path} cannot be read by torch.load: {_first_line(error)}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a dictionary, got {type(content).__name__}")
+        raise CheckpointError(f"{path} must contain a dictionary, got {type(content).__name__}")
     return content
 
 

@@ -134,7 +134,7 @@ def of_core(held: Tensors) -> Tensors:
     if not any(_CORE_MARK in name for name in held):
         return held
     if any(_PREFIX.sub("", name).startswith("encoder.") for name in held):
-        raise CheckpointError("a T5 of Megatron-Core cannot be imported; its GPT can")
+        raise CheckpointError("a T5 of Megatron-Core cannot be imported; only a GPT can")
     renamed = {}
     for name, tensor in held.items():
         for core_name, megatron_name in _OF_CORE:
@@ -242,15 +242,15 @@ def _ordered(name: str, rows: torch.Tensor, parts: int, layout: RowLayout, ranks
     blocks, remainder = divmod(count, ranks)
     if remainder or rows.shape[0] % (heads_per_block * max(blocks, 1)):
         raise CheckpointError(
-            f"{name}: {rows.shape[0]} rows on each of {ranks} tensor ranks cannot be {heads_per_block} x {count} "
-            f"{'groups' if is_grouped else 'heads'}; check --num-attention-heads"
+            f"{name}: {rows.shape[0]} rows on each of {ranks} tensor ranks do not fit {heads_per_block} x {count} "
+            f"{'groups' if is_grouped else 'heads'}. Check --num-attention-heads"
         )
     if layout.order == "heads-3-d":
         return rows
     if is_grouped:
         raise CheckpointError(
-            f"{name}: with {layout.num_groups} groups for {layout.num_heads} heads rows lie by group, which goes with "
-            f"--qkv-order heads-3-d alone, got {layout.order}"
+            f"{name}: {layout.num_groups} groups for {layout.num_heads} heads require --qkv-order heads-3-d, because "
+            f"rows are stored by group, got {layout.order}"
         )
     d = rows.shape[0] // (parts * blocks)
     trailing = tuple(rows.shape[1:])
@@ -313,12 +313,12 @@ def read_legacy_weights(
     legacy = LegacyWeights({}, settings, order or order_in_files)
     heads = num_heads or settings.get("num_attention_heads")
     if not heads:
-        raise CheckpointError("the files do not say how many heads there are; give --num-attention-heads")
+        raise CheckpointError("the files do not contain the number of attention heads. Set --num-attention-heads")
     if legacy.order is None:
         raise CheckpointError(
-            "the files carry no version, so the order of query, key and value is not known. Give --qkv-order: "
+            "the files contain no version, so the order of query, key and value is unknown. Set --qkv-order: "
             "heads-3-d for CPM-Pretrain and Megatron-LM since 2.1, 3-heads-d for older ones (version 0), heads-d-3 for "
-            "version 1. The wrong one gives another model: check with tools/generate.py"
+            "version 1. A wrong order results in a wrong model: check it with tools/generate.py"
         )
     is_gated = bool(settings.get("swiglu")) if is_gated is None else is_gated
     layout = RowLayout(
@@ -381,7 +381,7 @@ def _model_of(path: Path) -> Tensors:
         if isinstance(content.get(key), Mapping):
             return flattened(content[key])
     raise CheckpointError(
-        f'{path} must hold a model under "model" or "module", got the keys {", ".join(map(str, content))}'
+        f'{path} must contain a model under "model" or "module", got the keys {", ".join(map(str, content))}'
     )
 
 
@@ -408,7 +408,7 @@ def _layer_stages(files: Files) -> Iterator[list[Tensors]]:
         elif names == {"weight"}:
             yield _renamed(ranks, "lm_head.")
         else:
-            raise CheckpointError(f"{paths[0]} holds no layer of a GPT-2: {', '.join(sorted(names))}")
+            raise CheckpointError(f"{paths[0]} is not a layer of a GPT-2: {', '.join(sorted(names))}")
 
 
 def _renamed(ranks: list[Tensors], prefix: str) -> list[Tensors]:
@@ -431,19 +431,19 @@ def _add(found: LegacyWeights, ranks: list[Tensors], layout: RowLayout) -> None:
         elif name not in found.weights:  # a later stage repeats tables shared by both sides
             found.weights[name] = _whole(found, name, their_name, ranks, layout)
     if unknown:
-        raise CheckpointError(f"these tensors are of no decoder or T5 of ours: {', '.join(unknown)}")
+        raise CheckpointError(f"these tensors do not belong to a supported decoder or T5: {', '.join(unknown)}")
 
 
 def _whole(found: LegacyWeights, name: str, theirs: str, ranks: list[Tensors], layout: RowLayout) -> torch.Tensor:
     missing_ranks = [str(rank) for rank, tensors in enumerate(ranks) if theirs not in tensors]
     if missing_ranks:
-        raise CheckpointError(f"{theirs} is on tensor rank 0 and not on {', '.join(missing_ranks)}")
+        raise CheckpointError(f"{theirs} exists on tensor rank 0, but not on {', '.join(missing_ranks)}")
     full, difference = merged(name, [tensors[theirs] for tensors in ranks], layout)
     if difference:
-        found.notes.append(f"{name}: copies on the tensor ranks differ by up to {difference:.1e}; rank 0's is taken")
+        found.notes.append(f"{name}: copies on the tensor ranks differ by up to {difference:.1e}; rank 0's is used")
     return full
 
 
 def _require_zero(name: str, ranks: list[Tensors]) -> None:
     if any(bool(tensors[name].any()) for tensors in ranks if name in tensors):
-        raise CheckpointError(f"{name} is not zero, and the head of our models has no bias")
+        raise CheckpointError(f"{name} is not zero, but the head of our models has no bias")

@@ -115,7 +115,7 @@ def draw(corpora: Mapping[str, Lengths], path: Path) -> None:
     for name, lengths in corpora.items():
         axes.stairs(lengths.histogram(edges), edges, label=_legend(name, lengths), fill=len(corpora) == 1, alpha=0.8)
     axes.set_xscale("log")
-    axes.set_xlabel("tokens of a document")
+    axes.set_xlabel("tokens per document")
     axes.set_ylabel("documents")
     axes.legend(loc="upper right", fontsize="small")
     picture = io.BytesIO()
@@ -153,7 +153,7 @@ def counts(token_file: IndexedDataset) -> np.ndarray:
         if lowest < 0 or highest >= _MOST_IDS:
             raise DataError(
                 f"{token_file.token_path}: token ids must be in 0 ... {_MOST_IDS - 1} to be counted, got {lowest} ... "
-                f"{highest}. The file is damaged, or of another token type than its .idx says: build it again."
+                f"{highest}. The file is damaged, or its token type differs from its .idx. Build it again."
             )
         block_counts = np.bincount(block.astype(np.int64))
         totals = np.pad(totals, (0, max(len(block_counts) - len(totals), 0)))
@@ -263,7 +263,7 @@ def statistics_rows(facts: Facts, tokenizer: Tokenizer | None) -> Iterator[tuple
         quantiles = [lengths.quantile(share) for share in (0.0, 0.5, 0.99, 1.0)]
         names = ("shortest", "median", "99 % up to", "longest")
         cells = [f"{name} {value:,}" for name, value in zip(names, quantiles, strict=True)]
-        yield "tokens a document", ", ".join([*cells[:2], f"mean {lengths.mean:,.1f}", *cells[2:]])
+        yield "tokens per document", ", ".join([*cells[:2], f"mean {lengths.mean:,.1f}", *cells[2:]])
         yield "empty documents", f"{lengths.num_empty:,}"
     yield "end of document", _ends(facts)
     yield "largest id", str(facts.max_token_id) if facts.num_tokens else "none, there are no tokens"
@@ -272,34 +272,34 @@ def statistics_rows(facts: Facts, tokenizer: Tokenizer | None) -> Iterator[tuple
 
 def _ends(facts: Facts) -> str:
     if facts.eod_id is None:
-        return "not known: no .meta.json and no tokenizer says which token that is"
+        return "unknown: neither a .meta.json nor a tokenizer names the token"
     if facts.eod_share is None:
-        return f"id {facts.eod_id}; there is no document to look at"
-    return f"{facts.eod_share:.1%} of {facts.ends_looked_at:,} documents looked at end with id {facts.eod_id}"
+        return f"id {facts.eod_id}; there is no document to examine"
+    return f"{facts.eod_share:.1%} of {facts.ends_looked_at:,} examined documents end with id {facts.eod_id}"
 
 
 def _vocabulary(facts: Facts, tokenizer: Tokenizer | None) -> str:
     sidecar = facts.sidecar
     if sidecar is None:
-        text = "not known, there is no .meta.json"
+        text = "unknown, there is no .meta.json"
     elif not sidecar.tokenizer:
-        text = f"{sidecar.vocab_size:,} ids, of a tokenizer that is not named"
+        text = f"{sidecar.vocab_size:,} ids, of an unnamed tokenizer"
     else:
         text = f"{sidecar.vocab_size:,} ids, identity {sidecar.tokenizer[:_SHOWN_OF_AN_IDENTITY]}"
     if tokenizer is None:
         return text
     if sidecar is None or not sidecar.tokenizer:
-        fits = "holds all ids" if facts.max_token_id < tokenizer.vocab_size else "is too small for these ids"
-        return f"{text}; the tokenizer given has {tokenizer.vocab_size:,} and {fits}"
+        fits = "covers all ids" if facts.max_token_id < tokenizer.vocab_size else "is too small for these ids"
+        return f"{text}; the given tokenizer has {tokenizer.vocab_size:,} and {fits}"
     is_same_tokenizer = is_same(sidecar.tokenizer, tokenizer.identity)
-    return f"{text}; {'the given tokenizer is the same' if is_same_tokenizer else 'the given tokenizer is ANOTHER one'}"
+    return f"{text}; {'the given tokenizer is the same' if is_same_tokenizer else 'the given tokenizer is DIFFERENT'}"
 
 
 def commonest(token_file: IndexedDataset, count: int, tokenizer: Tokenizer | None) -> Table:
     """Return a table of the ``count`` most frequent ids with their shares; reads all tokens."""
     totals = counts(token_file)
     words = None if tokenizer is None else Words(tokenizer)
-    rows = Table(title="commonest tokens", title_justify="left")
+    rows = Table(title="most frequent tokens", title_justify="left")
     for name in ("id", "tokens", "share", "text"):
         rows.add_column(name, justify="left" if name == "text" else "right", overflow="fold")
     for token in np.argsort(-totals, kind="stable")[:count]:

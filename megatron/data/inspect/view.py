@@ -186,14 +186,14 @@ def show(stream: Stream, words: Words, console: Console, num_rows: int) -> None:
 
 
 def heading(stream: Stream, section: Section) -> str:
-    """Return the heading of a document: its token range, its positions, and "kept apart" if documents are separated."""
+    """Return the heading of a document: its token range, its positions, and whether documents are separated."""
     start, stop, document = section
     name = "padding" if document == PADDING else f"document {document}"
     lines = [f"---- {name}: tokens {start}-{stop - 1}"]
     if stream.positions is not None and document != PADDING:
         lines.append(f"positions {stream.positions[start]}-{stream.positions[stop - 1]}")
     if document != PADDING and (document or stop < len(stream.tokens)):
-        lines.append("kept apart" if stream.documents is not None else "not kept apart from the others")
+        lines.append("separated" if stream.documents is not None else "not separated from the other documents")
     return ", ".join(lines)
 
 

@@ -112,7 +112,7 @@ def _batches(path: str, reader: Any, is_stream: bool, stop: int = sys.maxsize) -
             for idx in range(min(stop, reader.num_record_batches)):
                 yield reader.get_batch(idx)
     except (OSError, ValueError) as error:
-        raise _damaged(path, f"damaged or cut off at record batch {idx}", error) from error
+        raise _damaged(path, f"damaged or truncated at record batch {idx}", error) from error
 
 
 @contextmanager
@@ -138,4 +138,6 @@ def _opened(path: str) -> Iterator[tuple[Any, bool]]:
 
 
 def _damaged(path: str, problem: str, error: Exception) -> DataError:
-    return DataError(f"--input {path} must be a whole Arrow file; it is {problem} ({error}). Write or fetch it again")
+    return DataError(
+        f"--input {path} must be a complete Arrow file; it is {problem} ({error}). Write or download it again"
+    )

@@ -50,7 +50,7 @@ def encode_unit(setup: tuple[Encoder, ShardFolder], folder: str, unit: Unit) -> 
             os.chdir(folder)
         encoder, parts = setup
         if not parts.folder.is_dir():
-            raise DataError(f"{parts.folder} must be there on every machine of the cluster; {_here()} does not have it")
+            raise DataError(f"{parts.folder} must exist on every machine of the cluster; {_here()} does not have it")
     except (OSError, DataError) as error:
         reason = str(error) if isinstance(error, DataError) else f"{error}, on {_here()} of the cluster"
         yield Failed(reason, is_data_error=True), 0.0
@@ -144,9 +144,9 @@ class ClusterWorkers:
                 f"(ray start --address={address or 'HOST:PORT'}), with the same versions of Ray and Python."
             ) from error
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
-        log.info(f"encoding on {len(nodes)} machine{'s' if len(nodes) != 1 else ''} of Ray with {self._cpus()} CPUs")
+        log.info(f"encoding on {len(nodes)} Ray machine{'s' if len(nodes) != 1 else ''} with {self._cpus()} CPUs")
         if not self._cpus():
-            log.warning("the cluster has no CPU yet: waiting for a machine that has")
+            log.warning("the cluster has no CPUs yet; waiting for a machine to join")
 
     def __exit__(self, *_: object) -> None:
         for task in self._running:
@@ -201,7 +201,7 @@ class ClusterWorkers:
                 on_report(counts)
         self.use.look(num_cpus)
         log.info(
-            f"the CPUs of the cluster were idle for {100 * self.use.idle:.0f}% of the encoding, which began after "
+            f"the CPUs of the cluster were idle for {100 * self.use.idle:.0f}% of the encoding, which started after "
             f"{self.use.start_s or 0:.1f} s"
         )
 
@@ -218,7 +218,7 @@ class ClusterWorkers:
             return self._ray.get(next(task))
         except exceptions.RayTaskError as error:
             unit = self._work.units[self._running[task]].name()
-            raise UnitError(f"a task of Ray failed while it encoded {unit}: {error}") from None
+            raise UnitError(f"a Ray task failed while it encoded {unit}: {error}") from None
         except (exceptions.RuntimeEnvSetupError, exceptions.TaskUnschedulableError) as error:
             raise UnitError(f"Ray cannot start a task: {error}") from None
         except (exceptions.RayError, StopIteration) as error:
@@ -230,10 +230,10 @@ class ClusterWorkers:
         reason = f"{type(error).__name__}{f': {opening}' if opening else ''}"
         if times >= MOST_LOSSES:
             raise UnitError(
-                f"the worker that encoded {unit} was lost {times} times ({reason}); out of memory? Look at the logs of "
-                "Ray, and try fewer --workers"
+                f"the worker that encoded {unit} was lost {times} times ({reason}), possibly out of memory. Check the "
+                "logs of Ray, and reduce --workers"
             )
-        log.warning(f"the worker that encoded {unit} was lost ({reason}); the unit goes again")
+        log.warning(f"the worker that encoded {unit} was lost ({reason}); retrying the unit")
 
 
 def _wait_until_seen(parts: ShardFolder, part: Part) -> None:
@@ -248,7 +248,7 @@ def _wait_until_seen(parts: ShardFolder, part: Part) -> None:
             return
         if time.monotonic() >= deadline:
             raise DataError(
-                f"{unseen[0]} was finished by a machine of the cluster, and this one does not see it after "
+                f"{unseen[0]} was written by a machine of the cluster, but is not visible on this machine after "
                 f"{PATIENCE_S:.0f} s. --output-prefix must be in a folder that all machines share."
             )
         time.sleep(0.1)

@@ -51,7 +51,7 @@ def find_inputs(paths: Sequence[Path | str]) -> list[Path | str]:
             or ``-`` is given twice.
     """
     if sum(str(path) == STDIN for path in paths) > 1:
-        raise DataError("--input - (standard input) can be read once only; it was given more than once")
+        raise DataError("--input - (standard input) can be read only once, but was given more than once")
     files: list[Path | str] = []
     for path in paths:
         files += _remote_files_of(str(path)) if object_store.is_remote(path) else _files_of(Path(path))
@@ -66,12 +66,11 @@ def _files_of(path: Path) -> list[Path]:
     if path.is_dir():
         files = sorted(_walk(path, set()), key=lambda file: file.relative_to(path).parts)
         if not files:
-            raise DataError(f"--input {path} is a folder without any file (hidden ones are left out)")
+            raise DataError(f"--input {path} is a folder without files (hidden files are skipped)")
         return files
     if path.exists():
         raise DataError(
-            f"--input {path} must be a file or a folder, got a pipe or a device; "
-            "give it on standard input: --input - < that"
+            f"--input {path} must be a file or a folder, got a pipe or a device; use standard input: --input - < {path}"
         )
     raise DataError(f"--input {path} does not exist; check the path")
 
@@ -88,7 +87,7 @@ def _remote_files_of(path: str) -> list[str]:
     for folder, inside in names.items():
         check_is_finished(folder, inside)
         if {"executor.json", "completions"} <= inside:
-            raise DataError(f"--input {folder} is the log folder of datatrove. Give the folders of text beside it.")
+            raise DataError(f"--input {folder} is the log folder of datatrove. Name the text folders next to it.")
     no_text = {
         object_store.join(folder, name) for folder in names for name in no_text_of_datasets(folder, names[folder])
     }
@@ -98,7 +97,7 @@ def _remote_files_of(path: str) -> list[str]:
         if not any(map(is_hidden, parts)) and object_store.join(path, *parts) not in no_text
     ]
     if not files:
-        raise DataError(f"--input {path} is a folder without any file (hidden ones are left out)")
+        raise DataError(f"--input {path} is a folder without files (hidden files are skipped)")
     return files
 
 
@@ -118,7 +117,7 @@ def _walk(folder: Path, seen: set[str]) -> Iterator[Path]:
     unknown = [name for name in sorted(names) if is_hidden(name) and not name.startswith((".", *OF_OTHER_TOOLS))]
     if unknown:
         log.warning(
-            f"{folder}: left out {', '.join(unknown[:5])}{' ...' if unknown[5:] else ''}, hidden by an underscore"
+            f"{folder}: skipped {', '.join(unknown[:5])}{' ...' if unknown[5:] else ''}, hidden by an underscore"
         )
     no_text = no_text_of_datasets(folder, names)
     for child in children:
@@ -214,13 +213,13 @@ def unit_documents(unit: Unit, keys: Sequence[str] | None) -> Iterator[tuple[Rec
 def _units_of(path: str, format: str, unit_bytes: int) -> Iterator[Unit]:
     if path == STDIN:
         if format in TABLES:
-            raise DataError(f"--input - (standard input) cannot be {format}, which is not read in order; give the file")
+            raise DataError(f"--input - (standard input) cannot be {format}, which needs random access; name a file")
         yield Unit(0, path, format, 0, _TO_THE_END, 0)
         return
     head, size = read_head(path), object_store.status(path).size
     if format in TABLES:
         if compression_of(path):
-            raise DataError(f"--input {path}: a file of {format} is compressed inside; unpack it first")
+            raise DataError(f"--input {path}: {format} files are compressed internally; unpack the file first")
         sizes = readers.row_groups(path) if format == "parquet" else arrow_files.batch_sizes(path)
         if sizes is None:
             yield Unit(0, path, format, 0, _TO_THE_END, size)

@@ -44,7 +44,7 @@ def parse(record: Record, keys: Sequence[str] | None, max_chars: int = 0) -> lis
     if not text or (keys is None and data.isspace()):
         return []
     if "\x00" in text:
-        return _bad(record, "holds a NUL character")
+        return _bad(record, "contains a NUL character")
     if "\r" in text:
         text = text.replace("\r\n", "\n")
     if max_chars and len(text) > max_chars:
@@ -59,7 +59,7 @@ def _json_text(data: bytes, keys: Sequence[str]) -> str:
     if isinstance(value, list):
         raise ValueError(
             f"must be a JSON object with the key {keys[0]!r}, got a list; "
-            "of one JSON array, write each element on a line of its own: jq -c '.[]'"
+            "write each element of a JSON array on its own line: jq -c '.[]'"
         )
     return "\n".join(filter(None, [_string_at(value, key) for key in keys]))
 
@@ -92,7 +92,7 @@ def _reason(data: bytes, error: ValueError) -> str:
         return str(error)
     try:
         if _SURROGATE.search(json.dumps(json.loads(data), ensure_ascii=False)):
-            return "holds a lone surrogate (half of a character)"
+            return "contains a lone surrogate (half of a character)"
     except (ValueError, RecursionError):
         pass
     return f"not JSON ({error})"

@@ -45,8 +45,8 @@ def check_is_finished(folder: Path | str, names: Collection[str]) -> None:
     """
     if "_delta_log" in names:
         raise DataError(
-            f"--input {folder} is a Delta table, some of whose files may be of older versions. Write its present state "
-            "as parquet first."
+            f"--input {folder} is a Delta table; some of its files may belong to older versions. Write its current "
+            "version as parquet first."
         )
     signs = [name for name in names if name == "_temporary" or name.endswith("._COPYING_")]
     signs += [
@@ -56,8 +56,8 @@ def check_is_finished(folder: Path | str, names: Collection[str]) -> None:
     ]
     if signs:
         raise DataError(
-            f"--input {folder} must be finished; {min(signs)} says that Spark or Hadoop is still writing it, or was "
-            f"cut off. Wait for it or run it again; delete {min(signs)} if you know that all files are there."
+            f"--input {folder} must be finished; {min(signs)} shows that Spark or Hadoop is still writing it or was "
+            f"interrupted. Wait for the job, or run it again. If all files are complete, delete {min(signs)}."
         )
 
 
@@ -76,11 +76,11 @@ def is_log_folder(folder: Path, names: Collection[str]) -> bool:
         return False
     if missing := [f"{task:05d}" for task in range(num_tasks) if f"{task:05d}" not in completed]:
         raise DataError(
-            f"--input {folder} is the log folder of a run of datatrove that has not completed: "
+            f"--input {folder} is the log folder of a datatrove run that has not completed: "
             f"{len(missing)} of {num_tasks} tasks are missing, {', '.join(missing[:_NAMED])}"
-            f"{' ...' if len(missing) > _NAMED else ''}. Run it again: it does what is missing."
+            f"{' ...' if len(missing) > _NAMED else ''}. Run it again to complete the missing tasks."
         )
-    log.info(f"{folder}: left out, it is the log folder of datatrove, all {num_tasks} tasks completed")
+    log.info(f"{folder}: skipped the log folder of datatrove, all {num_tasks} tasks completed")
     return True
 
 
@@ -91,7 +91,7 @@ def no_text_of_datasets(folder: Path | str, names: Collection[str]) -> set[str]:
         DataError: files that state.json lists are missing.
     """
     if _DICT in names:
-        log.warn_once(f"{folder}: all splits of the data set are read; name one of its folders to read one split")
+        log.warn_once(f"{folder}: all splits of the dataset are read; name one of its folders to read one split")
     arrow = {name for name in names if name.endswith(".arrow")}
     if not arrow or not {_INFO, _STATE} & set(names):
         return {_DICT} & set(names)
@@ -102,12 +102,12 @@ def no_text_of_datasets(folder: Path | str, names: Collection[str]) -> set[str]:
         unlisted = arrow - listed
         if missing := sorted(listed - arrow):
             raise DataError(
-                f"--input {folder} must hold all files that {_STATE} lists; {len(missing)} are missing: "
+                f"--input {folder} must contain all files that {_STATE} lists; {len(missing)} are missing: "
                 f"{', '.join(missing[:_NAMED])}{' ...' if len(missing) > _NAMED else ''}. Copy the folder again"
             )
     if unlisted:
         log.warn_once(
-            f"{folder}: left out {', '.join(sorted(unlisted)[:_NAMED])}, which the data set does not list as data"
+            f"{folder}: skipped {', '.join(sorted(unlisted)[:_NAMED])}, which the dataset does not list as data"
         )
     return unlisted | ({_INFO, _STATE, _DICT} & set(names))
 

@@ -53,7 +53,7 @@ def fast_tokenizer(tokenizer: Tokenizer, units: Sequence[Unit], keys: Sequence[s
             cannot be sampled.
     """
     if any(unit.path == STDIN for unit in units):
-        raise DataError("--gigatoken looks at a sample of the corpus first, which - (standard input) cannot give")
+        raise DataError("--gigatoken needs a sample of the corpus, which cannot be read from - (standard input)")
     return with_gigatoken(tokenizer, sample(units, keys), is_required=True)
 
 
@@ -106,12 +106,13 @@ def locked(folder: Path, share: Share | None = None) -> Iterator[None]:
 
     def refusal(holder: bytes) -> str:
         return (
-            f"one job at a time may write {target}; process {holder.decode('ascii', 'replace').strip() or 'unknown'} "
-            f"does. Wait for it, end it, or give another {'--part' if share else '--output-prefix'}."
+            f"only one job at a time may write {target}; process "
+            f"{holder.decode('ascii', 'replace').strip() or 'unknown'} is writing it. Wait for it, stop it, or use "
+            f"another {'--part' if share else '--output-prefix'}."
         )
 
     def warn(error: OSError, _: bytes) -> bool:
-        log.warning(f"{folder} cannot be locked ({error}): let no other job write the same --output-prefix")
+        log.warning(f"{folder} cannot be locked ({error}); make sure that no other job writes the same --output-prefix")
         return True
 
     lock = FileLock(
@@ -200,7 +201,7 @@ def run(job: Job) -> Summary:
                 _encode(job, tokenizer, parts, tally)
                 job_plan = _finish(job, parts, tally, job_plan)
         else:
-            log.info(f"{job.output_prefix}.bin was finished already")
+            log.info(f"{job.output_prefix}.bin is already finished")
         if job.upload_to:
             _upload(job.output_prefix, job.upload_to)
         parts.remove()
@@ -217,7 +218,7 @@ def _run_share(
         if changed := plan.changes(begun, units):
             for unit_number in tally.units:
                 parts.path(unit_number, "json").unlink(missing_ok=True)
-            raise DataError(f"the input must stay as it is until all parts are made; {changed}. Run all parts again.")
+            raise DataError(f"the input must not change until all parts are finished; {changed}. Run all parts again.")
     # Delete the list of an earlier run that had too many bad records; ``join`` lists the accepted bad records.
     with suppress(FileNotFoundError):
         files.remove_file(shards.path_of(_bad_prefix(job)))
@@ -229,7 +230,7 @@ def _upload(prefix: str, target: str) -> None:
     try:
         token_upload.upload(prefix, target)
     except DataError as error:
-        raise DataError(f"{error} --resume uploads them again.") from error
+        raise DataError(f"{error} Run again with --resume to retry the upload.") from error
 
 
 def _bad_prefix(job: Job) -> str:
@@ -274,13 +275,13 @@ def _encode(
     except TooManyBad as error:
         examples = shards.gather(_bad_prefix(job), parts, tally.units)
         message = _with_bad_lines(str(error), examples, _bad_prefix(job))
-        raise DataError(f"{message}. Correct them, or allow more: bad lines are left out.") from None
+        raise DataError(f"{message}. Correct them, or raise the limit to skip them.") from None
 
 
 def _with_bad_lines(problem: str, shown: Sequence[str], prefix: str) -> str:
     """Append the first bad lines and the path of the complete list to ``problem``."""
     lines = "\n".join(f"  {text}" for text in shown)
-    return f"{problem}:\n{lines}\nAll of them are in {shards.path_of(prefix)}"
+    return f"{problem}:\n{lines}\nThe complete list is in {shards.path_of(prefix)}"
 
 
 def _workers(job: Job, work: Work) -> Workers | ClusterWorkers:
@@ -293,7 +294,7 @@ def _finish(job: Job, parts: ShardFolder, tally: JobProgress, begun: JobPlan) ->
     """Write the output files and return the plan with the summary of the job."""
     if changed := plan.changes(begun, list(tally.units.values())):
         parts.remove()  # they were encoded from a former version of the input
-        raise DataError(f"the input must stay as it is while it is read; {changed}. Run again once it does.")
+        raise DataError(f"the input must not change while it is read; {changed}. Run again when it is stable.")
     if not tally.counts.num_documents:
         examples = shards.gather(job.output_prefix, parts, tally.units)
         names = ", ".join(map(str, job.inputs))
@@ -366,9 +367,11 @@ def _kept(job: Job, parts: ShardFolder, tally: JobProgress) -> str:
     """Describe the finished units for an error message; delete units that cannot be resumed."""
     num_kept = sum(parts.path(unit_number, "json").exists() for unit_number in tally.units)
     if job.share:
-        return f"{num_kept} of its {len(tally.units)} units are finished and kept: the same command goes on with them."
+        return (
+            f"{num_kept} of its {len(tally.units)} units are finished and saved; the same command continues with them."
+        )
     if num_kept and all(unit.path != STDIN for unit in tally.units.values()):
-        return f"{num_kept} of {len(tally.units)} units are finished and kept: --resume goes on with them."
+        return f"{num_kept} of {len(tally.units)} units are finished and saved; --resume continues with them."
     with suppress(OSError, DataError):
         parts.remove()
-    return "nothing is kept."
+    return "no units are saved."

@@ -137,10 +137,10 @@ class Share(NamedTuple):
         """
         match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
         if not match:
-            raise ValueError(f"must be the number of a job and how many there are, such as 3/16, got {text!r}")
+            raise ValueError(f"must be JOB/NUMBER_OF_JOBS, such as 3/16, got {text!r}")
         number, count = int(match[1]), int(match[2])
         if not 1 <= number <= count:
-            hint = "" if number else f"; give an array of SLURM --array=1-{count}"
+            hint = "" if number else f"; start the SLURM array at 1: --array=1-{count}"
             raise ValueError(f"must be from 1/{max(count, 1)} to {max(count, 1)}/{max(count, 1)}, got {text}{hint}")
         return cls(number, count)
 

@@ -98,18 +98,18 @@ class JobPlan:
     def differences(self, earlier: JobPlan) -> list[str]:
         """Return descriptions of the differences from ``earlier``."""
         if self.format != earlier.format:
-            return ["the parts are those of another version of this tool"]
+            return ["the parts were written by another version of this tool"]
         descriptions = (
             []
             if self.num_shares == earlier.num_shares
-            else [f"the output was of {_number_of_jobs(earlier)}, now of {_number_of_jobs(self)}"]
+            else [f"the output was divided among {_number_of_jobs(earlier)}, now {_number_of_jobs(self)}"]
         )
         descriptions += [
             text for text in _changed("", earlier.options, self.options) if not text.startswith(f"{_SHARES} ")
         ]
         descriptions += _changed("the tokenizer's ", earlier.tokenizer, self.tokenizer)
         descriptions += _changed_inputs(earlier.inputs, self.inputs)
-        return descriptions if descriptions or self.units == earlier.units else ["the input is cut into other units"]
+        return descriptions if descriptions or self.units == earlier.units else ["the input is split into other units"]
 
 
 def inputs_of(units: Sequence[Unit]) -> list[tuple[str, int, int]]:
@@ -155,8 +155,8 @@ def check_same(plan: JobPlan, earlier: JobPlan, folder: Path) -> None:
     """
     if differences := plan.differences(earlier):
         raise DataError(
-            f"--resume needs the job that was cut off; {_named(differences)}. Give what was given then, or leave out "
-            f"--resume: {folder} is then removed."
+            f"--resume needs the inputs and options of the interrupted job; {_named(differences)}. Restore them, or "
+            f"remove --resume to start from scratch, which deletes {folder}."
         )
 
 
@@ -183,7 +183,7 @@ def _file_facts(path: str) -> tuple[str, int, int]:
     try:
         return _absolute(path), *object_store.status(path)
     except OSError as error:
-        raise DataError(f"--input {path} cannot be read any more: {error.strerror}") from error
+        raise DataError(f"--input {path} can no longer be read: {error.strerror}") from error
 
 
 def _absolute(path: str) -> str:
@@ -213,9 +213,7 @@ def _changed_inputs(earlier: Sequence[tuple[str, int, int]], now: Sequence[tuple
 def _difference(path: str, size: int, time: int, new_size: int, new_time: int) -> str:
     if size != new_size:
         return f"{path} had {size} bytes, now {new_size}"
-    return (
-        f"{path} was written again {abs(new_time - time) / 1e9:.1f} s {'after' if new_time > time else 'before'} that"
-    )
+    return f"{path} is {abs(new_time - time) / 1e9:.1f} s {'newer' if new_time > time else 'older'} than before"
 
 
 # Create the units and the folder of parts of a job, or load them to continue an interrupted job.
@@ -290,8 +288,8 @@ def _check_share(share: Share, asked: JobPlan, found: JobPlan | None, folder: Pa
         raise DataError(f"{folder / PLAN} cannot be read. Remove {folder} and run all parts again.")
     if differences := asked.differences(found):
         raise DataError(
-            f"--part {share} needs in {folder} what its own jobs have made; {_named(differences)}. Give all parts the "
-            f"same inputs and options, give another --output-prefix, or remove {folder} if nobody needs it."
+            f"--part {share}: {folder} has the parts of a different job; {_named(differences)}. Use the same inputs "
+            f"and options for all parts, use another --output-prefix, or remove {folder} if it is no longer needed."
         )
 
 
@@ -322,11 +320,11 @@ def _is_in_place(prefix: str, committed: Mapping[str, Any]) -> bool:
     try:
         file = IndexedDataset(prefix)
         is_complete = file.sidecar is not None and file.num_tokens == committed["num_tokens"]
-        reason = "" if is_complete else "they are those of another job, or without .meta.json"
+        reason = "" if is_complete else "they belong to another job, or have no .meta.json"
     except (DataError, KeyError) as error:
         reason = str(error)
     if reason:
-        log.info(f"the files of {prefix} were finished, but are no longer in place ({reason}): they are made again")
+        log.info(f"the files of {prefix} were finished, but are no longer in place ({reason}); creating them again")
     return not reason
 
 
@@ -353,10 +351,10 @@ def _keep_eod(begun: JobPlan, tokenizer: Tokenizer, folder: Path) -> None:
     if tokenizer.has_given_eod:
         raise DataError(
             f"the documents in {folder} end with {name} (id {eod_id}), but --eod-token is {tokenizer.eod_name} (id "
-            f"{tokenizer.eod_id}). Give --eod-token '{name}', or start again without --resume"
+            f"{tokenizer.eod_id}). Set --eod-token '{name}', or start from scratch without --resume"
         )
     log.info(
-        f"documents end with {name} (id {eod_id}), as those that are finished; a new job takes {tokenizer.eod_name}"
+        f"documents end with {name} (id {eod_id}), like the finished documents; a new job uses {tokenizer.eod_name}"
     )
     tokenizer.use_eod(name)
 
@@ -364,13 +362,13 @@ def _keep_eod(begun: JobPlan, tokenizer: Tokenizer, folder: Path) -> None:
 def _remove_earlier(job: Job, parts: ShardFolder, earlier: JobPlan | None) -> None:
     if earlier and earlier.num_shares:
         raise DataError(
-            f"{parts.folder} holds what jobs with --part have made. Join it (tools/merge_data.py --input "
-            f"{parts.folder}), give another --output-prefix, or remove it if nobody needs it."
+            f"{parts.folder} contains the parts of jobs with --part. Merge them (tools/merge_data.py --input "
+            f"{parts.folder}), use another --output-prefix, or remove the folder if it is no longer needed."
         )
     if job.resume:
-        log.info(f"{parts.folder} holds no finished units: --resume starts from the beginning")
+        log.info(f"{parts.folder} contains no finished units; --resume starts from the beginning")
     elif any(parts.folder.glob("unit-*.json")) and not (earlier and earlier.committed):
-        log.info(f"removing the finished units of an earlier job, {parts.folder}; --resume would go on with them")
+        log.info(f"removing the finished units of an earlier job, {parts.folder}; --resume would continue with them")
     parts.remove()
 
 
@@ -403,7 +401,7 @@ def check_for_output(folder: Path, counts: Counts, itemsize: int) -> None:
     Raises:
         DataError: the space is insufficient.
     """
-    _check(folder, output_bytes(counts, itemsize), "the output made of the finished parts needs")
+    _check(folder, output_bytes(counts, itemsize), "the output of the finished parts needs")
 
 
 def output_bytes(counts: Counts, itemsize: int) -> int:
@@ -421,18 +419,18 @@ def in_words(error: OSError, folder: Path, counts: Counts, total_bytes: int, ite
     """
     if error.errno == errno.EFBIG:
         return f"a file of the output in {folder} is {files.too_large_message()} ({error})"
-    text = f"there is no room for the output in {folder} ({error}): {_megabytes(files.free_bytes(folder))} are free"
+    text = f"there is no space for the output in {folder} ({error}): {_megabytes(files.free_bytes(folder))} are free"
     if counts.num_tokens and total_bytes >= counts.num_bytes:
         total_output = output_bytes(counts, itemsize) * total_bytes / counts.num_bytes
         finished_output = (itemsize * counts.num_tokens) + _LEN_BYTES_PER_DOCUMENT * counts.num_documents
-        text += f", about {_megabytes(2 * total_output - finished_output)} are needed beyond the finished parts"
-    return f"{text}. Make room"
+        text += f", about {_megabytes(2 * total_output - finished_output)} are needed in addition to the finished parts"
+    return f"{text}. Free disk space"
 
 
 def _check(folder: Path, needed: int, what: str) -> None:
     free = files.free_bytes(folder)
     if free < needed:
         raise DataError(
-            f"{what} {_megabytes(needed)} in {folder}, {_megabytes(free)} are free. Make room, or give another "
-            "--output-prefix."
+            f"{what} {_megabytes(needed)} in {folder}, but {_megabytes(free)} are free. Free disk space, or use "
+            "another --output-prefix."
         )

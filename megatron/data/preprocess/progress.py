@@ -192,7 +192,7 @@ class ErrorLimits:
         max_lines = 0 if self.max_lines is None and self.max_fraction is None else self.max_lines
         if max_lines is not None and counts.num_bad > max_lines:
             raise TooManyBad(
-                f"at most {max_lines} bad line{'' if max_lines == 1 else 's'} may be left out (--max-bad-lines), "
+                f"at most {max_lines} bad line{'' if max_lines == 1 else 's'} may be skipped (--max-bad-lines), "
                 f"got {counts.num_bad} so far"
             )
         if self.max_fraction is not None and counts.num_bad > self.max_fraction * most_records:

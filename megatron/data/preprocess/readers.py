@@ -61,7 +61,7 @@ def read_records(unit: Unit, keys: Sequence[str]) -> Iterator[Record]:
                     row += 1
         except (OSError, ValueError) as error:  # base classes of pyarrow's errors
             raise DataError(
-                f"--input {unit.path} must be a whole parquet file; it is damaged at row {row} ({error})"
+                f"--input {unit.path} must be a complete parquet file; it is damaged at row {row} ({error})"
             ) from error
 
 
@@ -125,11 +125,11 @@ def check_columns(schema: Any, path: str, keys: Sequence[str]) -> None:
             count = 0 if fields is None else [field.name for field in fields].count(name)
             if count > 1:
                 raise DataError(
-                    f"--input {path} must have one column {key!r} (--json-key), it has {count} of that name"
+                    f"--input {path} must have one column {key!r} (--json-key), but has {count} of that name"
                 )
             if not count:
                 names = ", ".join(schema.names) or "none"
-                raise DataError(f"--input {path} must have a column {key!r} (--json-key), it has only {names}")
+                raise DataError(f"--input {path} must have a column {key!r} (--json-key), but has only {names}")
             column_type = fields.field(name).type
             fields = column_type if isinstance(column_type, pyarrow.StructType) else None
         if types.is_dictionary(column_type):
@@ -137,7 +137,7 @@ def check_columns(schema: Any, path: str, keys: Sequence[str]) -> None:
         if not (
             types.is_string(column_type) or types.is_large_string(column_type) or types.is_string_view(column_type)
         ):
-            raise DataError(f"--input {path}: column {key!r} (--json-key) must hold strings, it holds {column_type}")
+            raise DataError(f"--input {path}: column {key!r} (--json-key) must contain strings, got {column_type}")
 
 
 def _opened(path: str) -> Any:
@@ -149,7 +149,7 @@ def _opened(path: str) -> Any:
         file = object_store.open_file(path) if object_store.is_remote(path) else path
         return parquet.ParquetFile(file, pre_buffer=False)
     except (OSError, ValueError) as error:
-        raise DataError(f"--input {path} must be a whole parquet file, pyarrow says: {error}") from error
+        raise DataError(f"--input {path} must be a complete parquet file; pyarrow reports: {error}") from error
 
 
 # Detection of files that are not text by their first bytes.
@@ -160,21 +160,21 @@ BOM = b"\xef\xbb\xbf"
 _MAGIC = {"gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd"}
 _UTF16 = "UTF-16; convert it: iconv -f UTF-16 -t UTF-8"
 _KINDS = {
-    _MAGIC["gz"]: "gzip; give it a name that ends in .gz, or unpack it: gzip -d",
-    _MAGIC["zst"]: "zstandard; give it a name that ends in .zst, or unpack it: zstd -d",
+    _MAGIC["gz"]: "gzip; rename it to end in .gz, or unpack it: gzip -d",
+    _MAGIC["zst"]: "zstandard; rename it to end in .zst, or unpack it: zstd -d",
     b"\xfd7zXZ": "xz; unpack it: xz -d",
     b"BZh": "bzip2; unpack it: bzip2 -d",
     b"PK\x03\x04": "zip; unpack it: unzip",
     b"7z\xbc\xaf": "7-zip; unpack it: 7z x",
     b"Rar!": "RAR; unpack it: unrar x",
-    b"PAR1": "parquet; give it a name that ends in .parquet, or --format parquet",
-    b"ARROW1": "an Arrow file; give it a name that ends in .arrow, or --format arrow",
-    b"\xff\xff\xff\xff": "an Arrow stream; give it a name that ends in .arrow, or --format arrow",
-    b"%PDF": "PDF; take its text out first",
-    b"MMIDIDX": "an index of tokens; give the text itself",
-    b"\x89PNG": "a PNG picture",
-    b"\xff\xd8\xff": "a JPEG picture",
-    b"\x7fELF": "a program",
+    b"PAR1": "parquet; rename it to end in .parquet, or set --format parquet",
+    b"ARROW1": "an Arrow file; rename it to end in .arrow, or set --format arrow",
+    b"\xff\xff\xff\xff": "an Arrow stream; rename it to end in .arrow, or set --format arrow",
+    b"%PDF": "PDF; extract its text first",
+    b"MMIDIDX": "a token index; name the text files instead",
+    b"\x89PNG": "a PNG image",
+    b"\xff\xd8\xff": "a JPEG image",
+    b"\x7fELF": "an executable",
     b"SQLite format 3\x00": "an SQLite database; write its text as JSON lines first",
     b"\xff\xfe\x00\x00": "UTF-32; convert it: iconv -f UTF-32 -t UTF-8",
     b"\x00\x00\xfe\xff": "UTF-32; convert it: iconv -f UTF-32 -t UTF-8",
@@ -198,7 +198,7 @@ def check_is_text(path: str | Path, head: bytes) -> None:
         raise DataError(f"--input {path}{inside} must be UTF-8 text; it looks like tar; unpack it: tar -xf")
     if head.count(0) > len(head) // 10:
         raise DataError(
-            f"--input {path}{inside} must be UTF-8 text; it looks like a binary file or UTF-16 without a mark "
+            f"--input {path}{inside} must be UTF-8 text; it looks like a binary file or UTF-16 without a BOM "
             f"({head.count(0)} of the first {len(head)} bytes are zero)"
         )
 
@@ -213,12 +213,12 @@ def check_is_lines(path: str | Path, head: bytes) -> None:
     if line in (b"[", b"[{") or (line.startswith(b"[") and line.endswith(b",")):
         layout, jq_filter = "one JSON array", ".[]"
     elif line == b"{":
-        layout, jq_filter = "objects that take several lines each", "."
+        layout, jq_filter = "objects that span several lines", "."
     else:
         return
     raise DataError(
         f"--input {path} must have one JSON object on each line; it looks like {layout}. "
-        f"Write each object on a line of its own: jq -c '{jq_filter}'"
+        f"Write each object on its own line: jq -c '{jq_filter}'"
     )
 
 
@@ -232,8 +232,8 @@ def check_is_compressed(path: str | Path, head: bytes) -> None:
     skippable = suffix == "zst" and head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5
     if suffix and head and not head.startswith(_MAGIC[suffix]) and not skippable:
         raise DataError(
-            f"--input {path} must be what its name says, .{suffix}; its first bytes are {head[:4].hex(' ')}, those of "
-            f".{suffix} {_MAGIC[suffix].hex(' ')}. If it is plain text, take .{suffix} off its name."
+            f"--input {path} must be a .{suffix} file; its first bytes are {head[:4].hex(' ')}, but a .{suffix} file "
+            f"starts with {_MAGIC[suffix].hex(' ')}. If it is plain text, remove .{suffix} from its name."
         )
 
 
@@ -296,7 +296,7 @@ def decompressed(path: str, file: BinaryIO) -> Iterator[bytes]:
             if not in_stream:
                 stream = _new(suffix)
     if in_stream:
-        raise _damaged(path, suffix, f"cut off: it ends at byte {position}, in the middle of a stream", unpacked)
+        raise _damaged(path, suffix, f"truncated: it ends at byte {position}, in the middle of a stream", unpacked)
 
 
 def check_is_whole(path: str) -> None:
@@ -333,8 +333,8 @@ def _new(kind: str) -> _Stream:
 def _damaged(path: str, kind: str, what: str, unpacked: int) -> DataError:
     tool = {"gz": "gzip -t", "zst": "zstd -t"}[kind]
     return DataError(
-        f"--input {path} must be a whole .{kind} file; it is {what}, after {unpacked} bytes of text. "
-        f"Check it ({tool}) and fetch it again."
+        f"--input {path} must be a complete .{kind} file; it is {what}, after {unpacked} bytes of text. "
+        f"Check it ({tool}) and download it again."
     )
 
 
@@ -481,7 +481,7 @@ def _cut(path: str, stream: Iterator[bytes]) -> Iterator[tuple[list[bytes], bool
         if size > _LONGEST_LINE:
             raise DataError(
                 f"--input {path} must have lines of at most {_LONGEST_LINE} bytes, got a longer one; "
-                "if it is one large JSON array, write each element on a line of its own: jq -c '.[]'"
+                "if it is one large JSON array, write each element on its own line: jq -c '.[]'"
             )
     if size:
         yield [b"".join(pieces)], False

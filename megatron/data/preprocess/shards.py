@@ -230,7 +230,7 @@ def remove(folder: Path) -> None:
     locks = [name for name in names if name.startswith("part-") and name.endswith(".lock")]  # left by a killed job
     plans = [name for name in names if name == PLAN or name.startswith(f".{PLAN}.tmp")]
     if foreign := sorted(set(names) - {*units, *locks, *plans, LOCK}):
-        raise DataError(f"{folder} must hold nothing but parts, got {', '.join(foreign[:5])}. Move that elsewhere.")
+        raise DataError(f"{folder} must contain only parts, got {', '.join(foreign[:5])}. Move them elsewhere.")
     for name in [*units, *locks, *plans]:
         files.remove_file(folder / name)
 

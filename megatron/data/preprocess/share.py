@@ -27,10 +27,10 @@ def check_complete(folder: Path) -> tuple[JobPlan, ShardFolder, list[Part]]:
     """
     job_plan = plan.read(folder)
     if job_plan is None:
-        raise DataError(f"{folder} must hold what jobs with --part have made; it has no {PLAN} that can be read.")
+        raise DataError(f"{folder} must contain the parts of jobs with --part; it has no readable {PLAN}.")
     if not job_plan.num_shares or not job_plan.num_units:
         raise DataError(
-            f"{folder} must hold what jobs with --part have made; it is of a job without, which --resume goes on with."
+            f"{folder} must contain the parts of jobs with --part, got a job without --part, which --resume continues."
         )
     parts = plan.folder_for(folder, job_plan, is_shared=True)
     finished: list[Part] = []
@@ -56,13 +56,13 @@ def _in_words(folder: Path, found: JobPlan, wrong: Mapping[str, Sequence[int]], 
     texts = [f"{problem}: {_by_share(wrong[problem], num_shares)}" for problem in _WRONG if problem in wrong]
     if beyond:
         texts.append(
-            f"of another job: {_few([f'unit {unit}' for unit in beyond], _NAMED_UNITS)}, of which there is none"
+            f"of another job: {_few([f'unit {unit}' for unit in beyond], _NAMED_UNITS)}, which the plan does not have"
         )
     reruns = sorted({unit % num_shares + 1 for units in wrong.values() for unit in units})
     fix = f"Run again: {_few([f'--part {share}/{num_shares}' for share in reruns], _NAMED_SHARES)}." if reruns else ""
     if beyond:
-        fix += f" Take out of {folder} what is not of it."
-    return f"{folder} must hold all {found.num_units} units of {num_shares} parts; {'; '.join(texts)}. {fix.strip()}"
+        fix += f" Remove the files of other jobs from {folder}."
+    return f"{folder} must contain all {found.num_units} units of {num_shares} parts; {'; '.join(texts)}. {fix.strip()}"
 
 
 def _by_share(units: Sequence[int], num_shares: int) -> str:

@@ -46,7 +46,7 @@ def sample(
             yield from _documents(unit, keys)
         return
     if any(unit.path == STDIN for unit in units):
-        raise DataError("--sample-bytes needs files, for it spreads the sample over their size; got standard input (-)")
+        raise DataError("--sample-bytes needs files of known size, got standard input (-)")
     share = min(1.0, num_bytes / max(sum(_text_bytes(unit, keys) for unit in units), 1))
     distance = PIECE_BYTES / max(share, 1 / sys.maxsize)
     yield from _evenly(plan_units(paths, format, unit_bytes=int(min(distance, sys.maxsize)) + 1), keys, share)
@@ -135,12 +135,12 @@ class TrainingText:
                 self.num_bad += 1
                 self.bad += [text][: _MOST_BAD_LISTED - len(self.bad)]
                 if self.num_bad >= _GIVE_UP_AT and self.num_bad > self.num_documents:
-                    self._check_bad(", and reading stopped there")
+                    self._check_bad(", and reading was stopped")
             elif not self._hold_out(self._group_of(path), text):
                 yield text
         self._check_bad()
         if not self.num_documents:
-            raise DataError(f"there must be documents to train on, got none ({self.num_bad} bad); check --input")
+            raise DataError(f"there are no documents to train on ({self.num_bad} bad). Check --input")
 
     def _hold_out(self, group: str, text: str) -> bool:
         size = len(text.encode())
@@ -170,10 +170,10 @@ class TrainingText:
             return
         examples = "".join(f"\n  {record}" for record in self.bad[:_BAD_SHOWN])
         remaining = f"\n  and {self.num_bad - _BAD_SHOWN} more" if self.num_bad > _BAD_SHOWN else ""
-        fix = f"leave them out with --max-bad-lines {self.num_bad}"
+        fix = f"skip them with --max-bad-lines {self.num_bad}"
         if end:
             fix = "check --input, --format and --json-key"
         raise DataError(
-            f"{self.num_bad} of {num_records} records are bad{end}; at most {' and '.join(exceeded)} may be. "
+            f"{self.num_bad} of {num_records} records are bad{end}; at most {' and '.join(exceeded)} are allowed. "
             f"Correct them, or {fix}:{examples}{remaining}"
         )

@@ -52,13 +52,13 @@ def verify(prefix: str, tokenizer: Tokenizer | None, *, num_samples: int = 3, se
     if tokenizer is not None and file.sidecar is not None and not is_same(file.sidecar.tokenizer, tokenizer.identity):
         log.debug(f"tokenizer identity of {file.prefix}: {file.sidecar.tokenizer}; given: {tokenizer.identity}")
         raise DataError(
-            f"{file.prefix} was built with another tokenizer than the one given. Name the tokenizer of the data, or "
-            "leave it out."
+            f"{file.prefix} was built with a different tokenizer than the given tokenizer. Name the tokenizer of the "
+            "data, or omit it."
         )
     if tokenizer is not None and file.sidecar is not None and file.sidecar.vocab_size != tokenizer.vocab_size:
         raise DataError(
-            f"{file.prefix}.meta.json must tell the size of the tokenizer's vocabulary, {tokenizer.vocab_size}, "
-            f"it says {file.sidecar.vocab_size}. It is damaged: build the data again, or delete it."
+            f"{file.prefix}.meta.json must state the vocabulary size of the tokenizer, {tokenizer.vocab_size}, got "
+            f"{file.sidecar.vocab_size}. It is damaged. Build the data again, or delete it."
         )
     crc32, lowest, highest = _read_through(file)
     vocab_size = tokenizer.vocab_size if tokenizer else file.sidecar.vocab_size if file.sidecar else highest + 1
@@ -73,7 +73,7 @@ def verify(prefix: str, tokenizer: Tokenizer | None, *, num_samples: int = 3, se
 
 def _opened(prefix: str) -> IndexedDataset:
     if not any(Path(prefix + suffix).is_file() for suffix in (".bin", ".idx", ".commit", "")):
-        raise DataError(f"--output-prefix {prefix} must name files to verify; there is no {prefix}.bin and no .idx")
+        raise DataError(f"--output-prefix {prefix} must name files to verify; {prefix}.bin and .idx do not exist")
     return IndexedDataset(prefix)
 
 
@@ -102,8 +102,8 @@ def _check_sidecar(file: IndexedDataset, sidecar: DatasetMetadata, crc32: int, h
         f"{name} {stated}, found {actual}" for name, (stated, actual) in counts.items() if stated != actual
     ]:
         raise DataError(
-            f"{file.prefix}.bin and .idx must be what {file.prefix}.meta.json says; {'; '.join(mismatches)}. "
-            "They are damaged: build them again."
+            f"{file.prefix}.bin and .idx must match {file.prefix}.meta.json; {'; '.join(mismatches)}. "
+            "They are damaged. Build them again."
         )
     if sidecar.has_eod:
         _check_ends(file, sidecar.eod_id)
@@ -126,8 +126,8 @@ def _check_ends(file: IndexedDataset, eod_id: int | None) -> None:
         if len(mismatches):
             document = first + int(mismatches[0])
             raise DataError(
-                f"{file.prefix}: each document must end with the id {eod_id}, document {document} ends with "
-                f"{tokens[ends[mismatches[0]] - 1]}. The files are damaged: build them again."
+                f"{file.prefix}: each document must end with the id {eod_id}, but document {document} ends with "
+                f"{tokens[ends[mismatches[0]] - 1]}. The files are damaged. Build them again."
             )
         start, first = int(ends[-1]), first + len(sizes)
 

@@ -203,7 +203,7 @@ class Workers:
         while running:
             for worker, report in self._reports():
                 unit = worker.unit
-                assert unit is not None, "a worker without a unit has nothing to say"
+                assert unit is not None, "a worker without a unit sends no reports"
                 if isinstance(report, Running):
                     running[unit] = report.counts
                 elif isinstance(report, Finished):
@@ -249,5 +249,5 @@ def _end_of(code: int | None) -> str:
     if code is None or code >= 0:
         return f"ended with code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    hint = " (out of memory? see dmesg, and try fewer --workers)" if -code == signal.SIGKILL else ""
-    return f"was ended by {name}{hint}"
+    hint = " (possibly out of memory: check dmesg, and reduce --workers)" if -code == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"

@@ -12,7 +12,7 @@ from megatron.config.config import Config
 from megatron.config.family import FamilyConfig, ModelFamily
 from megatron.config.option import option
 
-_option = partial(option, elsewhere="it is for BERT; leave it out, or use examples/bert/pretrain_bert.py")
+_option = partial(option, elsewhere="it is supported in BERT only; remove it, or use examples/bert/pretrain_bert.py")
 _FRAME = {True: 3, False: 2}
 _SHORTEST_TEXT = 2
 
@@ -24,28 +24,27 @@ class BertConfig(FamilyConfig):
     KIND: ClassVar = "encoder"
     DEFAULTS: ClassVar = {"hidden_bias": True, "layernorm_epsilon": 1e-12}
     ADVICE: ClassVar = {
-        "eval_tasks": "tasks score how a text goes on, for which BERT is not made; leave it out",
-        "eval_tasks_interval": "tasks score how a text goes on, for which BERT is not made; leave it out",
-        "hidden_bias": "BERT's linear layers have biases anyway; leave it out",
-        "untie_embeddings": "BERT's head is the word embedding, with a bias for each word; leave it out",
-        "apply_residual_connection_post_layernorm": "BERT normalises behind the sum, with this flag or without; leave "
-        "it out",
-        "sample_prompts": "BERT fills single tokens and writes no text; leave it out",
-        "prompt_bos": "BERT fills single tokens and writes no text; leave it out",
-        "z_loss": "BERT's loss is over few masked words, and over two heads; leave it out",
-        "packing": "BERT's samples are pairs of texts; leave it out",
-        "fim_rate": "BERT fills gaps anyway; leave it out",
-        "fim_spm_rate": "BERT fills gaps anyway; leave it out",
-        "reset_position_ids": "BERT reads texts end to end; leave it out",
-        "reset_attention_mask": "BERT reads texts end to end; leave it out",
-        "eod_mask_loss": "BERT has a loss on masked tokens alone; leave it out",
-        "position_embedding_type": "BERT has learned positions; leave it out",
-        "normalization": "BERT has layer norms; leave it out",
-        "add_qkv_bias": "BERT's linear layers have biases anyway; leave it out",
+        "eval_tasks": "tasks score continuations of a text, which BERT does not model; remove it",
+        "eval_tasks_interval": "tasks score continuations of a text, which BERT does not model; remove it",
+        "hidden_bias": "BERT's linear layers always have biases; remove it",
+        "untie_embeddings": "BERT's head shares the word embedding and adds a bias per word; remove it",
+        "apply_residual_connection_post_layernorm": "BERT always normalises after the residual connection; remove it",
+        "sample_prompts": "BERT predicts masked tokens and does not generate text; remove it",
+        "prompt_bos": "BERT predicts masked tokens and does not generate text; remove it",
+        "z_loss": "BERT's loss covers only masked tokens and has two heads; remove it",
+        "packing": "BERT's samples are pairs of texts; remove it",
+        "fim_rate": "BERT already predicts masked tokens; remove it",
+        "fim_spm_rate": "BERT already predicts masked tokens; remove it",
+        "reset_position_ids": "BERT reads consecutive documents as one text; remove it",
+        "reset_attention_mask": "BERT reads consecutive documents as one text; remove it",
+        "eod_mask_loss": "BERT's loss covers only masked tokens; remove it",
+        "position_embedding_type": "BERT always has learned positions; remove it",
+        "normalization": "BERT always has LayerNorm; remove it",
+        "add_qkv_bias": "BERT's linear layers always have biases; remove it",
     }
     HOLDS: ClassVar = {
-        "--hidden-bias": "BERT's linear layers have biases",
-        "--add-qkv-bias": "BERT's linear layers have biases",
+        "--hidden-bias": "BERT's linear layers always have biases",
+        "--add-qkv-bias": "BERT's linear layers always have biases",
     }
     IDENTITY: ClassVar = ("binary_head",)
 
@@ -83,8 +82,8 @@ class BertConfig(FamilyConfig):
         shortest = _SHORTEST_TEXT + _FRAME[self.binary_head]
         if config.batch.seq_length < shortest:
             yield (
-                f"--seq-length must be at least {shortest}, a text of {_SHORTEST_TEXT} tokens and what frames it, got "
-                f"{config.batch.seq_length}. Raise it"
+                f"--seq-length must be at least {shortest}, a text of {_SHORTEST_TEXT} tokens and its special tokens, "
+                f"got {config.batch.seq_length}. Raise it"
             )
 
 

@@ -281,8 +281,8 @@ class BertDataset:
         self.num_tokens, self.samples_per_epoch = self._windows.num_tokens, self._windows.per_epoch
         if has_pairs and count_of(documents) < 2:
             raise DataError(
-                f"{token_file.prefix}: pairs need two documents, for a second segment from elsewhere, got "
-                f"{count_of(documents)}. Give more documents to this split, or use --bert-no-binary-head."
+                f"{token_file.prefix}: pairs with a random second segment require at least two documents, got "
+                f"{count_of(documents)}. Add documents to this split, or use --bert-no-binary-head."
             )
 
     @cached_property
@@ -477,9 +477,9 @@ def build_bert_train_valid_test(
             )
             if has_pairs and samples.share_of_random < FEW:
                 log.info(
-                    f"warning: {prefix}: nearly all text of a split is of one document, so that only about "
-                    f"{samples.share_of_random:.0%} of its pairs are of two. Give it more documents, or use "
-                    "--bert-no-binary-head"
+                    f"warning: {prefix}: one document contains nearly all text of a split, so only about "
+                    f"{samples.share_of_random:.0%} of its pairs have a random second segment. Add documents to it, "
+                    "or use --bert-no-binary-head"
                 )
             return samples
 

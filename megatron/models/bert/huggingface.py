@@ -93,11 +93,11 @@ def problems(config: Config) -> Iterator[str]:
     """Yield a message for each setting of ``config`` that the format cannot express."""
     model = config.model
     if model.activation not in _THEIR_ACTIVATIONS:
-        yield f"BERT has the activations {', '.join(_THEIR_ACTIVATIONS)} there, got {model.activation}"
+        yield f"--activation must be one of {', '.join(_THEIR_ACTIVATIONS)}, got {model.activation}"
     if model.attention_size != model.hidden_size:
         yield (
-            f"heads must make up the hidden size, got {model.num_attention_heads} heads of {model.kv_hidden_size} "
-            f"for {model.hidden_size}"
+            "--num-attention-heads times --kv-hidden-size must equal --hidden-size, got "
+            f"{model.num_attention_heads} heads of {model.kv_hidden_size} for {model.hidden_size}"
         )
 
 
@@ -129,13 +129,15 @@ def values(theirs: dict[str, Any]) -> dict[str, Any]:
         CheckpointError: a setting is not supported; the message lists all of them.
     """
     unsupported = [
-        f"{key} {theirs[key]!r} (known: {value!r})" for key, value in _FIXED.items() if theirs.get(key, value) != value
+        f"{key} {theirs[key]!r} (supported: {value!r})"
+        for key, value in _FIXED.items()
+        if theirs.get(key, value) != value
     ]
     activation = theirs.get("hidden_act", "gelu")
     if activation not in _ACTIVATIONS:
-        unsupported.append(f"hidden_act {activation!r} (known: {', '.join(_ACTIVATIONS)})")
+        unsupported.append(f"hidden_act {activation!r} (supported: {', '.join(_ACTIVATIONS)})")
     if unsupported:
-        raise CheckpointError(f"our BERT has no counterpart of these settings: {'; '.join(unsupported)}")
+        raise CheckpointError(f"our BERT does not support these settings: {'; '.join(unsupported)}")
     return {
         "num_layers": theirs["num_hidden_layers"],
         "hidden_size": theirs["hidden_size"],

@@ -85,7 +85,7 @@ def bert_loss(
         return model_loss(logits, labels, loss_mask, sizes, place)
     words, scores = logits
     if is_random is None:
-        raise ValueError("a BERT with two heads needs is_random, whether the second segment is from elsewhere")
+        raise ValueError("a BERT with two heads requires is_random, which marks samples with a random second segment")
     masked, num_masked = model_loss(words, labels, loss_mask, sizes, place)
     dtype = scores.dtype if scores.dtype == torch.float64 else torch.float32
     next_sentence = F.cross_entropy(scores.to(dtype), is_random, reduction="sum")

@@ -83,8 +83,8 @@ class DecoderModel(nn.Module):
         length = max(self.sizes.max_position_embeddings, position_ids.shape[-1] * self.place.context.size)
         if lowest < 0 or highest >= length:
             raise ValueError(
-                f"position_ids must be from 0 to {length - 1}, got {lowest} to {highest}. Give a model of more "
-                "max_position_embeddings (--max-position-embeddings) or other positions"
+                f"position_ids must be from 0 to {length - 1}, got {lowest} to {highest}. Raise the model's "
+                "max_position_embeddings (--max-position-embeddings), or use positions in this range"
             )
 
 

@@ -88,8 +88,8 @@ def stage_of(model: Any) -> ModelStage:
     has_units = hasattr(module, "forward_funcs") or hasattr(module, "units")
     if not has_units or not hasattr(module, "sizes") or not hasattr(module, "place"):
         raise TypeError(
-            f"the model must be one of megatron.models, or the engine that trains one, got {type(model).__name__}. "
-            "A model of your own needs the attributes sizes and place, and a method units."
+            f"the model must be a model of megatron.models or its training engine, got {type(model).__name__}. "
+            "A custom model needs the attributes model_args and parallel, and a method units."
         )
     return _of_pipeline(engine, module) if hasattr(module, "forward_funcs") else _of_whole(module)
 
@@ -288,7 +288,7 @@ def generation_of(family: str) -> DecoderLayers:
     """
     generation = model_parts(family).generation
     if generation is None:
-        raise ValueError(f"the family {family} is no decoder that generates: its MODEL has no generation")
+        raise ValueError(f"the family {family} does not support text generation: its MODEL has no generation layers")
     return generation
 
 

@@ -199,8 +199,8 @@ def _blocks(recipe: WeightMapping, part: torch.Tensor) -> torch.Tensor:
 
 def _uneven(recipe: WeightMapping, rows: int) -> CheckpointError:
     return CheckpointError(
-        f"{', '.join(recipe.names)}: the rows of each part must be {recipe.blocks} blocks of one height (for each head "
-        f"or group one), got {rows} rows, which is not a multiple of {recipe.blocks}"
+        f"{', '.join(recipe.names)}: the rows of each part must divide into {recipe.blocks} blocks of equal height, "
+        f"one per head or query group, got {rows} rows, which is not a multiple of {recipe.blocks}"
     )
 
 
@@ -275,7 +275,7 @@ def other_settings(model: ModelConfig, fixed: Mapping[str, Any], *, free: Collec
     for name, required in {**_PLAIN, **fixed}.items():
         value = getattr(model, name)
         if name not in free and value != required and _acts(model, name):
-            yield f"{flags[name]} must be {required} there, got {value}"
+            yield f"{flags[name]} must be {required}, got {value}"
 
 
 def _acts(model: ModelConfig, name: str) -> bool:
@@ -369,7 +369,7 @@ def by_recipes(
         mappings, heights = recipes_of(config), heights_of(config)
         unknown = [name for name in ours if name not in mappings]
         if unknown:
-            raise CheckpointError(f"these names are not of our model: {', '.join(unknown)}")
+            raise CheckpointError(f"our model has no weights with these names: {', '.join(unknown)}")
         theirs: Tensors = {}
         for name, tensor in ours.items():
             parts = mappings[name].names

@@ -64,8 +64,8 @@ class ParallelContext:
             return x
         if x.shape[0] % self.group.size:
             raise ValueError(
-                "with --sequence-parallel the sequence must be a multiple of --model-parallel-size, got "
-                f"{x.shape[0]} and {self.group.size}"
+                "with --sequence-parallel, the sequence length must be a multiple of --model-parallel-size, got "
+                f"{x.shape[0]} and {self.group.size}. Change one of them"
             )
         return x.chunk(self.group.size)[self.group.rank]
 

@@ -140,7 +140,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         name = logical_name(local_name) if logical_name is not None else local_name
         if name in local_names:
             raise ValueError(
-                f"a logical name must belong to one parameter, {name} is given to {local_names[name]} and {local_name}"
+                f"a logical name must belong to one parameter, got {name} for {local_names[name]} and {local_name}"
             )
         local_names[name] = local_name
         yield name, parameter

@@ -72,7 +72,7 @@ def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int) -> dict[str, torc
     hf_weights = {name: tensor for name, tensor in hf_state.items() if not _THEIR_MASKS.fullmatch(name)}
     names = {their_name: _our_name(their_name) for their_name in hf_weights}
     if unknown := [their_name for their_name, name in names.items() if name is None]:
-        raise CheckpointError(f"these names are not of a GPT2LMHeadModel: {', '.join(unknown)}")
+        raise CheckpointError(f"GPT2LMHeadModel has no weights with these names: {', '.join(unknown)}")
     ours = {}
     for their_name, tensor in hf_weights.items():
         mapping = recipe(name := str(names[their_name]), num_heads)
@@ -90,7 +90,7 @@ def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.
         CheckpointError: a name is not in our GPT-2; the message lists all of them.
     """
     if unknown := [name for name in ours if recipe(name, num_heads) is None]:
-        raise CheckpointError(f"these names are not of our GPT-2: {', '.join(unknown)}")
+        raise CheckpointError(f"our GPT-2 has no weights with these names: {', '.join(unknown)}")
     hf_weights: dict[str, torch.Tensor] = {}
     for name, tensor in ours.items():
         mapping = recipe(name, num_heads)
@@ -112,9 +112,9 @@ def model_fields(hf_config: Any) -> dict[str, Any]:
     fixed = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
     problems = [f"{key} {settings[key]}" for key, required in fixed.items() if settings.get(key, required) != required]
     if activation not in _ACTIVATIONS:
-        problems.append(f"activation_function {activation!r} (known: {', '.join(_ACTIVATIONS)})")
+        problems.append(f"activation_function {activation!r} (supported: {', '.join(_ACTIVATIONS)})")
     if problems:
-        raise CheckpointError(f"our GPT-2 has no counterpart of these settings: {'; '.join(problems)}")
+        raise CheckpointError(f"our GPT-2 does not support these settings: {'; '.join(problems)}")
     return {
         "num_layers": settings["n_layer"],
         "hidden_size": settings["n_embd"],
@@ -159,11 +159,11 @@ def _problems(config: Config) -> Iterator[str]:
     model = config.model
     yield from other_settings(model, {"num_query_groups": model.num_attention_heads})
     if model.activation not in _THEIR_ACTIVATIONS:
-        yield f"GPT-2 has the activation {' or '.join(_THEIR_ACTIVATIONS)} there, got {model.activation}"
+        yield f"--activation must be {' or '.join(_THEIR_ACTIVATIONS)}, got {model.activation}"
     if model.attention_size != model.hidden_size:
         yield (
-            f"heads must make up the hidden size, got {model.num_attention_heads} heads of {model.kv_hidden_size} "
-            f"for {model.hidden_size}"
+            "--num-attention-heads times --kv-hidden-size must equal --hidden-size, got "
+            f"{model.num_attention_heads} heads of {model.kv_hidden_size} for {model.hidden_size}"
         )
 
 

@@ -292,22 +292,21 @@ def problems(preset: Preset, config: Config) -> Iterator[str]:
     if preset.experts is not None:
         yield from expert_problems(preset.experts, model)
     if preset.experts is GLM4 and model.qk_norm == "all":
-        yield "--qk-norm must be none or head there, got all"
+        yield "--qk-norm must be none or head, got all"
     if model.activation not in _THEIR_ACTIVATIONS:
-        yield f"{title} has the activation {' or '.join(_THEIR_ACTIVATIONS)} there, got {model.activation}"
+        yield f"--activation must be {' or '.join(_THEIR_ACTIVATIONS)}, got {model.activation}"
     if model.hidden_bias and not preset.biases:
-        yield f"{title} has no --hidden-bias there, got it"
+        yield f"{title} does not support --hidden-bias"
     if preset.is_divided and model.hidden_size % model.num_attention_heads:
         yield (
-            "the hidden size must be a multiple of the heads there, got "
+            "--hidden-size must be a multiple of --num-attention-heads, got "
             f"{model.hidden_size} and {model.num_attention_heads}"
         )
     if preset.window == "all" and model.window_size and not all(_pattern(config)):
-        yield f"{title} has the window in all layers there, got --window-attn-skip-freq {model.window_attn_skip_freq}"
+        yield f"{title} supports windows in all layers only, got --window-attn-skip-freq {model.window_attn_skip_freq}"
     if model.softmax_scale and "softmax_scale" in preset.free and _scalar(config) ** -0.5 != model.softmax_scale:
         yield (
-            "--softmax-scale must be 1 / sqrt(n) of a whole number n there (query_pre_attn_scalar), got "
-            f"{model.softmax_scale!r}"
+            f"--softmax-scale must be 1 / sqrt(n) for an integer n (query_pre_attn_scalar), got {model.softmax_scale!r}"
         )
 
 
@@ -407,10 +406,10 @@ def values(preset: Preset, theirs: dict[str, Any]) -> dict[str, Any]:
     experts, unsupported_experts = ({}, []) if preset.experts is None else expert_values(preset.experts, settings)
     unsupported = [*unsupported_rotary, *unsupported, *unsupported_experts, *_other_values(preset, settings)]
     if activation not in _ACTIVATIONS:
-        unsupported.append(f"{preset.activation} {activation!r} (known: {', '.join(_ACTIVATIONS)})")
+        unsupported.append(f"{preset.activation} {activation!r} (supported: {', '.join(_ACTIVATIONS)})")
     if unsupported:
         raise CheckpointError(
-            f"our decoders have no counterpart of these settings of a {preset.model_type}: {'; '.join(unsupported)}"
+            f"our decoders do not support these settings of {preset.model_type}: {'; '.join(unsupported)}"
         )
     head_size = settings.get("head_dim") or hidden_size // num_heads
     gemma: dict[str, Any] = {}
@@ -472,14 +471,17 @@ def _other_values(preset: Preset, given: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for each setting that changes results and that we do not support for this type."""
     for name, accepted in _REFUSED.items():
         if given.get(name) not in (None, accepted):
-            yield f"{name} {given[name]!r} (known: {accepted!r})"
+            yield f"{name} {given[name]!r} (supported: {accepted!r})"
     biases = given.get("attention_bias") or False
     if preset.biases and (given.get("mlp_bias") or False) != biases:
-        yield f"attention_bias {biases} with mlp_bias {not biases} (known: both, or none)"
+        yield f"attention_bias {biases} with mlp_bias {not biases} (supported: both or neither)"
     if not preset.biases and not preset.model_type.startswith("qwen2") and preset.experts is not GLM4 and biases:
-        yield "attention_bias True (known: False)"
+        yield "attention_bias True (supported: False)"
     if preset.model_type == "gemma3_text" and given.get("attn_logit_softcapping"):
-        yield f"attn_logit_softcapping {given['attn_logit_softcapping']!r} (known: None; their model passes it over)"
+        yield (
+            f"attn_logit_softcapping {given['attn_logit_softcapping']!r} (supported: None; the Hugging Face model "
+            "ignores it)"
+        )
 
 
 def _window_values(preset: Preset, given: Mapping[str, Any], layers: int) -> tuple[dict[str, Any], list[str]]:
@@ -489,23 +491,23 @@ def _window_values(preset: Preset, given: Mapping[str, Any], layers: int) -> tup
         size = None
     if layer_types is not None:
         if unknown := sorted({str(layer_type) for layer_type in layer_types} - {_SLIDING, _FULL}):
-            return {}, [f"layer_types with {', '.join(unknown)} (known: {_SLIDING}, {_FULL})"]
+            return {}, [f"layer_types with {', '.join(unknown)} (supported: {_SLIDING}, {_FULL})"]
         if len(layer_types) != layers:
-            return {}, [f"layer_types of {len(layer_types)} layers for num_hidden_layers {layers}"]
+            return {}, [f"layer_types with {len(layer_types)} entries for num_hidden_layers {layers}"]
     has_window = (
         [layer_type == _SLIDING for layer_type in layer_types]
         if layer_types is not None
         else _default_windows(preset, given, size, layers)
     )
     if not preset.window and (size is not None or any(has_window)):
-        return {}, [f"sliding_window {size!r} with a window in {sum(has_window)} layers (known: none)"]
+        return {}, [f"sliding_window {size!r} with a window in {sum(has_window)} layers (supported: none)"]
     if preset.window == "all" and size is not None and not all(has_window):
-        return {}, [f"layer_types with {_FULL} beside sliding_window {size!r} (known: {_SLIDING} in all layers)"]
+        return {}, [f"layer_types with {_FULL} and sliding_window {size!r} (supported: {_SLIDING} in all layers)"]
     if not any(has_window):
         return {}, []
     if not isinstance(size, int) or size < 2:
         return {}, [
-            f"sliding_window {size!r} with a window in {sum(has_window)} layers (known: whole numbers of at least 2)"
+            f"sliding_window {size!r} with a window in {sum(has_window)} layers (supported: integers of at least 2)"
         ]
     return {"window_size": size - 1, "window_attn_skip_freq": _skip_freq(has_window)}, []
 

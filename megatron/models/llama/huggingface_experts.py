@@ -133,28 +133,28 @@ def _pair(ours: str, theirs: str, parts: tuple[str, str, str], size: int) -> dic
 def expert_problems(names: ExpertNames, model: ModelConfig) -> Iterator[str]:
     """Yield a message for each expert setting of ``model`` that the type cannot express."""
     if not model.num_experts:
-        yield "--num-experts must be above 1 there, got a dense model"
+        yield "--num-experts must be at least 2, got a dense model"
         return
     for name, required in {**_PLAIN, **names.fixed}.items():
         value = getattr(model, name)
         if name not in names.free and value != required:
-            yield f"--{name.replace('_', '-')} must be {required} there, got {value}"
+            yield f"--{name.replace('_', '-')} must be {required}, got {value}"
     has_experts = expert_layers(model.moe_layer_freq, model.num_layers)
     if names.layers == "first" and sorted(has_experts) != list(has_experts):
-        yield f"the first layers are dense and no others there, got --moe-layer-freq {model.moe_layer_freq}"
+        yield f"only the first layers can be dense, got --moe-layer-freq {model.moe_layer_freq}"
     if not names.layers and not all(has_experts):
-        yield f"all layers have experts there, got --moe-layer-freq {model.moe_layer_freq}"
+        yield f"all layers must have experts, got --moe-layer-freq {model.moe_layer_freq}"
     if names is QWEN2 and not model.moe_shared_expert_intermediate_size:
-        yield "there is a shared expert there, got no --moe-shared-expert-intermediate-size"
+        yield "a shared expert is required. Set --moe-shared-expert-intermediate-size"
     if names is GLM4 and model.moe_shared_expert_intermediate_size % model.moe_ffn_hidden_size:
         yield (
-            "--moe-shared-expert-intermediate-size must be a multiple of --moe-ffn-hidden-size there, got "
+            "--moe-shared-expert-intermediate-size must be a multiple of --moe-ffn-hidden-size, got "
             f"{model.moe_shared_expert_intermediate_size} and {model.moe_ffn_hidden_size}"
         )
     if model.moe_router_num_groups and model.moe_router_topk // model.moe_router_group_topk != 2:
         yield (
-            "a group is chosen by its two best scores there, got --moe-router-topk "
-            f"{model.moe_router_topk} of --moe-router-group-topk {model.moe_router_group_topk}"
+            "--moe-router-topk must be twice --moe-router-group-topk, because a group is chosen by its two best "
+            f"scores, got {model.moe_router_topk} and {model.moe_router_group_topk}"
         )
 
 
@@ -204,13 +204,13 @@ def expert_values(names: ExpertNames, theirs: Mapping[str, Any]) -> tuple[dict[s
         else f"[{','.join(str(int(is_sparse)) for is_sparse in has_experts)}]",
     }
     if settings.get("router_jitter_noise"):
-        unsupported.append(f"router_jitter_noise {settings['router_jitter_noise']!r} (known: 0.0)")
+        unsupported.append(f"router_jitter_noise {settings['router_jitter_noise']!r} (supported: 0.0)")
     if names.layers == "sparse":
         fields["moe_router_pre_softmax"] = not settings["norm_topk_prob"]
     if names is QWEN2:
         fields["moe_shared_expert_intermediate_size"] = settings["shared_expert_intermediate_size"]
         if not settings.get("qkv_bias", True):
-            unsupported.append("qkv_bias False (known: True)")
+            unsupported.append("qkv_bias False (supported: True)")
     if names is GLM4:
         num_groups, group_topk = settings["n_group"], settings["topk_group"]
         fields["moe_shared_expert_intermediate_size"] = settings["n_shared_experts"] * settings[names.size]
@@ -218,9 +218,9 @@ def expert_values(names: ExpertNames, theirs: Mapping[str, Any]) -> tuple[dict[s
         if num_groups > 1 and num_groups != group_topk:
             fields |= {"moe_router_num_groups": num_groups, "moe_router_group_topk": group_topk}
         if not settings["norm_topk_prob"]:
-            unsupported.append("norm_topk_prob False (known: True)")
+            unsupported.append("norm_topk_prob False (supported: True)")
     if not any(has_experts):
-        unsupported.append(f"{names.number} {num_experts} in no layer (known: in one at least)")
+        unsupported.append(f"{names.number} {num_experts} in no layer (supported: in at least one layer)")
     return fields, unsupported
 
 

@@ -82,12 +82,12 @@ def rotary_values(
         return _by_layer_type(theirs, has_windows)
     rope = _global_parameters(theirs)
     if _FULL in rope or _SLIDING in rope:
-        return {}, [f"rope_parameters of {_FULL} and {_SLIDING} (known: one for all layers)"]
+        return {}, [f"separate rope_parameters for {_FULL} and {_SLIDING} (supported: the same for all layers)"]
     outer_share = theirs.get("partial_rotary_factor")
     share = rope.pop("partial_rotary_factor", None)
     share = outer_share if share is None else share
     if not has_share and share not in (None, 1.0):
-        return {}, [f"partial_rotary_factor {share!r} (known: 1.0)"]
+        return {}, [f"partial_rotary_factor {share!r} (supported: 1.0)"]
     fields, unsupported = _one(rope, theirs)
     if has_share and fields:
         fields["rotary_percent"] = 0.5 if share is None else float(share)
@@ -114,11 +114,11 @@ def _by_layer_type(theirs: Mapping[str, Any], has_windows: bool) -> tuple[dict[s
     full, local = dict(saved.get(_FULL) or {}), dict(saved.get(_SLIDING) or {})
     if scaling is not None:
         if "type" in scaling and "rope_type" not in scaling:
-            return {}, ["rope_scaling with type (known: rope_type, the only key that Gemma 3 reads there)"]
+            return {}, ["rope_scaling with type (supported: rope_type, the only key that Gemma 3 reads)"]
         full.update(scaling)
     for share in (theirs.get("partial_rotary_factor"), full.get("partial_rotary_factor")):
         if share not in (None, 1.0):
-            return {}, [f"partial_rotary_factor {share!r} (known: 1.0)"]
+            return {}, [f"partial_rotary_factor {share!r} (supported: 1.0)"]
     fields, unsupported = _one(full, theirs)
     if not has_windows or unsupported:
         return fields, unsupported
@@ -129,7 +129,9 @@ def _by_layer_type(theirs: Mapping[str, Any], has_windows: bool) -> tuple[dict[s
         return (fields if is_same else {**fields, "rotary_local_base": base}), []
     local_fields, unsupported = _one(local, {**theirs, "rope_theta": base})
     if local_fields != fields and not unsupported:
-        unsupported = [f"rope_type {rope_type!r} of layers with a window (known: default, or all as in the others)"]
+        unsupported = [
+            f"rope_type {rope_type!r} of layers with a window (supported: default, or the parameters of other layers)"
+        ]
     return local_fields, unsupported
 
 
@@ -140,11 +142,11 @@ def _one(rope: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[dict[str, 
     parameters.pop("type", None)
     base = parameters.pop("rope_theta", theirs.get("rope_theta", _BASE))
     if rope_type not in _OF_SCALING:
-        return {}, [f"rope_type {rope_type!r} (known: {', '.join(_OF_SCALING)})"]
+        return {}, [f"rope_type {rope_type!r} (supported: {', '.join(_OF_SCALING)})"]
     ignored = {"partial_rotary_factor": 1.0, **({"truncate": True} if rope_type == "yarn" else {})}
     set_aside = {key: parameters.pop(key, default) for key, default in ignored.items()}
     unsupported = [
-        f"{key} {value!r} (known: {ignored[key]!r})" for key, value in set_aside.items() if value != ignored[key]
+        f"{key} {value!r} (supported: {ignored[key]!r})" for key, value in set_aside.items() if value != ignored[key]
     ]
     if rope_type == "yarn":
         _resolve_mscale(parameters)

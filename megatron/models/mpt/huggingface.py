@@ -81,19 +81,16 @@ def problems(config: Config) -> Iterator[str]:
     fixed = {"position_embedding_type": "alibi", "norm_bias": False, "num_query_groups": model.num_attention_heads}
     yield from other_settings(model, fixed, free=("clip_qkv",))
     if model.hidden_bias:
-        yield "MPT has no --hidden-bias there, got it"
+        yield "--hidden-bias is not supported"
     if model.activation != "gelu":
-        yield f"MPT has the activation gelu there, got {model.activation}"
+        yield f"--activation must be gelu, got {model.activation}"
     if model.attention_size != model.hidden_size:
         yield (
-            f"heads must make up the hidden size, got {model.num_attention_heads} heads of {model.kv_hidden_size} "
-            f"for {model.hidden_size}"
+            "--num-attention-heads times --kv-hidden-size must equal --hidden-size, got "
+            f"{model.num_attention_heads} heads of {model.kv_hidden_size} for {model.hidden_size}"
         )
     if model.ff_hidden_size != 4 * model.hidden_size:
-        yield (
-            f"the feed-forward layer has 4 times the hidden size there, got {model.ff_hidden_size} for "
-            f"{model.hidden_size}"
-        )
+        yield f"--ff-hidden-size must be 4 times --hidden-size, got {model.ff_hidden_size} for {model.hidden_size}"
 
 
 def fields(config: Config) -> dict[str, Any]:
@@ -139,17 +136,15 @@ def values(theirs: dict[str, Any]) -> dict[str, Any]:
         f"attn_config.{difference}" for difference in _differences(attention, _FIXED_IN_ATTENTION | _NOT_IN_ATTENTION)
     ]
     if theirs.get("norm_type", _NORMS[0]) not in _NORMS:
-        unsupported.append(f"norm_type {theirs['norm_type']!r} (known: {', '.join(_NORMS)})")
+        unsupported.append(f"norm_type {theirs['norm_type']!r} (supported: {', '.join(_NORMS)})")
     forward = {key: value for key, value in (theirs.get("ffn_config") or {}).items() if value is not None}
     if {key: value for key, value in forward.items() if key != "fc_type"} not in ({}, {"ffn_type": "mptmlp"}):
-        unsupported.append(f"ffn_config {forward!r} (known: ffn_type 'mptmlp' alone)")
+        unsupported.append(f"ffn_config {forward!r} (supported: only ffn_type 'mptmlp')")
     scale, default = attention.get("softmax_scale"), (size / heads) ** -0.5
     if scale is not None and abs(scale - default) > 1e-6 * default:
-        unsupported.append(
-            f"attn_config.softmax_scale {scale} (known: {default:.6g}, one over the root of the head size)"
-        )
+        unsupported.append(f"attn_config.softmax_scale {scale} (supported: {default:.6g}, 1 / sqrt(head size))")
     if unsupported:
-        raise CheckpointError(f"our MPT has no counterpart of these settings: {'; '.join(unsupported)}")
+        raise CheckpointError(f"our MPT does not support these settings: {'; '.join(unsupported)}")
     return {
         "num_layers": theirs["n_layers"],
         "hidden_size": size,
@@ -180,7 +175,7 @@ def prepare(theirs: Any, config: Config) -> None:
 def _differences(given: dict[str, Any], fixed: dict[str, Any]) -> Iterator[str]:
     for key, required in fixed.items():
         if given.get(key, required) != required:
-            yield f"{key} {given[key]!r} (known: {required!r})"
+            yield f"{key} {given[key]!r} (supported: {required!r})"
 
 
 FORMAT = HFFormat(

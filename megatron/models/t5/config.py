@@ -18,9 +18,13 @@ from megatron.models.t5 import spans
 
 # The settings of T5: lengths and layers of both sides, positions, spans, and the pipeline split.
 
-_option = partial(option, elsewhere="it is for T5; use pretrain_t5.py, or leave it out")
-_length = partial(option, elsewhere="it is for encoder-decoders; use pretrain_t5.py, or --seq-length here")
-_layers = partial(option, elsewhere="it is for encoder-decoders; use pretrain_t5.py, or --num-layers here")
+_option = partial(option, elsewhere="it is supported in T5 only; use pretrain_t5.py, or remove it")
+_length = partial(
+    option, elsewhere="it is supported in encoder-decoder models only; use pretrain_t5.py, or --seq-length"
+)
+_layers = partial(
+    option, elsewhere="it is supported in encoder-decoder models only; use pretrain_t5.py, or --num-layers"
+)
 
 OF_RELATIVE = ("relative_attention_num_buckets", "relative_attention_max_distance")
 """Fields that only affect relative positions."""
@@ -36,19 +40,19 @@ class T5Config(FamilyConfig):
 
     KIND: ClassVar = "encoder-decoder"
     ADVICE: ClassVar = {
-        "eval_tasks": "tasks score how a text goes on, for which T5 is not made; leave it out",
-        "eval_tasks_interval": "tasks score how a text goes on, for which T5 is not made; leave it out",
+        "eval_tasks": "tasks score continuations with a decoder-only model, which T5 is not; remove it",
+        "eval_tasks_interval": "tasks score continuations with a decoder-only model, which T5 is not; remove it",
         "seq_length": "T5 has two lengths; use --enc-seq-length and --dec-seq-length",
-        "apply_residual_connection_post_layernorm": "T5 adds to the input of a layer's parts; leave it out",
-        "packing": "T5 cuts its texts out of documents end to end; leave it out",
-        "fim_rate": "T5 fills gaps anyway; leave it out",
-        "fim_spm_rate": "T5 fills gaps anyway; leave it out",
-        "reset_position_ids": "T5 keeps documents apart by --reset-attention-mask alone; use that",
-        "eod_mask_loss": "T5 learns the one end of its targets, and no document's end but those in masked spans; leave "
-        "it out",
-        "normalization": "--position-embedding-type relative has RMS norms, learned has layer norms; leave it out",
+        "apply_residual_connection_post_layernorm": "T5's residual connections start before the norms; remove it",
+        "packing": "T5's texts are windows of the concatenated documents; remove it",
+        "fim_rate": "T5 already predicts masked spans; remove it",
+        "fim_spm_rate": "T5 already predicts masked spans; remove it",
+        "reset_position_ids": "T5 separates documents with --reset-attention-mask only; use that flag",
+        "eod_mask_loss": "T5's targets contain ends of documents only in masked spans; remove it",
+        "normalization": "it follows from --position-embedding-type, RMSNorm with relative and LayerNorm with learned "
+        "positions; remove it",
         "mask_prob": "use --noise-density",
-        "short_seq_prob": "every sample has the same length of text; leave it out",
+        "short_seq_prob": "every T5 sample has the same text length; remove it",
     }
     DEFAULTS: ClassVar = {"position_embedding_type": RELATIVE}
     IDENTITY: ClassVar = (
@@ -183,7 +187,7 @@ class T5Config(FamilyConfig):
         if buckets % 2:
             yield (
                 "--relative-attention-num-buckets must be even, got "
-                f"{buckets}: half of the rows are for keys behind. Use {buckets - 1} or {buckets + 1}"
+                f"{buckets}: half of the buckets are for keys after the query. Use {buckets - 1} or {buckets + 1}"
             )
 
     def model_problems(self, config: Config) -> Iterator[str]:
@@ -191,13 +195,13 @@ class T5Config(FamilyConfig):
         positions, buckets = config.model.position_embedding_type, self.relative_attention_num_buckets
         if positions not in (RELATIVE, LEARNED):
             yield (
-                f"--position-embedding-type must be relative (T5) or learned (CPM's T5), got {positions}: an encoder "
-                "and its decoder have no others. Use one of these"
+                f"--position-embedding-type must be relative (T5) or learned (CPM's T5), got {positions}. "
+                "Encoder-decoder models support no other types. Use relative or learned"
             )
         if positions == RELATIVE and self.relative_attention_max_distance <= buckets // 2:
             yield (
                 "--relative-attention-max-distance must exceed half of --relative-attention-num-buckets, got "
-                f"{self.relative_attention_max_distance} and {buckets}: shorter distances have a row each. "
+                f"{self.relative_attention_max_distance} and {buckets}: each shorter distance has its own bucket. "
                 f"Use {buckets // 2 + 1} or more"
             )
 
@@ -216,8 +220,8 @@ class T5Config(FamilyConfig):
             yield from self._seam_problems(config)
         elif "pipeline_split_rank" in config.given and not config.parallel.has_pipeline:
             yield (
-                "--pipeline-split-rank acts on a pipeline only, got --pipe-parallel-size "
-                f"{config.parallel.pipe_parallel_size}. Leave it out, or use --pipe-parallel-size 2 or more"
+                "--pipeline-split-rank has no effect without a pipeline, got --pipe-parallel-size "
+                f"{config.parallel.pipe_parallel_size}. Remove it, or use --pipe-parallel-size 2 or more"
             )
 
     def notes(self, config: Config) -> Iterator[str]:
@@ -228,19 +232,20 @@ class T5Config(FamilyConfig):
     def _layer_problems(self, config: Config) -> Iterator[str]:
         if min(self.enc_layers, self.dec_layers) < 1:
             yield (
-                f"each side of a T5 must hold a layer, got {self.enc_layers} in the encoder and {self.dec_layers} in "
+                f"each side of a T5 must have a layer, got {self.enc_layers} in the encoder and {self.dec_layers} in "
                 "the decoder. Raise --num-layers, or set --enc-layers and --dec-layers"
             )
         if {"num_layers", "enc_layers", "dec_layers"} <= set(config.given):
             yield (
-                f"--num-layers is for a side without a number of its own, got --num-layers {config.model.num_layers}, "
-                f"--enc-layers {self.enc_layers} and --dec-layers {self.dec_layers}. Leave one of the three out"
+                "--num-layers has no effect with both --enc-layers and --dec-layers, got --num-layers "
+                f"{config.model.num_layers}, --enc-layers {self.enc_layers} and --dec-layers {self.dec_layers}. "
+                "Remove one of the three"
             )
 
     def _span_problems(self, config: Config) -> Iterator[str]:
         named = _flags(config, SHORT_SPANS)
         if named and "R" not in self.denoisers:
-            yield f"{named} acts on the denoiser R only, got --denoisers {self.denoisers}. Leave it out, or add R"
+            yield f"{named} has no effect without the denoiser R, got --denoisers {self.denoisers}. Remove it, or add R"
         try:
             raw, longest = self.raw_length, self.longest_target
         except ValueError as error:
@@ -251,7 +256,7 @@ class T5Config(FamilyConfig):
                 f"--dec-seq-length must be at least {longest}, the longest target of {raw} tokens of text, got "
                 f"{self.dec_seq_length} with --enc-seq-length {self.enc_seq_length}, --noise-density "
                 f"{self.noise_density:g}, --mean-span-length {self.mean_span_length:g}, --denoisers {self.denoisers}. "
-                f"Leave it out, or raise it to {longest} or more (more pads)"
+                f"Remove it, or raise it to {longest} or more, which adds padding"
             )
 
     def _fixed_span_problems(self, config: Config, fixed: str) -> Iterator[str]:
@@ -263,7 +268,7 @@ class T5Config(FamilyConfig):
         named = _flags(config, SPANS)
         if named and not config.data.cuts_spans:
             yield (
-                f"{named} acts where spans are cut out when a text is read, got {fixed}. Leave it out, or give "
+                f"{named} has no effect on spans that are fixed in the data, got {fixed}. Remove it, or use "
                 "ordinary token files"
             )
         try:
@@ -272,25 +277,27 @@ class T5Config(FamilyConfig):
             yield str(error).removesuffix(".")
         else:
             if has_several and ("denoisers" not in config.given or config.data.cuts_spans):
-                value, remedy = f"{self.denoisers} in the defaults", "Take it out of them"
+                value, remedy = f"{self.denoisers} in the defaults", "Remove it from the defaults"
                 if "denoisers" in config.given:
-                    value, remedy = self.denoisers, "Leave it out"
-                yield f"--denoisers must be one kind for {fixed}, got {value}. {remedy}, or give ordinary token files"
+                    value, remedy = self.denoisers, "Remove it"
+                yield (
+                    f"--denoisers must be one denoiser for {fixed}, got {value}. {remedy}, or use ordinary token files"
+                )
         if self.enc_seq_length < 2:
-            yield f"--enc-seq-length must be at least 2, a token and the end, got {self.enc_seq_length}. Raise it"
+            yield f"--enc-seq-length must be at least 2, a token and the end token, got {self.enc_seq_length}. Raise it"
 
     def _relative_problems(self, config: Config) -> Iterator[str]:
         positions = config.model.max_position_embeddings
         if positions:
             yield (
-                f"--max-position-embeddings acts on learned positions only, got {positions} and "
-                "--position-embedding-type relative. Leave it out, or use --position-embedding-type learned"
+                f"--max-position-embeddings has no effect on relative positions, got {positions} and "
+                "--position-embedding-type relative. Remove it, or use --position-embedding-type learned"
             )
 
     def _learned_problems(self, config: Config) -> Iterator[str]:
         named = _flags(config, OF_RELATIVE)
         if named:
-            yield f"{named} acts with --position-embedding-type relative only, got learned. Leave it out"
+            yield f"{named} has no effect without --position-embedding-type relative, got learned. Remove it"
         positions = config.model.max_position_embeddings
         lengths = {"--enc-seq-length": self.enc_seq_length, "--dec-seq-length": self.dec_seq_length}
         for flag, length in lengths.items():
@@ -305,26 +312,27 @@ class T5Config(FamilyConfig):
         rank, p = self.pipeline_split_rank, parallel.num_stages
         if parallel.chunks > 1:
             yield (
-                f"--pipeline-split-rank needs one chunk on each stage, got {rank} and {parallel.chunks} chunks: each "
-                "stage comes again after the last. Leave one of the two out"
+                f"--pipeline-split-rank requires one chunk per stage, got {rank} and {parallel.chunks} chunks. Remove "
+                "--pipeline-split-rank, or use one chunk per stage"
             )
         if parallel.partition_method != "balanced":
             yield (
-                "--pipeline-split-rank acts with --partition-method balanced only, got --partition-method "
-                f"{parallel.partition_method}. Leave one of the two out"
+                "--pipeline-split-rank has no effect without --partition-method balanced, got --partition-method "
+                f"{parallel.partition_method}. Remove one of the two"
             )
         if rank >= p:
             ranks = "1" if p == 2 else f"1 to {p - 1}"
             yield (
-                f"--pipeline-split-rank must be {ranks} with --pipe-parallel-size {p}, got {rank}. Use 0 to cut by cost"
+                f"--pipeline-split-rank must be {ranks} with --pipe-parallel-size {p}, got {rank}. Use 0 to split by "
+                "cost"
             )
             return
         for side, layers, stages in (("encoder", self.enc_layers, rank), ("decoder", self.dec_layers, p - rank)):
             if layers < stages:
                 yield (
-                    f"--pipeline-split-rank {rank} leaves the {side} {stages} of {p} stages, which must hold a layer "
-                    f"each, got --{side[:3]}-layers {layers}. Move the seam, use 0 to cut by cost, or give the {side} "
-                    "more layers"
+                    f"--pipeline-split-rank {rank} assigns {stages} of {p} stages to the {side}, and each stage needs "
+                    f"a layer, got --{side[:3]}-layers {layers}. Change --pipeline-split-rank, use 0 to split by cost, "
+                    f"or add {side} layers"
                 )
 
 

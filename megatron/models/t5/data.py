@@ -103,11 +103,11 @@ class T5Tokens:
         remedy = (
             f"Raise --vocab-extra-ids to {needed}"
             if is_appended
-            else "Take a tokenizer with more of them, or one with none (then --vocab-extra-ids appends them)"
+            else "Use a tokenizer with more sentinels, or one without sentinels (--vocab-extra-ids then appends them)"
         )
         raise DataError(
-            f"there must be a sentinel for each span, {needed} for {asked_by}; too few sentinels: "
-            f"{'--vocab-extra-ids' if is_appended else 'the tokenizer'} gives {len(self.sentinels)}. "
+            f"{asked_by} needs {needed} sentinels, one for each span; too few sentinels: "
+            f"{'--vocab-extra-ids' if is_appended else 'the tokenizer'} provides {len(self.sentinels)}. "
             f"{remedy}, raise --mean-span-length, or shorten --enc-seq-length."
         )
 
@@ -409,11 +409,11 @@ class T5Dataset:
         if self.dec_seq_length < longest:
             raise DataError(
                 f"--dec-seq-length must be at least {longest}, the longest target of {asked_by}, got "
-                f"{self.dec_seq_length}. Raise it, or leave it out."
+                f"{self.dec_seq_length}. Raise it, or remove it."
             )
         missing = [d.kind for d in self.denoisers if has_modes(self.denoisers) and d.kind not in self.tokens.modes]
         if missing:
-            raise DataError(f"each of several denoisers must have a mode token, {', '.join(missing)} has none")
+            raise DataError(f"each of several denoisers must have a mode token, but {', '.join(missing)} has none")
 
     @cached_property
     def fingerprint(self) -> str:

@@ -84,7 +84,7 @@ def to_ours(hf_state: dict[str, torch.Tensor], num_heads: int, *, is_untied: boo
             mapping = _recipe(name, parts, tensors[parts[0]].shape[0], num_heads)
             ours[f"{name}.weight"] = huggingface.to_our_weight(mapping, tensors)
     if hf_weights:
-        raise CheckpointError(f"these names are not of a T5ForConditionalGeneration: {', '.join(hf_weights)}")
+        raise CheckpointError(f"T5ForConditionalGeneration has no weights with these names: {', '.join(hf_weights)}")
     return ours
 
 
@@ -103,7 +103,7 @@ def from_ours(ours: dict[str, torch.Tensor], num_heads: int) -> dict[str, torch.
                 huggingface.from_our_weight(_recipe(name, parts, tensor.shape[0] // len(parts), num_heads), tensor)
             )
     if remaining:
-        raise CheckpointError(f"these names are not of our T5 with relative positions: {', '.join(remaining)}")
+        raise CheckpointError(f"our T5 with relative positions has no weights with these names: {', '.join(remaining)}")
     if _THEIR_WORD in hf_weights:
         copies = (*_COPIES, *(() if _THEIR_HEAD in hf_weights else (_THEIR_HEAD,)))
         hf_weights.update(dict.fromkeys(copies, hf_weights[_THEIR_WORD]))
@@ -120,7 +120,7 @@ def model_fields(hf_config: Any) -> dict[str, Any]:
     projection = settings.get("feed_forward_proj") or _DEFAULT_PROJECTIONS[settings.get("model_type", "t5")]
     if projection not in _SETTINGS:
         raise CheckpointError(
-            f"our T5 has no counterpart of feed_forward_proj {projection!r} (known: {', '.join(_SETTINGS)})"
+            f"our T5 does not support feed_forward_proj {projection!r} (supported: {', '.join(_SETTINGS)})"
         )
     return {
         "num_layers": settings["num_layers"],
@@ -156,8 +156,8 @@ def _drop_copies(theirs: dict[str, torch.Tensor], copies: tuple[str, ...]) -> No
         copy = theirs.pop(name)
         if not copy.equal(theirs.setdefault(_THEIR_WORD, copy)):
             raise CheckpointError(
-                f"{name}.weight must equal {_THEIR_WORD}.weight, of which it is a copy, and holds other values. "
-                "Convert a model whose head has weights of its own as untied."
+                f"{name}.weight must equal {_THEIR_WORD}.weight, of which it is a copy, but its values differ. "
+                "Convert a model with separate head weights as untied."
             )
 
 
@@ -225,11 +225,11 @@ def _recipe(name: str, parts: tuple[str, ...], rows: int, num_heads: int) -> Wei
 
 def _problems(config: Config) -> Iterator[str]:
     if not config.model.has_relative_positions:
-        yield "T5 has no learned positions there (the variant that CPM trained)"
+        yield "--position-embedding-type must be relative, got learned positions (CPM's variant)"
     if config.model.hidden_bias:
-        yield "T5 has no biases in its linear layers there, got hidden_bias"
+        yield "--hidden-bias is not supported"
     if config.model.activation not in _THEIR_SETTINGS:
-        yield f"T5 has the activation {', '.join(_THEIR_SETTINGS)} there, got {config.model.activation}"
+        yield f"--activation must be one of {', '.join(_THEIR_SETTINGS)}, got {config.model.activation}"
 
 
 def _fields(config: Config) -> dict[str, Any]:
@@ -302,7 +302,7 @@ def _their_inputs(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
 def _mt5_problems(config: Config) -> Iterator[str]:
     yield from _problems(config)
     if not config.model.untie_embeddings:
-        yield "mT5's head has weights of its own (--untie-embeddings-and-output-weights), got a tied one"
+        yield "mT5 requires an untied head, got a tied head. Add --untie-embeddings-and-output-weights"
 
 
 def _mt5_fields(config: Config) -> dict[str, Any]:

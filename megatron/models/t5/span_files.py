@@ -77,10 +77,12 @@ class SpanFiles:
         starts = np.cumsum(lengths) - lengths
         bits = 8 * self.offsets.dtype.itemsize
         if not first + count <= len(lengths) or ((starts - stored) % (1 << bits)).any():
-            raise self._damaged(document, f"its {len(lengths)} spans do not lie one behind the other")
+            raise self._damaged(document, f"its {len(lengths)} spans are not contiguous")
         start, stop = int(starts[first]), int(starts[first + count - 1] + lengths[first + count - 1])
         if stop > self.target.sizes[document]:
-            raise self._damaged(document, f"its target has {self.target.sizes[document]} tokens, spans need {stop}")
+            raise self._damaged(
+                document, f"its target has {self.target.sizes[document]} tokens, but its spans need {stop}"
+            )
         tokens = self.target.read(document, start, stop - start).astype(np.int64)
         markers = np.flatnonzero(tokens >= self.vocab_size)
         expected = starts[first : first + count] - start
@@ -88,13 +90,13 @@ class SpanFiles:
             not np.array_equal(markers, expected)
             or (tokens[markers] - self.vocab_size != first + np.arange(count)).any()
         ):
-            raise self._damaged(document, f"spans {first} ... {first + count - 1} do not each start with their marker")
+            raise self._damaged(document, f"spans {first} ... {first + count - 1} do not all start with their markers")
         return tokens
 
     def _damaged(self, document: int, what: str) -> DataError:
         return DataError(
-            f"{self.prefix}: in document {document} of the set in three files, {what}. The files are damaged or belong "
-            "to different sets: build all three again."
+            f"{self.prefix}: document {document} of the set in three files is invalid: {what}. The files are damaged "
+            "or belong to different sets. Build all three again."
         )
 
     def _check_present(self) -> None:
@@ -107,21 +109,21 @@ class SpanFiles:
         if missing:
             raise DataError(
                 f"{missing[0]} does not exist; a set in three files is {', '.join(SET_SUFFIXES)}, each .bin and .idx. "
-                f"Copy what is missing, or give ordinary token files {self.prefix}.bin and .idx."
+                f"Copy the missing files, or use ordinary token files {self.prefix}.bin and .idx."
             )
 
     def _check_documents(self) -> None:
         counts = [file.num_documents for file in (self.context, self.target, self.offsets)]
         if len(set(counts)) > 1:
             raise DataError(
-                f"{self.prefix}: the three files of a set must hold as many documents each, got "
+                f"{self.prefix}: the three files of a set must have the same number of documents, got "
                 f"{', '.join(f'{count} in {suffix}' for count, suffix in zip(counts, SET_SUFFIXES, strict=True))}. "
-                "They belong to different sets, or one was cut short."
+                "They belong to different sets, or one of them is truncated. Build all three again."
             )
         odd_documents = np.flatnonzero(self.offsets.sizes % 2)
         if len(odd_documents):
             raise self._damaged(
-                int(odd_documents[0]), f"the offsets are {self.offsets.sizes[odd_documents[0]]} numbers, not pairs"
+                int(odd_documents[0]), f"its {self.offsets.sizes[odd_documents[0]]} offsets do not form pairs"
             )
 
     def _check_markers(self) -> None:
@@ -131,7 +133,7 @@ class SpanFiles:
             if markers != [self.vocab_size]:
                 raise DataError(
                     f"{self.prefix}: targets must start with the marker {self.vocab_size}, the size of the vocabulary, "
-                    f"got {markers} in document {document}. Give the tokenizer that the set was built with."
+                    f"got {markers} in document {document}. Use the tokenizer that the set was built with."
                 )
 
     def _check_ids(self) -> None:
@@ -140,12 +142,12 @@ class SpanFiles:
         for file in (self.context, self.target):
             if limit - 1 > np.iinfo(file.dtype).max:
                 document = int(np.argmax(self.offsets.sizes))
-                raise self._damaged(document, f"{file.dtype} cannot hold the markers of {max_spans} spans")
+                raise self._damaged(document, f"{file.dtype} cannot represent the markers of {max_spans} spans")
             first_invalid = file.first_outside(limit)
             if first_invalid is not None:
                 document, offset, token = first_invalid
                 name = Path(file.token_path).name
-                raise self._damaged(document, f"token {offset} of {name} is {token}, above all markers")
+                raise self._damaged(document, f"token {offset} of {name} is {token}, which is above all markers")
 
 
 # T5 samples from a set of three files. Spans are fixed; sentinels restart in each sample.
@@ -240,7 +242,7 @@ class SpanFilesDataset:
                 continue
             if not np.array_equal(spans, spans[0] + np.arange(len(spans))):
                 raise SampleError(
-                    f"sample {index} cannot be read: markers of document {piece.document} do not count up"
+                    f"sample {index} cannot be read: markers of document {piece.document} are not consecutive"
                 )
             targets.append(self._read(index, piece.document, int(spans[0]), len(spans)))
         return np.concatenate(targets)
@@ -258,8 +260,8 @@ class SpanFilesDataset:
         too_long = sum(length > self.dec_seq_length for length in lengths)
         if too_long:
             log.info(
-                f"{too_long} of {num_checked} samples looked at have more than --dec-seq-length {self.dec_seq_length} "
-                f"targets, up to {max(lengths)}; what is beyond is left out"
+                f"{too_long} of {num_checked} checked samples have more than --dec-seq-length {self.dec_seq_length} "
+                f"target tokens, up to {max(lengths)}; their targets are truncated"
             )
 
 
@@ -334,8 +336,8 @@ def _tokens_per_sample(parts: Sequence[Any]) -> int:
     for other in parts:
         if other.dec_seq_length != first.dec_seq_length:
             raise DataError(
-                f"targets must be of one length in all corpora, got {first.dec_seq_length} for {_prefix(first)} and "
-                f"{other.dec_seq_length} for {_prefix(other)}. Give --dec-seq-length."
+                f"targets must have the same length in all corpora, got {first.dec_seq_length} for {_prefix(first)} "
+                f"and {other.dec_seq_length} for {_prefix(other)}. Set --dec-seq-length."
             )
     return first.enc_seq_length + first.dec_seq_length
 
@@ -347,6 +349,6 @@ def _prefix(samples: T5Dataset | SpanFilesDataset) -> str:
 def _check_one_kind(prefix: str, denoisers: Sequence[Denoiser]) -> None:
     if has_modes(denoisers):
         raise DataError(
-            f"--denoisers must be one kind for {prefix}, a set in three files whose spans are fixed, got "
-            f"{','.join(denoiser.kind for denoiser in denoisers)}. Leave it out, or give ordinary token files."
+            f"--denoisers must be one denoiser for {prefix}, a set in three files whose spans are fixed, got "
+            f"{','.join(denoiser.kind for denoiser in denoisers)}. Remove it, or use ordinary token files."
         )

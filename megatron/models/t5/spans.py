@@ -69,7 +69,7 @@ def has_modes(denoisers: Sequence[Denoiser]) -> bool:
 def noise_and_spans(length: int, denoiser: Denoiser) -> tuple[int, int]:
     """Return the number of tokens removed from a text of ``length`` tokens, and the number of spans."""
     if length < SHORTEST_TEXT:
-        raise ValueError(f"a text must have at least {SHORTEST_TEXT} tokens to cut spans out of it, got {length}")
+        raise ValueError(f"a text must have at least {SHORTEST_TEXT} tokens for span corruption, got {length}")
     noise = min(max(round(denoiser.noise_density * length), 1), length - 1)
     spans = max(min(round(noise / denoiser.mean_span_length), noise, length - noise), 1)
     return noise, spans
@@ -109,9 +109,10 @@ def raw_length(enc_seq_length: int, denoisers: Sequence[Denoiser]) -> int:
     length = bisect_right(range(upper_bound), enc_seq_length, lo=SHORTEST_TEXT, key=longest_input) - 1
     if len(denoisers) == 1 and longest_input(length) < enc_seq_length:
         raise ValueError(
-            f"--enc-seq-length must be a length that inputs can have, got {enc_seq_length}: --noise-density "
-            f"{denoisers[0].noise_density:g} and --mean-span-length {denoisers[0].mean_span_length:g} give "
-            f"{longest_input(length)} or {longest_input(length + 1)}. Take one of these, or longer spans."
+            f"--enc-seq-length must be a length that inputs can have, got {enc_seq_length}: with --noise-density "
+            f"{denoisers[0].noise_density:g} and --mean-span-length {denoisers[0].mean_span_length:g}, inputs have "
+            f"{longest_input(length)} or {longest_input(length + 1)} tokens. Use one of these lengths, or raise "
+            "--mean-span-length."
         )
     return length
 
@@ -127,7 +128,7 @@ def most_spans(length: int, denoisers: Sequence[Denoiser]) -> int:
 
 
 def _parse_weights(text: str) -> dict[str, float]:
-    problem = f"--denoisers must be some of {', '.join(KINDS)}, each once, with a weight if you like: R:2,X:1,S:1"
+    problem = f"--denoisers must be a list of {', '.join(KINDS)}, each at most once, with optional weights: R:2,X:1,S:1"
     weights: dict[str, float] = {}
     for part in text.split(","):
         kind, colon, number = (word.strip() for word in part.partition(":"))
@@ -143,20 +144,20 @@ def _parse_weight(number: str, wrong: str) -> float:
     try:
         weight = float(number)
     except ValueError as error:
-        raise ValueError(f"{wrong}, whose weight is no number") from error
+        raise ValueError(f"{wrong}, whose weight is not a number") from error
     if not 0 < weight < math.inf:
-        raise ValueError(f"{wrong}, whose weight must be more than 0 and finite. Leave out what should have no share")
+        raise ValueError(f"{wrong}, whose weight must be above 0 and finite. Remove denoisers without a share")
     return weight
 
 
 def _check_shape(noise_density: float, mean_span_length: float) -> None:
     if not 0 < noise_density < 1:
-        raise ValueError(f"--noise-density must lie between 0 and 1, got {noise_density:g}; T5's own is 0.15")
+        raise ValueError(f"--noise-density must be between 0 and 1, got {noise_density:g}. T5 uses 0.15")
     if not 1 <= mean_span_length < math.inf:
-        raise ValueError(f"--mean-span-length must be at least 1 and finite, got {mean_span_length:g}; T5's own is 3")
+        raise ValueError(f"--mean-span-length must be at least 1 and finite, got {mean_span_length:g}. T5 uses 3")
     if noise_density / mean_span_length > 1 - noise_density:
         raise ValueError(
-            "spans must have a token of the text between them: --noise-density / --mean-span-length must be at most "
+            "spans need at least one text token between them: --noise-density / --mean-span-length must be at most "
             f"1 - --noise-density, got {noise_density:g} / {mean_span_length:g} and {1 - noise_density:g}. "
             "Lower --noise-density or raise --mean-span-length."
         )

@@ -259,8 +259,8 @@ class _BucketMemory:
     def _raise_if_summed(self, parameter: torch.nn.Parameter) -> None:
         if self._is_summed:
             raise RuntimeError(
-                "backward must leave the gradient of a weight once, got one of shape "
-                f"{tuple(parameter.shape)} when its sum over the replicas had started. Recompute with "
+                "backward must compute the gradient of a weight once, got another one of shape "
+                f"{tuple(parameter.shape)} after its reduction over the replicas had started. Recompute with "
                 "use_reentrant=False, or add --no-overlap-grad-reduce"
             )
 

@@ -89,9 +89,9 @@ class ReduceScatterGradReducer(GradReducer):
             return
         if parameter in self._arrived or self._order.is_taken(parameter):
             raise RuntimeError(
-                "backward must leave the gradient of a weight once for each micro-batch, got one of shape "
-                f"{tuple(parameter.shape)} twice: under --zero-stage 2 and 3 its sum over the replicas may be on its "
-                "way. Recompute with use_reentrant=False, or use --zero-stage 1"
+                "backward must compute the gradient of a weight once for each micro-batch, got one of shape "
+                f"{tuple(parameter.shape)} twice: with --zero-stage 2 and 3 its reduction over the replicas may have "
+                "started. Recompute with use_reentrant=False, or use --zero-stage 1"
             )
         self._arrived[parameter], parameter.grad = parameter.grad, None
         self._reduce(self._order.arrived(parameter))

@@ -309,7 +309,7 @@ class GatherOrder:
         return self._texts([order[position] for order in orders], kinds)
 
     def _texts(self, units: Sequence[int], kinds: Sequence[int]) -> list[str]:
-        actions = ["is through with its micro-batch" if u == END else f"calls {self._units[u].name}" for u in units]
+        actions = ["has finished its micro-batch" if u == END else f"gathers {self._units[u].name}" for u in units]
         if len(set(kinds)) == 1:
             return actions
         during = ["in training" if kind == TRAINING else "in an evaluation" for kind in kinds]
@@ -319,9 +319,9 @@ class GatherOrder:
         orders = ", ".join(f"replica {replica} {text}" for replica, text in enumerate(texts[:8]))
         more = f" and {len(texts) - 8} others" if len(texts) > 8 else ""
         raise ConfigError(
-            "under --zero-stage 3 replicas must call the same layers in the same order, for each holds a part of "
-            f"every weight, got replicas that call other layers: {orders}{more}. The weights are as before this "
-            "step. Let all replicas take the same way through the model, or use --zero-stage 2"
+            "with --zero-stage 3 all replicas must call the same layers in the same order, because each has a shard of "
+            f"every weight, but {orders}{more}. The step did not change the weights. Make all replicas call the same "
+            "layers, or use --zero-stage 2"
         )
 
 

@@ -45,7 +45,7 @@ from megatron.optim.zero.gather_order import TRAINING, GatherOrder
 from megatron.optim.zero.layers import layers_of
 from tds import backward_state
 
-REST = "what is in no layer"
+REST = "weights outside of layers"
 MUCH = 0.5
 """Units with more than this fraction of all weights cause a warning, because ZeRO 3 then saves little memory."""
 
@@ -257,9 +257,7 @@ class ParamUnits:
             f"ZeRO 3 gathers {len(sizes)} units, the largest with {max(sizes) / total:.0%} of the weights: {largest}"
         )
         if max(sizes) > MUCH * total:
-            log.warn_once(
-                f"{message}. So much is held at once: put layers in a ModuleList, whose elements come one by one"
-            )
+            log.warn_once(f"{message}. They are gathered at once: put layers in a ModuleList to gather them one by one")
         else:
             log.info(message)
 
@@ -268,8 +266,8 @@ class ParamUnits:
         names = [unit.name for unit in self.units if not unit.was_called]
         if names and not self._has_warned and output is not None:  # None: the forward has failed
             log.warning(
-                f"--zero-stage 3 gathers weights when a module that has them is called, and {', '.join(names)} was not "
-                "called in the first pass. If its weights were read there, they were NaN: call the module, or use "
+                f"--zero-stage 3 gathers weights when their module is called, but {', '.join(names)} was not called in "
+                "the first forward. If its weights were read there, they were NaN. Call the module, or use "
                 "--zero-stage 2"
             )
         self._has_warned = self._has_warned or output is not None

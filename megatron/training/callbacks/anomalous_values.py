@@ -21,7 +21,7 @@ def bad_losses(engine: StepEngine, grid: Grid, samples: StepSamples) -> str:
         return ""
     indices = [idx for idx, loss in engine.micro_losses.items() if not loss.isfinite().all()]
     micro_batches = [f"micro-batch {i} ({samples.of_micro_batch(grid.data.rank, i)})" for i in indices]
-    return f"{_listed(micro_batches)} gave such a loss" if micro_batches else ""
+    return f"the loss of {_listed(micro_batches)} is not finite" if micro_batches else ""
 
 
 @torch.no_grad()

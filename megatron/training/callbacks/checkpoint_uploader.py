@@ -52,8 +52,8 @@ class CheckpointUploader(Callback):
             failed = uploads.close()
         if failed and is_first:
             log.error(
-                f"{', '.join(failed)} could not be uploaded to {self.target}, and wait in {self.trainer.folder}: a "
-                "start with the same --save and --save-remote uploads them"
+                f"{', '.join(failed)} could not be uploaded to {self.target} and remain in {self.trainer.folder}. "
+                "Start again with the same --save and --save-remote to upload them"
             )
 
     def _on_whole(self, kind: str, name: str) -> None:

@@ -115,8 +115,8 @@ class Checkpointer(Callback):
         self.lineage = CheckpointLineage(last_sequence(earlier))
         if earlier:
             log.warning(
-                f"{folder} holds {len(earlier)} checkpoints of an earlier run, which stay as they are; --resume goes "
-                "on with them"
+                f"{folder} contains {len(earlier)} checkpoints of an earlier run. They are retained; --resume "
+                "continues from them"
             )
 
     # During the run.
@@ -334,7 +334,7 @@ class Checkpointer(Callback):
             self.lineage.continue_from(checkpoint.sequence, last_sequence(list_checkpoints(checkpoint.path.parent)))
         self.committed, self.newest_step = checkpoint.path, trainer.progress.step
         trainer.call("on_load_end", trainer.progress.step)
-        trainer.print_line(f"step {trainer.progress.step} | went back to {checkpoint.path}")
+        trainer.print_line(f"step {trainer.progress.step} | rolled back to {checkpoint.path}")
         return checkpoint.path
 
     @marked(is_of_this_rank=False)
@@ -352,6 +352,6 @@ class Checkpointer(Callback):
             if self.origin is not None and step_of(self.origin) <= up_to_step:
                 return open_checkpoint(self.origin, host)
             raise CheckpointError(
-                f"no checkpoint of this run up to step {up_to_step} in {root} to go back to: {str(error).rstrip('.')}. "
-                "--save-interval N or --save-interval-minutes M saves more often"
+                f"{root} has no checkpoint of this run up to step {up_to_step} to roll back to: "
+                f"{str(error).rstrip('.')}. Save more often with --save-interval N or --save-interval-minutes M"
             ) from error

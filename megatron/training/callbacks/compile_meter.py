@@ -91,6 +91,6 @@ def compile_line(metrics: dict[str, Any]) -> str | None:
     if not num_made + num_cached:
         return None
     return (
-        f"torch.compile took {metrics['compile_s']:.1f} s (the rank that waited longest); graphs of all ranks: "
-        f"{num_made} compiled, {num_cached} found in {cache_folder()}"
+        f"torch.compile took {metrics['compile_s']:.1f} s (the slowest rank); graphs of all ranks: "
+        f"{num_made} compiled, {num_cached} loaded from {cache_folder()}"
     )

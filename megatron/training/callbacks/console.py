@@ -94,7 +94,7 @@ class Console(Callback):
             for split in [name for name in SPLITS if name in evaluator.losses]:
                 yield f"{SPLITS[split]} loss", f"{evaluator.losses[split]:.4f}"
         if (monitor := find(SpeedMonitor)) and (speed := monitor.rates.mean_tokens_per_s()) is not None:
-            yield "tokens/s", f"{speed:,.0f} on the mean"
+            yield "tokens/s", f"{speed:,.0f} on average"
         size = trainer.world.grid.topology.world_size
         yield "time", f"{human_time(seconds)} on {size} rank{'' if size == 1 else 's'}"
         if trainer.config.checkpoint.eval_only:

@@ -50,7 +50,7 @@ def open_dump(config: Config, world: World, modules: Sequence[str], parameters: 
         try:
             write_manifest(folder, _facts(config, world))
         except (ValueError, OSError) as error:
-            raise ConfigError(f"--debug-dump must name a folder for a new dump: {error}. Take another") from error
+            raise ConfigError(f"--debug-dump must name a folder for a new dump: {error}. Use another folder") from error
 
     run_on_rank_0(world, make)
     writer = Writer(folder, world.rank, with_tensors=config.debug.debug_dump_tensors)
@@ -256,7 +256,7 @@ class Debugger(Callback):
         self._note(finding)
         has_found = torch.tensor([float(finding is not None)], device=self.world.device)
         if all_reduce(has_found, self.world.grid.world, dist.ReduceOp.MAX).item():
-            message = "what modules take and give must be finite (--debug-nan). The weights are as before this step."
+            message = "inputs and outputs of modules must be finite (--debug-nan). The weights are as before this step."
             raise ModuleError(message, finding.text if finding is not None else "")
 
     def _finding(self) -> Finding | None:
@@ -300,8 +300,8 @@ class Debugger(Callback):
         is_first, self._has_started = not self._has_started, True
         if is_first and self._dumped and first >= max(steps.stop for steps in self._dumped) and self.world.rank == 0:
             log.warning(
-                f"--debug-dump writes nothing: the run goes on with step {first}, behind --debug-dump-steps "
-                f"{self.config.debug.debug_dump_steps}. Name later steps, counted from the first start"
+                f"--debug-dump has no effect: the run continues with step {first}, after --debug-dump-steps "
+                f"{self.config.debug.debug_dump_steps}. Set later steps, counted from the first start"
             )
 
 

@@ -71,7 +71,7 @@ class Evaluator(Callback):
             if is_signalled:
                 if split == "test":
                     trainer.stop_text = (
-                        f"stopped in the evaluation on the test split; the run is saved in {trainer.folder}. "
+                        f"stopped during the evaluation of the test split; the run is saved in {trainer.folder}. "
                         f"{how_to_go_on(trainer.folder)}"
                     )
                 return None

@@ -75,9 +75,9 @@ class ExpertMonitor(Callback):
         imbalance = load.imbalance()[load.layers.index(worst)]
         steps = len(self._seen[worst].values)
         return (
-            f"router collapse: {', '.join(layers)}{suffix}: the entropy of {worst} is that of "
-            f"{num_experts ** found[worst]:.1f} of {num_experts} experts, the mean of {steps} steps; now the largest "
-            f"has {imbalance:.2f} x the mean tokens. {self._advice()}"
+            f"router collapse: {', '.join(layers)}{suffix}: the mean entropy of {worst} over {steps} steps corresponds "
+            f"to {num_experts ** found[worst]:.1f} of {num_experts} experts; the most loaded expert now has "
+            f"{imbalance:.2f} x the mean tokens. {self._advice()}"
         )
 
     def _advice(self) -> str:

@@ -133,7 +133,7 @@ class HuggingFaceExporter(Callback):
         if outcome is None:
             return
         if outcome.done is None:
-            log.error(f"step {outcome.step}: NOT EXPORTED to {outcome.path}: {outcome.error}. The run goes on")
+            log.error(f"step {outcome.step}: NOT EXPORTED to {outcome.path}: {outcome.error}. The run continues")
             return
         size = f"{outcome.done.num_bytes / 1e6:.1f} MB"
         self.trainer.print_line(f"step {outcome.step} | exported {outcome.path} in {outcome.seconds:.2f} s, {size}")

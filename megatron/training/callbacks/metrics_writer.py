@@ -67,7 +67,7 @@ class Metrics(Callback):
     def _opened(self) -> MetricsWriter:
         """Return the writer; raise RuntimeError before ``on_train_start``."""
         if self.writer is None:
-            raise RuntimeError("metrics are written from on_train_start on")
+            raise RuntimeError("metrics cannot be written before on_train_start")
         return self.writer
 
     def _of_evaluation(self) -> dict[str, Any]:
@@ -143,8 +143,8 @@ class MetricsWriter:
             is_there = False
         if not is_there:
             raise ConfigError(
-                f"the run folder must stay where it is while the run goes on, got {self.path.parent} deleted or moved, "
-                f"or its {self.path.name}. Bring it back and go on with --load, or start again"
+                f"the run folder {self.path.parent} or its {self.path.name} was deleted or moved during the run. "
+                "Restore it and resume with --load, or start again"
             )
 
     def _add_events(self, folder: Path, step: int, numbers: Mapping[str, float]) -> None:
@@ -158,8 +158,8 @@ class MetricsWriter:
                 self._events.add_scalar(name, scalar, step)
         except FileNotFoundError as error:
             raise ConfigError(
-                f"TensorBoard's folder must stay where it is while the run goes on, got {folder} deleted or moved "
-                f"({error})"
+                f"TensorBoard's folder {folder} was deleted or moved during the run ({error}). Restore it and resume "
+                "with --load, or start again"
             ) from error
 
     def close(self, *, draws: bool = True) -> None:
@@ -174,7 +174,7 @@ class MetricsWriter:
             try:
                 action()
             except Exception as error:
-                log.warning(f"the metrics were not closed as they should ({type(error).__name__}: {error})")
+                log.warning(f"closing or plotting the metrics failed ({type(error).__name__}: {error})")
 
 
 def flat(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
@@ -216,7 +216,7 @@ def draw_losses(metrics: Path, picture: Path) -> None:
             axes.plot(*zip(*points, strict=True), marker=marker, label=split)
     if size := _vocab_size(metrics.parent):
         guess = math.log(size)
-        axes.axhline(guess, color="grey", linestyle="--", label=f"ln({size:,}) = {guess:.2f}: knows nothing")
+        axes.axhline(guess, color="grey", linestyle="--", label=f"ln({size:,}) = {guess:.2f}: uniform prediction")
     axes.set_xlim(left=1)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")

@@ -44,10 +44,10 @@ def draw(trace: str, folder: Path, patience_s: float) -> str | None:
         result = subprocess.run(command, capture_output=True, text=True, timeout=patience_s, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
-        log.warning(f"no picture of the pipeline's trace in {trace}: {lines[-1] if lines else error}")
+        log.warning(f"the pipeline trace in {trace} could not be drawn: {lines[-1] if lines else error}")
         return None
     from tds import plot  # imports matplotlib
 
     plot.leave_picture(trace)
     bubble = next((" ".join(line.split()) for line in result.stdout.splitlines() if line.startswith("bubble")), "")
-    return f"{picture}: {bubble}; {trace} is for Perfetto"
+    return f"{picture}: {bubble}; open {trace} in Perfetto"

@@ -69,7 +69,7 @@ def table(shown: list[Operator], steps: int, ranks: int, of: list[Operator] | No
         times = [(time(each), total) for (_, time), total in zip(time_columns, totals, strict=True)]
         cells = "".join(f"{us / 1e3 / runs:>12.3f} {100 * us / total:>5.1f} %" for us, total in times)
         lines.append(f"{each.name:<{width}}{cells} {each.calls / runs:>9.1f}")
-    lines[1] = "own time of one step of one rank, the mean over all"
+    lines[1] = "self time per step and rank, averaged over all steps and ranks"
     return "\n".join(lines)
 
 
@@ -102,8 +102,8 @@ class Profiler(Callback):
         trainer = self.trainer
         if trainer.progress.step >= self.steps[0] and trainer.world.rank == 0:
             log.warning(
-                f"--profile {trainer.config.seeing.profile} begins ahead of step {trainer.progress.step + 1}, with "
-                "which this run goes on: steps before it are not there. Steps are counted from the first start"
+                f"--profile {trainer.config.seeing.profile} begins before step {trainer.progress.step + 1}, with which "
+                "this run continues: earlier steps are not profiled. Steps are counted from the first start"
             )
 
     def on_step_start(self) -> None:
@@ -191,5 +191,5 @@ def _tried(do: Callable[[], Given]) -> Given | None:
     try:
         return do()
     except Exception as error:
-        log.warning(f"the profile could not be taken or written ({type(error).__name__}: {error})")
+        log.warning(f"the profile could not be recorded or written ({type(error).__name__}: {error})")
         return None

@@ -132,9 +132,9 @@ def error_of(found: Sequence[ReplicaMismatch], step: int, since: int) -> Numeric
     """
     mismatches = "; ".join(drift.text for drift in found if drift.is_reported_here)
     error = NumericsError(
-        f"all copies of a weight must be equal, bit for bit, got at step {step}: "
-        f"{mismatches or 'a difference elsewhere'}. Memory or a sum of gradients has failed "
-        f"since step {since}: go on from a checkpoint of that step or older (--load), and "
+        f"all copies of a weight must be bitwise equal, but at step {step}: "
+        f"{mismatches or 'copies on other ranks differ'}. A memory error or a wrong all-reduce of gradients has "
+        f"occurred since step {since}. Resume from a checkpoint of that step or an older one (--load), and "
         "test the machine of a rank that is named twice."
     )
     error.is_of_this_rank = bool(mismatches)

@@ -43,5 +43,6 @@ class RunningStatistics:
         if value <= limit:
             return None
         return (
-            f"the {name} {value:.4g} is above {limit:.4g}, {self.sigma:g} deviations above the last {len(self.values)}"
+            f"the {name} {value:.4g} is above {limit:.4g}, {self.sigma:g} standard deviations above the mean of the "
+            f"last {len(self.values)} values"
         )

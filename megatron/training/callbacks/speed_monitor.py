@@ -103,8 +103,8 @@ class SpeedMonitor(Callback):
             peak = max(peak_of_all_ranks(trainer.world) or 0.0, self.peak_flops or 0.0)
             trainer.pause_s += time.perf_counter() - began  # not part of any step
             log.info(
-                f"MFU above 100 %: the peak of the CPUs was measured again, {human_count(peak)}FLOP/s, "
-                f"{human_count(self.peak_flops or 0.0)}FLOP/s before"
+                f"MFU above 100 %: the peak of the CPUs was remeasured: {human_count(peak)}FLOP/s instead of "
+                f"{human_count(self.peak_flops or 0.0)}FLOP/s"
             )
             self.peak_flops = self.rates.peak_flops = peak
             mfu = flops_per_s / peak

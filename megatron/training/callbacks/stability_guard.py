@@ -176,26 +176,26 @@ class StabilityGuard(Callback):
         """Roll back to the last good checkpoint and continue after this step's samples. Collective."""
         trainer, samples, old_history = self.trainer, self.trainer.samples, self.history
         if self._checkpointer is None:
-            raise self._gives_up(reason, " There is no checkpoint to go back to.")
+            raise self._gives_up(reason, " There is no checkpoint to roll back to.")
         self.load_state_dict({})  # the default for a checkpoint without a state of the guard
         try:
             checkpoint = self._checkpointer.roll_back(up_to_step=old_history.good_step)
         except CheckpointError as error:
             self.history = old_history
-            raise self._gives_up(reason, f" There is no checkpoint to go back to: {error}") from error
+            raise self._gives_up(reason, f" There is no checkpoint to roll back to: {error}") from error
         first, step = trainer.progress.samples_consumed, trainer.progress.step
         trainer.progress.samples_consumed = samples.last + 1
         trainer.progress.samples_skipped += samples.last + 1 - first  # the learning rate continues from the checkpoint
         self._count_return(step, old_history)
         if self.history.returns > MOST_RETURNS:
-            note = f" It has gone back to {checkpoint} {MOST_RETURNS} times already, which has not helped."
+            note = f" The run has already rolled back to {checkpoint} {MOST_RETURNS} times without success."
             raise self._gives_up(reason, note)
         skipped = {"first_sample": first, "last_sample": samples.last}
         self._record({"event": "went back", "step": samples.step, "to_step": step, "bad_steps": old_history.streak,
                       **skipped, "checkpoint": checkpoint.name, "reason": reason})  # fmt: skip
         trainer.print_line(
-            f"step {samples.step} | {old_history.streak} bad steps in a row: back to {checkpoint}, step {step}; "
-            f"{range_text(first, samples.last)} left out"
+            f"step {samples.step} | {old_history.streak} consecutive anomalous steps: rolled back to {checkpoint}, "
+            f"step {step}; {range_text(first, samples.last)} skipped"
         )
 
     def _count_return(self, step: int, before: History) -> None:
@@ -215,11 +215,11 @@ class StabilityGuard(Callback):
     def _gives_up(self, reason: str, more: str = "") -> NumericsError:
         """Return the error for too many consecutive anomalous steps."""
         samples, settings = self.trainer.samples, self.settings
-        hint = "" if settings.goes_back else " --stability-guard rollback goes back to a checkpoint instead."
+        hint = "" if settings.goes_back else " --stability-guard rollback returns to a checkpoint instead."
         error = NumericsError(
-            f"less than --stability-patience {settings.stability_patience} steps in a row may be bad, got so many up "
-            f"to step {samples.step} ({samples.text}): {reason}.{more} {self.trainer.folder / NAME} has them all; "
-            f"their updates were left out. Look at their samples, lower --lr, or load an older checkpoint.{hint}"
+            f"fewer than --stability-patience {settings.stability_patience} consecutive steps may be anomalous, got "
+            f"that many up to step {samples.step} ({samples.text}): {reason}.{more} {self.trainer.folder / NAME} lists "
+            f"them; their updates were skipped. Inspect their samples, lower --lr, or load an older checkpoint.{hint}"
         )
         error.is_of_this_rank = False
         return error

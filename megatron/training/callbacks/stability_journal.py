@@ -41,7 +41,7 @@ class EventLog:
         try:
             files.replace_bytes(self.path, b"".join(orjson.dumps(record) + b"\n" for record in self.records))
         except OSError as error:
-            log.warning(f"{self.path} could not be written ({error}); the next record tries again with all of them")
+            log.warning(f"{self.path} could not be written ({error}); the next record retries with all records")
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

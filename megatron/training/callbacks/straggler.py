@@ -96,7 +96,7 @@ def slowest(per_step: Sequence[float], waited_s: Sequence[float], topology: Topo
     data_text = f", {waited_s[rank]:.3f} s of it waiting for data" if waited_s[rank] > AT_LEAST_S else ""
     text = (
         f"slowest: {names} (stage {coordinate.pipe}, data {coordinate.data}{context}) with {per_step[rank]:.3f} s of "
-        f"own work a step{data_text}; its peers need {usual:.3f} s"
+        f"compute per step{data_text}; its peers need {usual:.3f} s"
     )
     return Straggler((coordinate.pipe, coordinate.data, coordinate.context), text)
 

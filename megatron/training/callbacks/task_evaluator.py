@@ -51,7 +51,7 @@ class TaskEvaluator(Callback):
         vocabulary = vocabulary_of(config, None)
         if vocabulary is None:
             raise ConfigError(
-                "--eval-tasks needs a tokenizer, got none. Name it with --tokenizer-path, or leave the tasks out"
+                "--eval-tasks needs a tokenizer, got none. Set --tokenizer-path, or leave --eval-tasks out"
             )
         self._add_bos = None if config.seeing.prompt_bos else False
         self._prompts = Prompts(vocabulary.tokenizer, None, adds_bos=self._add_bos)
@@ -72,9 +72,9 @@ class TaskEvaluator(Callback):
             raise ConfigError(str(error)) from error
         if config.parallel.sequence_parallel and (names := self._tasks.that_write):
             raise ConfigError(
-                "tasks that let the model write read one new token at a time, which --sequence-parallel cannot cut "
-                f"over the ranks, got {', '.join(names)}. Leave them out, and use tools/evaluate.py on the run's "
-                "checkpoint"
+                "--sequence-parallel does not support tasks that generate text, because each forward pass reads only "
+                f"one new token, got {', '.join(names)}. Leave them out, and evaluate the run's checkpoint with "
+                "tools/evaluate.py"
             )
 
     def on_step_end(self, result: StepResult) -> None:
@@ -85,7 +85,8 @@ class TaskEvaluator(Callback):
         if trainer.stop_text or self._evaluated == trainer.progress.step or self._evaluate():
             return
         trainer.stop_text = (
-            f"stopped while tasks are evaluated; the run is saved in {trainer.folder}. {how_to_go_on(trainer.folder)}"
+            f"stopped during the evaluation of tasks; the run is saved in {trainer.folder}. "
+            f"{how_to_go_on(trainer.folder)}"
         )
 
     def _evaluate(self) -> bool:
@@ -113,7 +114,7 @@ class TaskEvaluator(Callback):
                 return False
             except DataError as error:
                 if world.rank == 0:
-                    log.error(f"step {step}: TASKS NOT EVALUATED: {error}. The run goes on")
+                    log.error(f"step {step}: TASKS NOT EVALUATED: {error}. The run continues")
         self._evaluated = step
         if metrics is not None:
             task_texts = " | ".join(f"{name} {headline(values)}" for name, values in metrics.items())

@@ -39,7 +39,7 @@ class TextSamples(Callback):
         except (ConfigError, DataError) as error:
             if "sample_prompts" in self.trainer.config.given:
                 raise
-            log.info(f"no text is shown at the end: {error}")
+            log.info(f"no text samples will be generated at the end: {error}")
             self.prompts = []
 
     def _checked_writer(self) -> TextGenerator:
@@ -48,7 +48,7 @@ class TextSamples(Callback):
         vocabulary = vocabulary_of(trainer.config, None)
         if vocabulary is None:
             raise ConfigError(
-                "--sample-prompts needs a tokenizer, got none. Name it with --tokenizer-path, or leave the prompts out"
+                "--sample-prompts needs a tokenizer, got none. Set --tokenizer-path, or leave --sample-prompts out"
             )
         prompts = Prompts(vocabulary.tokenizer, vocabulary.t5, adds_bos=_adds_bos(trainer.config))
         grid = trainer.world.grid

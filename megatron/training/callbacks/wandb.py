@@ -91,8 +91,8 @@ class WandbRun:
         ending.join(PATIENCE_S)
         if ending.is_alive():
             log.warning(
-                f"Weights & Biases has not taken all within {PATIENCE_S:g} s; the rest lies in the run's wandb folder: "
-                "wandb sync sends it"
+                f"Weights & Biases did not receive all records within {PATIENCE_S:g} s. The other records are in the "
+                "run's wandb folder; wandb sync uploads them"
             )
 
     def _try(self, do: Any) -> None:
@@ -103,7 +103,7 @@ class WandbRun:
             do()
         except Exception as error:
             self._run = None
-            log.warning(f"nothing more is sent to Weights & Biases ({type(error).__name__}: {error})")
+            log.warning(f"no further records are sent to Weights & Biases ({type(error).__name__}: {error})")
 
 
 def open_wandb(config: Config, folder: Path) -> WandbRun | None:
@@ -135,7 +135,7 @@ def open_wandb(config: Config, folder: Path) -> WandbRun | None:
             run.define_metric(f"{record_kind}/*", step_metric=f"{record_kind}/step")
     except Exception as error:
         raise ConfigError(
-            f"--wandb-project {seeing.wandb_project} must be one that wandb can write to, got {type(error).__name__}: "
+            f"wandb cannot write to --wandb-project {seeing.wandb_project}: {type(error).__name__}: "
             f"{error}. Run wandb login, set WANDB_MODE=offline to write to a folder, or leave the flag out"
         ) from error
     if not is_evaluation:
@@ -154,7 +154,9 @@ def _note_id(folder: Path, name: str) -> None:
     try:
         files.replace_bytes(folder / NAME, json.dumps({"id": name}).encode() + b"\n")
     except OSError as error:
-        log.warning(f"{folder / NAME} cannot be written ({error}): a run that goes on here is a new one there")
+        log.warning(
+            f"{folder / NAME} could not be written ({error}): a resumed run will be a new run at Weights & Biases"
+        )
 
 
 def _id_in(folder: Path) -> str | None:

@@ -22,7 +22,7 @@ OOM = (
     "micro-batch 0 (CUDA out of memory. Tried to allocate 2.50 GiB). Lower --batch-size, add --checkpoint-activations"
 )
 SHARED = (
-    "each rank must have a GPU of its own, got several ranks on one:\n  GPU-1a at 0000:01:00 of host: "
+    "each rank must have a separate GPU, got several ranks on one:\n  GPU-1a at 0000:01:00 of host: "
     "rank 0 (LOCAL_RANK=0); rank 1 (LOCAL_RANK=0)\nStart as many ranks"
 )
 NO_DEVICE = "LOCAL_RANK must be below the number of cuda devices that this process sees, got 1 and 1. Start"
@@ -46,19 +46,19 @@ def reads_of(found: dict[str, int], *, is_noticed: bool = True) -> dict[str, Any
 
 
 def test_one_read_a_step_passes() -> None:
-    assert faults.judge_reads(reads_of({READ: 2})).startswith("one wait a step")
+    assert faults.judge_reads(reads_of({READ: 2})).startswith("one wait per step")
 
 
 @pytest.mark.parametrize(
     ("seen", "told"),
     [
-        (reads_of({READ: 2}, is_noticed=False), "the watch sees nothing"),
-        (reads_of({}), "reads 0 times a step"),
-        (reads_of({READ: 4}), "reads 2 times a step"),
-        (reads_of({READ: 2, "wait in tds/gradients.py:norm": 8}), "for wait in tds/gradients.py:norm (4)"),
+        (reads_of({READ: 2}, is_noticed=False), "a deliberate wait was not detected"),
+        (reads_of({}), "waits 0 times per step"),
+        (reads_of({READ: 4}), "waits 2 times per step"),
+        (reads_of({READ: 2, "wait in tds/gradients.py:norm": 8}), "per step: wait in tds/gradients.py:norm (4)"),
         (
             reads_of({READ: 2, "synchronize in tds/action_times.py:read": 2}),
-            "for synchronize in tds/action_times.py:read (1)",
+            "per step: synchronize in tds/action_times.py:read (1)",
         ),
     ],
 )
@@ -72,11 +72,11 @@ def pressed_of(retries: int = 2, losses: str = "0x1") -> dict[str, Any]:
 
 
 def test_allocations_tried_again_pass_with_the_same_losses_alone() -> None:
-    assert faults.judge_retry(pressed_of(0), pressed_of()).startswith("2 allocations tried again")
+    assert faults.judge_retry(pressed_of(0), pressed_of()).startswith("2 allocations retried")
     for eased, pressed, told in (
-        (pressed_of(0), pressed_of(0), "no allocation was tried again"),
-        (pressed_of(1), pressed_of(), "with memory to spare tried"),
-        (pressed_of(0), pressed_of(losses="0x2"), "losses \\['0x2'\\], with memory to spare \\['0x1'\\]"),
+        (pressed_of(0), pressed_of(0), "no allocation was retried"),
+        (pressed_of(1), pressed_of(), "with sufficient memory retried"),
+        (pressed_of(0), pressed_of(losses="0x2"), "losses \\['0x2'\\], with enough memory \\['0x1'\\]"),
     ):
         with pytest.raises(AssertionError, match=told):
             faults.judge_retry(eased, pressed)
@@ -95,7 +95,7 @@ def test_a_paused_pipeline_with_other_losses_fails() -> None:
 
 ENDS = {
     "memory": (faults.judge_out_of_memory, Done(1, OOM, 9.0), "2.50 GiB|step 1|micro-batch|Lower --batch-size"),
-    "shared": (faults.judge_shared, Done(2, SHARED, 9.0), "a GPU of its own|GPU-|rank 0|rank 1"),
+    "shared": (faults.judge_shared, Done(2, SHARED, 9.0), "a separate GPU|GPU-|rank 0|rank 1"),
     "no device": (lambda done: faults.judge_no_device(done, 1), Done(2, NO_DEVICE, 9.0), "LOCAL_RANK must|got 1 and 1"),
     "NaN": (lambda done: faults.judge_ended(done, made_run([7.0] * 4)), Done(5, ENDED, 9.0), "step 5|micro-batch"),
     "death": (
@@ -126,12 +126,12 @@ def test_a_nan_must_end_the_run_at_its_step_and_be_left_out_there_alone() -> Non
         faults.judge_ended(Done(5, ENDED, 9.0), made_run([7.0] * 5))
     falling = [7.0 - step / 100 for step in range(train.STEPS)]
     falling[4] = math.nan
-    assert faults.judge_skipped(Done(0, "", 9.0), made_run(falling)).startswith("step 5 left out, 20 steps done")
+    assert faults.judge_skipped(Done(0, "", 9.0), made_run(falling)).startswith("step 5 skipped, 20 steps run")
     for losses, told in (
         (falling[:10], "10 steps were recorded"),
-        ([7.0, *falling[1:4], 6.9, *falling[5:]], "have no loss, not 5 alone"),
-        ([*falling[:19], math.nan], "have no loss, not 5 alone"),
-        ([*falling[:19], 8.0], "must fall"),
+        ([7.0, *falling[1:4], 6.9, *falling[5:]], "have no loss, not only 5"),
+        ([*falling[:19], math.nan], "have no loss, not only 5"),
+        ([*falling[:19], 8.0], "must decrease"),
     ):
         with pytest.raises(AssertionError, match=told):
             faults.judge_skipped(Done(0, "", 9.0), made_run(losses))

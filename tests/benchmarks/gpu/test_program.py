@@ -132,7 +132,7 @@ def test_a_case_that_is_cut_off_with_its_part_has_not_failed(tmp_path: Path) -> 
     slow, short = Case("slow", is_slow), Case("short", is_slow, limit_s=1.0)
     found = run(tmp_path, slow, budget_s=1.5).of("train")
     assert found["slow"].status == NOT_RUN and found["slow"].seconds < 20
-    assert "cut off when the part's 2 s were over" in found["slow"].text and "did not end in time" in found["slow"].text
+    assert "killed at the end of the part's 2 s" in found["slow"].text and "did not end in time" in found["slow"].text
     late = run(tmp_path, Case("first", lambda *_: (time.sleep(1.4), ("", {}))[1]), Case("late", passes), budget_s=1.5)
     assert [late.of("train")[name].status for name in ("first", "late")] == [PASSED, NOT_RUN]
     assert run(tmp_path, short, budget_s=60.0).of("train")["short"].status == FAILED
@@ -231,9 +231,9 @@ def test_a_commit_is_taken_from_the_command_line_where_there_is_no_git(
 
     monkeypatch.setattr(run_record, "_git", lambda root, *words: (_ for _ in ()).throw(OSError("no git")))
     words = ["--device", "cpu", "--out", str(tmp_path), "tables"]
-    assert program.main(words) == 0 and "git does not say which commit" in capsys.readouterr().out
+    assert program.main(words) == 0 and "the commit is unknown" in capsys.readouterr().out
     assert program.main([*words, "--commit", "0123456789"]) == 0
-    assert "git does not say" not in capsys.readouterr().out
+    assert "the commit is unknown" not in capsys.readouterr().out
     commits = {json.loads(path.read_text())["commit"] for path in tmp_path.glob("*.json")}
     assert commits == {program.UNKNOWN, "0123456789"}
 
@@ -270,7 +270,7 @@ def test_an_unknown_part_is_refused(capsys: Any) -> None:
 def test_without_a_gpu_the_program_ends_with_words(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(
-        SystemExit, match="a GPU and a CUDA build of torch must be there.*--device cpu tries the program itself"
+        SystemExit, match="a GPU and a CUDA build of torch are required.*--device cpu to test this program"
     ):
         program.machine_of("cuda", tmp_path, tmp_path)
 

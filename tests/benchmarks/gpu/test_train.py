@@ -25,18 +25,18 @@ def machine(tmp_path: Path) -> Machine:
 
 def test_losses_within_the_tolerance_pass() -> None:
     told = train.judge_losses(made_run([7.0, 6.51, 6.0]), made_run(FALLING), 0.011)
-    assert told == "losses within 0.01 of 3 steps, 0.011 allowed; 7.000 to 6.000"
+    assert told == "losses of 3 steps within 0.01, allowed 0.011; 7.000 to 6.000"
 
 
 @pytest.mark.parametrize(
     ("run", "told"),
     [
-        (made_run([7.0, 6.52, 6.0]), "losses within 0.02 of 3 steps, 0.011 allowed: got 7.00000 6.52000"),
-        (made_run([7.0, 6.5, 5.98]), "losses within 0.02"),
+        (made_run([7.0, 6.52, 6.0]), "losses of 3 steps within 0.02, allowed 0.011: got 7.00000 6.52000"),
+        (made_run([7.0, 6.5, 5.98]), "losses of 3 steps within 0.02"),
         (made_run([7.0, math.nan, 6.0]), "a loss is not finite"),
-        (made_run([7.0, 6.5]), "the steps 1 to 2 (2) were done, against 1 to 3 (3)"),
-        (made_run(FALLING, steps=[1, 2, 4]), "the steps 1 to 4 (3) were done, against 1 to 3 (3)"),
-        (made_run(FALLING, num_skipped=1), "1 steps were left out for an overflow"),
+        (made_run([7.0, 6.5]), "the steps 1 to 2 (2) were run, expected 1 to 3 (3)"),
+        (made_run(FALLING, steps=[1, 2, 4]), "the steps 1 to 4 (3) were run, expected 1 to 3 (3)"),
+        (made_run(FALLING, num_skipped=1), "1 steps were skipped due to an overflow"),
     ],
 )
 def test_losses_that_are_not_those_of_the_reference_fail(run: train.Run, told: str) -> None:
@@ -46,7 +46,7 @@ def test_losses_that_are_not_those_of_the_reference_fail(run: train.Run, told: s
 
 def test_losses_that_do_not_fall_and_runs_without_steps_fail() -> None:
     flat = made_run([7.0, 6.9, 6.8])
-    with pytest.raises(AssertionError, match="the loss must fall by 0.3, got 7.0000 to 6.8000"):
+    with pytest.raises(AssertionError, match="the loss must decrease by 0.3, got 7.0000 to 6.8000"):
         train.judge_losses(flat, flat, 0.1)
     for judge in (train.worst, train.judge_bits):
         with pytest.raises(AssertionError, match="no step was recorded"):
@@ -55,11 +55,11 @@ def test_losses_that_do_not_fall_and_runs_without_steps_fail() -> None:
 
 def test_one_bit_of_a_loss_or_a_norm_fails() -> None:
     plain = made_run(FALLING)
-    assert train.judge_bits(made_run(FALLING), plain) == "losses and norms of 3 steps equal to the bit"
+    assert train.judge_bits(made_run(FALLING), plain) == "losses and norms of 3 steps bitwise identical"
     for other in (made_run([7.0, math.nextafter(6.5, 7), 6.0]), made_run(FALLING, norm=math.nextafter(1.0, 2))):
         with pytest.raises(AssertionError, match=r"step \d has loss and norm"):
             train.judge_bits(other, plain)
-    with pytest.raises(AssertionError, match=re.escape("the steps 1 to 2 (2) were done")):
+    with pytest.raises(AssertionError, match=re.escape("the steps 1 to 2 (2) were run")):
         train.judge_bits(made_run(FALLING[:2]), plain)
 
 
@@ -104,7 +104,7 @@ def test_each_format_has_its_own_tolerance(
     if passes:
         assert train.as_reference(machine, tmp_path, family="gpt2", number_format=form)[1]["allowed"] > apart
         return
-    with pytest.raises(AssertionError, match="losses within 0.001"):
+    with pytest.raises(AssertionError, match="losses of 3 steps within 0.001"):
         train.as_reference(machine, tmp_path, family="gpt2", number_format=form)
 
 
@@ -115,7 +115,7 @@ def test_a_family_that_learns_slowly_need_fall_by_less(
     for name in ("on_device", "reference"):
         monkeypatch.setattr(train, name, lambda *_: made_run([7.7, 7.6, 7.5]))
     assert train.as_reference(machine, tmp_path, family="bert", number_format="fp32")[1]["worst"] == 0
-    with pytest.raises(AssertionError, match="the loss must fall by 0.3"):
+    with pytest.raises(AssertionError, match="the loss must decrease by 0.3"):
         train.as_reference(machine, tmp_path, family="mpt", number_format="fp32")
 
 
@@ -148,7 +148,7 @@ def cut_with(
         ("sys.exit(1)", 20, "ended with code 1, not 75"),
         ("sys.exit(0)", 20, "ended with code 0, not 75"),
         ("pass", 20, "did not end within 0 s"),
-        ("sys.exit(75)", 80, "all 80 steps were done before SIGTERM came"),
+        ("sys.exit(75)", 80, "all 80 steps were run before SIGTERM arrived"),
     ],
 )
 def test_a_stop_with_another_code_or_too_late_fails(
@@ -163,14 +163,14 @@ def test_a_stop_with_another_code_or_too_late_fails(
 def test_a_resumed_run_that_is_another_fails(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(train, "train", lambda *_: None)  # goes on no further than it came
     monkeypatch.setattr(train, "whole", lambda _: made_run([7.0] * 80))
-    with pytest.raises(AssertionError, match=re.escape("the steps 1 to 20 (20) were done, against 1 to 80 (80)")):
+    with pytest.raises(AssertionError, match=re.escape("the steps 1 to 20 (20) were run, expected 1 to 80 (80)")):
         cut_with(machine, tmp_path, monkeypatch, "sys.exit(75)")
 
 
 def test_a_script_that_ends_or_says_nothing_is_no_live_run(tmp_path: Path) -> None:
     for code, limit_s, told in (
         ("print('gone'); exit(3)", 60.0, "ended with 3 before step 1: gone"),
-        ("import time; time.sleep(9)", 0.1, "step 1 did not come in time"),
+        ("import time; time.sleep(9)", 0.1, "timed out before step 1"),
     ):
         live = train.begin(dry_machine(tmp_path, limit_s), [sys.executable, "-c", code], tmp_path / "log")
         with pytest.raises(AssertionError, match=told):
@@ -195,4 +195,4 @@ def test_the_dry_form_passes(name: str, shared: Machine, tmp_path: Path) -> None
     (case,) = [case for case in train.cases(shared) if case.name == name]
     shared.end = dry_machine(tmp_path).end
     text, figures = case.run(shared, tmp_path)
-    assert "allowed" in figures or "to the bit" in text
+    assert "allowed" in figures or "bitwise identical" in text

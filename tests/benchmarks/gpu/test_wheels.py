@@ -65,13 +65,13 @@ def test_wheels_that_fit_and_need_nothing_more_are_right(make: Make, tmp_path: P
 @pytest.mark.parametrize(
     ("said", "wanted", "there"),
     [
-        ("engine requires lost, which is neither carried nor there", ["engine"], {}),
-        ("requires other>=2, which is neither carried nor there (there: 1.5)", ["other>=2"], {"other": "1.5"}),
-        ("pyproject.toml requires engine>=2, carried is 1.0", ["engine>=2"], {"lost": ""}),
+        ("engine requires lost, which is neither collected nor installed", ["engine"], {}),
+        ("other>=2, which is neither collected nor installed (installed: 1.5)", ["other>=2"], {"other": "1.5"}),
+        ("pyproject.toml requires engine>=2, collected is 1.0", ["engine>=2"], {"lost": ""}),
         ("engine requires x, which is neither", ["engine[all]"], {"lost": ""}),
-        ("requires torch, which is not carried and must be there", ["torch"], {}),
-        ("requires nvidia-cublas, which is not carried", ["nvidia-cublas"], {}),
-        ("engine is carried, but nothing requires it", [], {}),
+        ("requires torch, which must be installed already", ["torch"], {}),
+        ("requires nvidia-cublas, which must be installed already", ["nvidia-cublas"], {}),
+        ("engine is collected, but nothing requires it", [], {}),
     ],
 )  # fmt: skip
 def test_what_is_missing_or_superfluous_is_said(
@@ -101,10 +101,10 @@ def test_a_wheel_for_newer_pythons_a_second_one_and_torch_itself_are_refused(mak
     assert "requires Python >=3.13" in amiss(wants("engine"), tmp_path, {}, PY312)[0]
     make("engine-1.0-py3-none-any.whl")
     make("engine-1.1-py3-none-any.whl", version="1.1")
-    assert amiss(wants("engine"), tmp_path, {}, PY312) == ["engine is carried 2 times"]
+    assert amiss(wants("engine"), tmp_path, {}, PY312) == ["engine is collected 2 times"]
     (tmp_path / "engine-1.1-py3-none-any.whl").unlink()
     make("triton-1.0-py3-none-any.whl")
-    assert "triton-1.0-py3-none-any.whl must not be carried, but be there" in amiss(
+    assert "triton-1.0-py3-none-any.whl must be installed already, not collected" in amiss(
         wants("engine"), tmp_path, {}, PY312
     )
     assert all(NEVER.fullmatch(name) for name in ("torch", "nvidia-nccl-cu13", "cuda-bindings"))
@@ -131,7 +131,7 @@ def test_what_is_missing_is_fetched_with_what_it_needs_and_the_folder_changes_on
     needs = {"engine": ["core", "core>=0.5", "torch"], "core": ["engine", "unknown>=3"]}
     arguments = ["--python", "3.13", "--out", str(out)]
     assert wheels.main(arguments) == 1
-    assert "error: core requires unknown>=3, carried is 1.0" in capsys.readouterr().err
+    assert "error: core requires unknown>=3, collected is 1.0" in capsys.readouterr().err
     assert [path.name for path in out.iterdir()] == ["old-1.0-py3-none-any.whl"]
     asked.clear()
     needs["core"] = ["engine"]
@@ -218,7 +218,7 @@ def test_a_package_without_a_wheel_is_built_and_pip_is_asked_for_the_other_pytho
     assert {"manylinux_2_28_x86_64", "manylinux2014_x86_64"} <= set(download)
     assert "--no-deps" in build and build[-1] == "engine>=1"
     monkeypatch.setattr(wheels, "_run", lambda command: "no space left\n")
-    with pytest.raises(SystemExit, match="lost can neither be fetched nor built:\nno space left"):
+    with pytest.raises(SystemExit, match="lost can neither be downloaded nor built:\nno space left"):
         wheels.fetch_into(tmp_path, PY312)(Requirement("lost"))
 
 

@@ -36,7 +36,7 @@ def test_carried_files_survive_an_object_store_and_a_change_of_format(tmp_path: 
     for path in (in_deepspeed, in_deepspeed / "global_step3"):
         with pytest.raises(CheckpointError) as caught:
             open_folder(path)
-        assert "global_step3 is in DeepSpeed's format, which only training reads. Resume" in str(caught.value)
+        assert "global_step3 is in DeepSpeed's format" in str(caught.value)
         assert "--checkpoint-format native --save NEW_FOLDER" in str(caught.value)
     native = train("fourth", f"--load {in_deepspeed} --train-iters 3 --checkpoint-format native")
     assert open_folder(native).step == 3, "no further step is needed"

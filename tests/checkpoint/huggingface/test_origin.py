@@ -186,7 +186,7 @@ def test_another_vocabulary_brings_its_own_ids(checkpoint: Checkpoint, tmp_path:
         token["content"] = names.get(token["content"], token["content"])
     (other / "tokenizer.json").write_text(json.dumps(library))
     done = export(checkpoint, tmp_path / "back", tokenizer_path=other)
-    assert "the vocabulary is not that of the imported folder" in done.notes[0]
+    assert "the vocabulary differs from the imported folder's" in done.notes[0]
     end = tokenizers.Tokenizer.from_file(str(other / "tokenizer.json")).token_to_id("<|endoftext|>")
     assert read(tmp_path / "back")["eos_token_id"] == end
     generation = read(tmp_path / "back", "generation_config.json")
@@ -199,7 +199,7 @@ def test_settings_that_another_type_has_take_only_the_ids_along(
 ) -> None:
     checkpoint = trained(checkpoint, model={"window_size": 7})
     done = export(checkpoint, tmp_path / "back")
-    assert "no longer those of a llama: the export is a mistral" in done.notes[0]
+    assert "no longer fit the model type llama: the export is a mistral" in done.notes[0]
     after = read(tmp_path / "back")
     assert after["model_type"] == "mistral" and after["eos_token_id"] == read(source)["eos_token_id"]
     assert "company" not in after

@@ -155,15 +155,15 @@ def test_the_first_half_of_a_ranks_rows_is_the_gate() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quick_geglu": True}, "a gate of the quick GELU"),
+        ({"quick_geglu": True}, "a gated quick GELU"),
         ({"multi_latent_attention": True}, "latent attention"),
         ({"num_experts": 8}, "experts"),
         ({"position_embedding_type": "mrope"}, "positions of type mrope"),
         ({"position_embedding_type": "yarn"}, "positions of type yarn"),
         ({"softmax_type": "learnable"}, "a softmax of type learnable"),
         ({"no_rope_freq": 4}, "layers without rotary positions"),
-        ({"window_size": (4, 4)}, "must end at the token itself"),
-        ({"normalization": "CRMSNorm"}, "CRMSNorm for LayerNorm"),
+        ({"window_size": (4, 4)}, "must end at the current token"),
+        ({"normalization": "CRMSNorm"}, "CRMSNorm instead of LayerNorm"),
     ],
 )
 def test_what_our_decoders_have_not_is_refused_by_name(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -177,5 +177,5 @@ def test_what_our_decoders_have_not_is_refused_by_name(settings: dict[str, Any],
 def test_groups_go_with_one_order_alone(tmp_path: Path) -> None:
     config, ours = model_of(LLAMA)
     folder = write_decoder(tmp_path / "theirs", ours, config, OF_LLAMA, names="old")
-    with pytest.raises(CheckpointError, match="rows lie by group, which goes with --qkv-order heads-3-d alone"):
+    with pytest.raises(CheckpointError, match="require --qkv-order heads-3-d, because rows are stored by group"):
         imported(folder, tmp_path / "run", qkv_order="3-heads-d")

@@ -71,7 +71,7 @@ def test_norms_and_their_epsilon_are_known_by_their_later_names(tmp_path: Path, 
 def test_the_released_files_of_cpm1_are_read(tmp_path: Path) -> None:
     ours = weights_of(model_of())
     folder = write_cpm1(tmp_path / "CPM-large", ours)
-    with pytest.raises(CheckpointError, match="give --num-attention-heads"):
+    with pytest.raises(CheckpointError, match="Set --num-attention-heads"):
         imported(folder, tmp_path / "run")
     found, identity = imported(folder, tmp_path / "run", num_heads=HEADS)
     require_same(found, {name: tensor.half() for name, tensor in ours.items()})
@@ -98,7 +98,7 @@ def test_a_t5_with_learned_positions_is_read(tmp_path: Path, version: float) -> 
 def test_without_a_version_the_order_must_be_given(tmp_path: Path) -> None:
     ours = weights_of(model_of(untie_embeddings=True))
     folder = write_megatron(tmp_path / "theirs", ours, version=None)
-    with pytest.raises(CheckpointError, match="Give --qkv-order: heads-3-d for CPM-Pretrain"):
+    with pytest.raises(CheckpointError, match="Set --qkv-order: heads-3-d for CPM-Pretrain"):
         imported(folder, tmp_path / "run")
     found, identity = imported(folder, tmp_path / "run", qkv_order="heads-3-d")
     require_same(found, ours)
@@ -133,7 +133,7 @@ def test_nothing_that_a_file_carries_is_run(tmp_path: Path) -> None:
     path = folder / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt"
     content = torch.load(path, weights_only=False)
     torch.save({**content, "bomb": Bomb(tmp_path / "exploded")}, path)
-    with pytest.raises(CheckpointError, match="none of them was built"):
+    with pytest.raises(CheckpointError, match="none of them was created"):
         imported(folder, tmp_path / "run")
     assert not (tmp_path / "exploded").exists() and not (tmp_path / "run").exists()
 
@@ -193,12 +193,12 @@ def distribute_by_zarr(folder: Path) -> None:
             r"distributed checkpoint of Megatron-Core \(__0_0.distcp\).* --ckpt-convert-format torch .*convert.py",
         ),
         (distribute_by_zarr, r"distributed checkpoint of Megatron-Core \(common.pt, metadata.json\)"),
-        (cut_short, "cannot be read as a file of torch.save"),
-        (take_away, "must hold model_optim_rng.pt or model_rng.pt"),
-        (point_elsewhere, "must hold iter_0000200 or 200 or global_step200"),
+        (cut_short, "cannot be read by torch.load"),
+        (take_away, "must contain model_optim_rng.pt or model_rng.pt"),
+        (point_elsewhere, "must contain iter_0000200 or 200 or global_step200"),
         (take_rank, "lacks files of stage or layer / tensor rank 0/0"),
-        (take_positions, r"must hold learned positions .* nor do its settings name others"),
-        (add_tensor, "of no decoder or T5 of ours: language_model.transformer.layers.1.router.weight"),
+        (take_positions, r"lacks learned positions .* settings name no other type"),
+        (add_tensor, "do not belong to a supported decoder or T5: language_model.transformer.layers.1.router.weight"),
     ],
 )
 def test_what_cannot_be_imported_is_named(tmp_path: Path, damage: Any, message: str) -> None:
@@ -212,14 +212,12 @@ def test_what_cannot_be_imported_is_named(tmp_path: Path, damage: Any, message: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"swiglu": True, "use_rotary_position_embeddings": True}, "name: a gated activation, positions of type rope$"),
+        ({"swiglu": True, "use_rotary_position_embeddings": True}, ": a gated activation, positions of type rope$"),
         ({"squared_relu": True}, "a squared ReLU"),
-        ({"apply_layernorm_1p": True}, r"norms with weights less 1 \(--apply-layernorm-1p\)"),
-        pytest.param({"normalization": "RMSNorm"}, "RMSNorm for LayerNorm", marks=pytest.mark.slow),
-        pytest.param({"position_embedding_type": "rope"}, "name: positions of type rope$", marks=pytest.mark.slow),
-        pytest.param(
-            {"position_embedding_type": "relative"}, "name: positions of type relative$", marks=pytest.mark.slow
-        ),
+        ({"apply_layernorm_1p": True}, r"norms whose weights are stored minus 1 \(--apply-layernorm-1p\)"),
+        pytest.param({"normalization": "RMSNorm"}, "RMSNorm instead of LayerNorm", marks=pytest.mark.slow),
+        pytest.param({"position_embedding_type": "rope"}, ": positions of type rope$", marks=pytest.mark.slow),
+        pytest.param({"position_embedding_type": "relative"}, ": positions of type relative$", marks=pytest.mark.slow),
     ],
     ids=["gated", "squared", "less 1", "other norms", "rope", "relative"],
 )
@@ -236,7 +234,7 @@ def test_a_checkpoint_of_ours_is_not_taken_for_one_of_megatron_core(tmp_path: Pa
     """Both are written through torch.distributed.checkpoint."""
     imported(write_megatron(tmp_path / "theirs", weights_of(model_of())), tmp_path / "run")
     (ours,) = (tmp_path / "run" / "checkpoints").glob("step-*")
-    with pytest.raises(CheckpointError, match="holds no checkpoint of Megatron-LM, CPM or DeepSpeed"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint of Megatron-LM, CPM or DeepSpeed"):
         find_legacy_files(ours)
 
 

@@ -69,7 +69,7 @@ def test_megatrons_files_are_looked_through(tmp_path: Path, monkeypatch) -> None
     assert found.eod_share == pytest.approx(1 / 3) and found.max_token_id == 5 and found.sidecar is None
     assert statistics.counts(file).tolist() == [1] * 6
     rows = dict(statistics.statistics_rows(facts_of(file), None))
-    assert rows["end of document"].startswith("not known") and rows["vocabulary"].startswith("not known")
+    assert rows["end of document"].startswith("unknown") and rows["vocabulary"].startswith("unknown")
 
 
 def test_empty_documents_are_counted_and_have_no_end(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_another_tokenizer_than_that_of_the_data_is_told(tmp_path: Path) -> None
     rows = {name: dict(statistics.statistics_rows(facts_of(IndexedDataset(tmp_path / name)), vocabulary))["vocabulary"]
             for name in ("own", "other", "unknown")}  # fmt: skip
     assert "the given tokenizer is the same" in rows["own"]
-    assert "ANOTHER" in rows["other"]
+    assert "DIFFERENT" in rows["other"]
     assert "too small" in rows["unknown"]
 
 

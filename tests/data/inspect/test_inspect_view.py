@@ -45,25 +45,25 @@ def test_documents_stand_under_headings_and_a_masked_end_in_brackets() -> None:
     flags = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
     assert shown(gpt2([1, 2, EOD, 3, EOD, 5], **flags)).splitlines() == [
         "inputs, 5 tokens",
-        "---- document 0: tokens 0-2, positions 0-2, kept apart",
+        "---- document 0: tokens 0-2, positions 0-2, separated",
         "ab[no loss: <eod>]",
-        "---- document 1: tokens 3-4, positions 0-1, kept apart",
+        "---- document 1: tokens 3-4, positions 0-1, separated",
         "c[no loss: <eod>]",
     ]
 
 
 def test_documents_that_are_not_kept_apart_are_told_by_their_ends() -> None:
     assert shown(gpt2([1, 2, EOD, 3, 4, 5])).splitlines()[1:] == [
-        "---- document 0: tokens 0-2, positions 0-2, not kept apart from the others",
+        "---- document 0: tokens 0-2, positions 0-2, not separated from the other documents",
         "ab<eod>",
-        "---- document 1: tokens 3-4, positions 3-4, not kept apart from the others",
+        "---- document 1: tokens 3-4, positions 3-4, not separated from the other documents",
         "cd",
     ]
 
 
 def test_padding_of_packed_documents_is_counted_and_has_no_loss() -> None:
     text = shown(gpt2([1, 2, 3, EOD, EOD, EOD, EOD], [0, 0, 1, -1, -1, -1, -1]))
-    assert "---- document 1: tokens 2-2, positions 0-0, kept apart" in text
+    assert "---- document 1: tokens 2-2, positions 0-0, separated" in text
     assert "---- padding: tokens 3-5\n[no loss: <eod> x 3]" in text
 
 

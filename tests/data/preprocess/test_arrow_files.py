@@ -60,8 +60,8 @@ def test_record_batches_are_units_and_positions_are_rows(tmp_path: Path, format:
     assert texts([path], None, ["meta.title"]) == [f"t{row}" for row in range(7)]
     assert texts([path], None, ["meta.title", "big"])[:2] == ["t0\na", "t1\na"]
     for key, text in (
-        ("txt", "must have a column 'txt' .* it has only text, n, meta, big"),
-        ("n", "must hold strings"),
+        ("txt", "must have a column 'txt' .* has only text, n, meta, big"),
+        ("n", "must contain strings"),
     ):
         with pytest.raises(DataError, match=text):
             texts([path], None, [key])
@@ -75,13 +75,13 @@ def test_a_damaged_arrow_file_is_an_error_that_names_it(tmp_path: Path, format: 
     content = path.read_bytes()
     for size in (len(content) * 2 // 3, 100, 7, 3, 0):
         path.write_bytes(content[:size])
-        with pytest.raises(DataError, match="c.arrow must be a whole Arrow file; it is damaged"):
+        with pytest.raises(DataError, match="c.arrow must be a complete Arrow file; it is damaged"):
             texts([path])
     offsets = struct.pack("<3i", 0, 396, 792)  # of the texts in the first batch; ends alone are checked on opening
     broken = content.replace(offsets, struct.pack("<3i", 0, 396, 0x7FFFFF00), 1)
     assert broken != content
     path.write_bytes(broken)
-    with pytest.raises(DataError, match="must be a whole Arrow file; it is damaged between row 0 and 20"):
+    with pytest.raises(DataError, match="must be a complete Arrow file; it is damaged between row 0 and 20"):
         texts([path])
 
 
@@ -89,9 +89,7 @@ def test_an_arrow_file_by_another_name_is_told(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     for format, what in (("stream", "an Arrow stream"), ("file", "an Arrow file")):
         path = arrow_file(tmp_path / f"{format}.txt", arrow.table({"text": ["a"]}), format)
-        with pytest.raises(
-            DataError, match=f"looks like {what}; give it a name that ends in .arrow, or --format arrow"
-        ):
+        with pytest.raises(DataError, match=f"looks like {what}; rename it to end in .arrow, or set --format arrow"):
             texts([path])
         assert texts([path], "arrow") == ["a"]
     with pytest.raises(DataError, match="cannot be arrow"):
@@ -126,7 +124,7 @@ def test_a_folder_of_datasets_gives_its_data_files(tmp_path: Path) -> None:
     assert texts([root]) == ["test data-00000", "train data-00000", "train data-00001"]
     assert texts([root / "train"]) == ["train data-00000", "train data-00001"]
     (root / "train" / names[0].replace("00000-of-00001", "00001-of-00002")).unlink()
-    with pytest.raises(DataError, match="must hold all files that state.json lists; 1 are missing: data-00001-of"):
+    with pytest.raises(DataError, match="must contain all files that state.json lists; 1 are missing: data-00001-of"):
         texts([root])
 
 

@@ -65,7 +65,7 @@ def test_the_bytes_are_those_of_one_machine(corpus: Corpus, expected, monkeypatc
     assert corpus.output() == expected and corpus.names() == []
     assert (summary.num_units, len(ray.started), ray.most_at_once, ray.is_shut_down) == (5, 5, 4, True)
     said = capsys.readouterr().err
-    assert "encoding on 2 machines of Ray with 2 CPUs" in said and "idle for" in said
+    assert "encoding on 2 Ray machines with 2 CPUs" in said and "idle for" in said
     assert re.search(r"encoding: \d+%, .* MB/s, \d+ documents", said)
 
 
@@ -90,14 +90,14 @@ def test_what_a_lost_machine_had_counted_is_not_counted_twice(corpus: Corpus, mo
 
 def test_a_unit_that_is_lost_again_and_again_ends_the_job(corpus: Corpus, monkeypatch) -> None:
     ray = FakeRay(lose=dict.fromkeys(range(100), 0))
-    with pytest.raises(UnitError, match=r"c.jsonl bytes \d+:\d+ was lost 3 times .*NodeDied.*try fewer --workers"):
+    with pytest.raises(UnitError, match=r"c.jsonl bytes \d+:\d+ was lost 3 times .*NodeDied.*reduce --workers"):
         on(ray, corpus, monkeypatch)
     assert ray.is_shut_down and ray.cancelled
 
 
 def test_a_job_that_was_cut_off_goes_on_on_a_cluster_and_back(corpus: Corpus, expected, monkeypatch) -> None:
     ray = FakeRay(num_cpus=1, lose=dict.fromkeys(range(3, 100), 0))
-    with pytest.raises(UnitError, match="units are finished and kept: --resume goes on with them"):
+    with pytest.raises(UnitError, match="units are finished and saved; --resume continues with them"):
         on(ray, corpus, monkeypatch, num_workers=1)
     assert ray.most_at_once == 2, "of a cluster of this machine --workers is the number of CPUs"
     assert on(FakeRay(), corpus, monkeypatch, resume=True).num_resumed >= 1
@@ -114,7 +114,7 @@ def test_what_a_task_fails_by_reaches_the_user(corpus: Corpus, monkeypatch) -> N
             with pytest.raises(kind, match=text):
                 on(FakeRay(num_cpus=1), corpus, monkeypatch)
     monkeypatch.setattr(cluster, "reports", lambda *_: _raise(ModuleNotFoundError("No module named 'orjson'")))
-    with pytest.raises(UnitError, match="a task of Ray failed while it encoded .*No module named 'orjson'"):
+    with pytest.raises(UnitError, match="a Ray task failed while it encoded .*No module named 'orjson'"):
         on(FakeRay(), corpus, monkeypatch)
 
 
@@ -134,7 +134,9 @@ def test_a_machine_that_does_not_share_the_folders_is_named(corpus: Corpus, monk
     monkeypatch.setattr(cluster, "encode_unit", real)
     monkeypatch.setattr(cluster, "PATIENCE_S", 0.1)
     monkeypatch.setattr(shards.PartWriter, "_rename", lambda writer, kind: None)  # as on another machine's own disk
-    with pytest.raises(DataError, match="does not see it after 0 s. --output-prefix must be in a folder that all"):
+    with pytest.raises(
+        DataError, match="is not visible on this machine after 0 s. --output-prefix must be in a folder that all"
+    ):
         on(FakeRay(), corpus, monkeypatch)
 
 
@@ -154,7 +156,7 @@ def test_what_cannot_be_a_cluster_is_refused(corpus: Corpus, monkeypatch, capsys
     given = ["--input", "c", "--output-prefix", "o", "--cluster", "auto"]
     with pytest.raises(SystemExit):
         preprocess_data.parse_args([*given, "--part", "1/2"])
-    assert "--part is for jobs that know nothing of each other" in capsys.readouterr().err
+    assert "--part (independent jobs) cannot be combined with --cluster" in capsys.readouterr().err
     assert preprocess_data.job_of(preprocess_data.parse_args(given)).num_workers == 0
 
 
@@ -226,7 +228,7 @@ def test_a_node_that_is_killed_in_the_middle_changes_no_byte(tmp_path: Path) -> 
         said = ended(job)
     finally:
         nodes.communicate("end\n", timeout=60)
-    assert "encoding on 2 machines of Ray with 2 CPUs" in said and "the unit goes again" in said, said
+    assert "encoding on 2 Ray machines with 2 CPUs" in said and "retrying the unit" in said, said
     assert sha256(tmp_path, "two") == sha256(tmp_path, "one")
     assert not (tmp_path / "two.parts").exists()
 
@@ -238,5 +240,5 @@ def test_a_cluster_of_this_machine_does_a_job_and_ends_with_it(tmp_path: Path) -
     prepare(tmp_path, 5)
     ended(start(tmp_path, "one", "--workers", "2"))
     said = ended(start(tmp_path, "two", "--cluster", "auto", "--workers", "2", "--unit-bytes", "20000"))
-    assert "encoding on 1 machine of Ray with 2 CPUs" in said
+    assert "encoding on 1 Ray machine with 2 CPUs" in said
     assert sha256(tmp_path, "two") == sha256(tmp_path, "one")

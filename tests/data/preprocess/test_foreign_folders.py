@@ -78,7 +78,7 @@ def test_partitions_of_a_table_are_read_in_the_order_of_their_names(
     assert texts([tmp_path / "t"]) == ["d", "a", "窗"] and not capsys.readouterr().err
     (tmp_path / "t" / "_notes.txt").write_text("of mine")
     assert texts([tmp_path / "t"]) == ["d", "a", "窗"]
-    assert "t: left out _notes.txt, hidden by an underscore" in capsys.readouterr().err
+    assert "t: skipped _notes.txt, hidden by an underscore" in capsys.readouterr().err
     assert texts([tmp_path / "t" / "_notes.txt"]) == ["of mine"], "named itself it is read"
 
 
@@ -98,7 +98,7 @@ def test_datatroves_log_folder_is_left_out_and_says_whether_all_tasks_completed(
     folder = write_datatrove(tmp_path / "out", [["one"], ["two"]])
     logs = write_logs(folder / "logs" / "2026", 3, 3)
     assert texts([folder]) == ["one", "two"]
-    assert "it is the log folder of datatrove, all 3 tasks completed" in capsys.readouterr().err
+    assert "skipped the log folder of datatrove, all 3 tasks completed" in capsys.readouterr().err
     (logs / "completions" / "00001").unlink()
     with pytest.raises(DataError, match="2026 is the log folder .* not completed: 1 of 3 tasks are missing, 00001"):
         find_inputs([folder])
@@ -108,14 +108,14 @@ def test_datatroves_log_folder_is_left_out_and_says_whether_all_tasks_completed(
 def test_what_spark_has_not_finished_is_refused(tmp_path: Path, name: str) -> None:
     folder = write_spark(tmp_path / "in" / "spark", [["one"]])
     (folder / name).mkdir()
-    with pytest.raises(DataError, match=f"spark must be finished; {name} says that Spark or Hadoop is still writing"):
+    with pytest.raises(DataError, match=f"spark must be finished; {name} shows that Spark or Hadoop is still writing"):
         find_inputs([tmp_path / "in"])
 
 
 def test_a_delta_table_is_refused(tmp_path: Path) -> None:
     folder = write_spark(tmp_path / "delta", [["one"]])
     (folder / "_delta_log").mkdir()
-    with pytest.raises(DataError, match="is a Delta table, some of whose files may be of older versions"):
+    with pytest.raises(DataError, match="is a Delta table; some of its files may belong to older versions"):
         find_inputs([folder])
 
 
@@ -123,13 +123,13 @@ def test_files_that_were_cut_off_are_refused(tmp_path: Path) -> None:
     folder = write_spark(tmp_path / "spark", [["one"], ["two"]])
     part = sorted(folder.glob("part-*"))[1]
     part.write_bytes(part.read_bytes()[:-9])
-    with pytest.raises(DataError, match="part-00001.*must be a whole parquet file"):
+    with pytest.raises(DataError, match="part-00001.*must be a complete parquet file"):
         plan_units([folder], None)
     rng = random.Random(0)
     folder = write_datatrove(tmp_path / "jsonl", [[str(rng.random()) for _ in range(2000)]])
     path = folder / "00000.jsonl.gz"
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match="00000.jsonl.gz must be a whole .gz file; it is cut off"):
+    with pytest.raises(DataError, match="00000.jsonl.gz must be a complete .gz file; it is truncated"):
         texts([folder])
 
 

@@ -36,14 +36,14 @@ def read(data: bytes, *keys: str, max_chars: int = 0) -> list[str] | str:
         (b'{"text": {"a": "b"}}', "the value of 'text' must be a string, got an object"),
         (
             b'["text"]',
-            "must be a JSON object with the key 'text', got a list; of one JSON array, write each element on",
+            "must be a JSON object with the key 'text', got a list; write each element of a JSON array on",
         ),
         (b'"text"', "must be a JSON object with the key 'text', got 'text'"),
         (b'{"text": "\xff"}', "not UTF-8 text (invalid start byte at 10)"),
         (b'{"text": "\xed\xa0\x80"}', "not UTF-8 text (invalid continuation byte at 10)"),
-        (b'{"text": "a\\u0000"}', "holds a NUL character"),
-        (b'{"text": "\\ud800"}', "holds a lone surrogate (half of a character)"),
-        (b'{"text": "a", "other": "\\udc00"}', "holds a lone surrogate"),
+        (b'{"text": "a\\u0000"}', "contains a NUL character"),
+        (b'{"text": "\\ud800"}', "contains a lone surrogate (half of a character)"),
+        (b'{"text": "a", "other": "\\udc00"}', "contains a lone surrogate"),
         (b'\xef\xbb\xbf{"text": "a', "not JSON (unexpected end of data"),
         (b'\xef\xbb{"text": "a"}', "not UTF-8 text (invalid continuation byte at 0)"),
         (b"[" * 100_000, "not JSON ("),
@@ -86,7 +86,7 @@ def test_byte_order_marks_before_json_are_taken_off() -> None:
 def test_line_ends_become_line_feeds_and_other_separators_stay() -> None:
     assert read(b'{"text": "a\\r\\nb\\rc\\u2028d"}\r', "text") == ["a\nb\rc\u2028d"]
     assert read("a\r\nb\u2028\n".encode()) == ["a\nb\u2028\n"]
-    assert read(b"a\xff") == "not UTF-8 text (invalid start byte at 1)" and read(b"a\x00") == "holds a NUL character"
+    assert read(b"a\xff") == "not UTF-8 text (invalid start byte at 1)" and read(b"a\x00") == "contains a NUL character"
 
 
 def test_keys_are_nested_or_several() -> None:

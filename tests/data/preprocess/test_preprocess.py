@@ -139,7 +139,7 @@ def test_bad_records_are_told_with_their_lines_and_left_out(corpus: Corpus) -> N
     [
         (b'{"txt": "a"}', "has no key 'text' .--json-key., only 'txt'"),
         (b'{"text": null}', "must be a string, got null"),
-        (b'{"text": "a\\u0000"}', "holds a NUL"),
+        (b'{"text": "a\\u0000"}', "contains a NUL"),
         (b'{"text": "\xff"}', "not UTF-8"),
     ],
 )
@@ -202,7 +202,7 @@ def test_a_corpus_of_bad_lines_only_is_refused_however_many_may_be_bad(
     first, *lines, last = str(caught.value).splitlines()
     assert first.startswith("no documents in ") and first.endswith("(1 empty, 2 bad):")
     assert [re.search(r"c.jsonl:(\d) \(byte (\d)\): ", line).groups() for line in lines] == [("1", "0"), ("3", "3")]  # type: ignore[union-attr]
-    assert last.startswith("All of them are in ") and "out.bad.jsonl. Correct them." in last
+    assert last.startswith("The complete list is in ") and "out.bad.jsonl. Correct them." in last
     assert corpus.names() == ["out.bad.jsonl"]
 
 

@@ -33,7 +33,7 @@ def corpus(tmp_path: Path) -> Iterator[Corpus]:
     assert not multiprocessing.active_children(), "no process is left behind"
 
 
-@pytest.mark.parametrize("how", ["was ended by SIGKILL", "ended with code 7"])
+@pytest.mark.parametrize("how", ["was killed by SIGKILL", "ended with code 7"])
 def test_a_dead_worker_ends_the_job_with_its_unit_named(
     corpus: Corpus, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -136,7 +136,7 @@ def test_a_disk_that_fills_at_any_operation_leaves_the_old_pair_or_the_new_one(
             is_full = False
         except DataError as error:
             assert "No space left on device" in str(error)
-            assert any(text in str(error) for text in ("out cannot be written", "Make room; "))
+            assert any(text in str(error) for text in ("out cannot be written", "Free disk space; "))
             is_full = True
         monkeypatch.undo()
         outcomes.append(IndexedDataset(corpus.prefix).num_tokens == 7)
@@ -160,7 +160,7 @@ def test_a_limit_on_the_size_of_files_is_named_and_not_the_room_on_the_disk(corp
         try:
             corpus.run(unit_bytes=UNIT_BYTES)
         except DataError as error:
-            limit = f"larger than `ulimit -f` lets a file be here, {size - 1:,} bytes. Raise that limit"
+            limit = f"larger than the limit of `ulimit -f`, {size - 1:,} bytes. Raise the limit"
             is_named = limit in str(error) and "File too large" in str(error) and " are free" not in str(error)
             os._exit(2 if is_named else 3)
         os._exit(0)
@@ -172,7 +172,9 @@ def test_a_limit_on_the_size_of_files_is_named_and_not_the_room_on_the_disk(corp
 
 def test_too_little_room_is_refused_before_anything_is_encoded(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "free_bytes", lambda folder: len(CONTENT) // 4)
-    with pytest.raises(DataError, match=r"GB of input need at least 0.0 MB in .*out.parts, 0.0 MB are free. Make room"):
+    with pytest.raises(
+        DataError, match=r"GB of input need at least 0.0 MB in .*out.parts, but 0.0 MB are free. Free disk space"
+    ):
         corpus.run()
     assert corpus.names() == []
 
@@ -182,7 +184,7 @@ def test_too_little_room_for_the_output_is_refused_and_the_parts_are_kept(
 ) -> None:
     asked: list[Path] = []
     monkeypatch.setattr(files, "free_bytes", lambda folder: asked.append(folder) or (1 << 40 if len(asked) < 2 else 9))
-    with pytest.raises(DataError, match="made of the finished parts needs .* 1 of 1 units are finished and kept"):
+    with pytest.raises(DataError, match="of the finished parts needs .* 1 of 1 units are finished and saved"):
         corpus.run()
     monkeypatch.undo()
     assert corpus.run(resume=True).num_resumed == 1

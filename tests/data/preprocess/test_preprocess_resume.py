@@ -38,7 +38,7 @@ def cut_off(corpus: Corpus, after_unit: int = 0, **changed: object) -> None:
 
     files.before_operation, before = die, files.before_operation
     try:
-        with pytest.raises(RuntimeError, match="ended by SIGKILL .*--resume goes on with them"):
+        with pytest.raises(RuntimeError, match="killed by SIGKILL .*--resume continues with them"):
             corpus.run(unit_bytes=UNIT_BYTES, **changed)
     finally:
         files.before_operation = before
@@ -111,11 +111,11 @@ def test_a_job_that_differs_is_refused_and_the_difference_named(corpus: Corpus) 
         ({"unit_bytes": 50}, f"--unit-bytes was {UNIT_BYTES}, now 50"),
         ({"inputs": [corpus.folder / "c.jsonl", corpus.write(b"x", "d.txt")]}, "d.txt is new"),
     ):
-        with pytest.raises(DataError, match=f"--resume needs the job that was cut off; .*{text}"):
+        with pytest.raises(DataError, match=f"--resume needs .* of the interrupted job; .*{text}"):
             corpus.run(resume=True, **changed)
     time = os.stat(corpus.folder / "c.jsonl").st_mtime_ns
     os.utime(corpus.folder / "c.jsonl", ns=(time, time + 2_000_000_000))
-    with pytest.raises(DataError, match=r"c.jsonl was written again 2.0 s after that"):
+    with pytest.raises(DataError, match=r"c.jsonl is 2.0 s newer than before"):
         corpus.run(resume=True)
     corpus.write(CONTENT + b"\n")
     with pytest.raises(DataError, match=rf"c.jsonl had {len(CONTENT)} bytes, now {len(CONTENT) + 1}"):
@@ -131,7 +131,7 @@ def test_an_input_that_is_read_once_more_is_another_job(corpus: Corpus) -> None:
         ([one, one], "d.jsonl is no longer read; .*c.jsonl was read 1 times, now 2"),
         ([two, one], "the order of --input has changed"),
     ):
-        with pytest.raises(DataError, match=f"the job that was cut off; .*{text}. Give"):
+        with pytest.raises(DataError, match=f"the interrupted job; .*{text}. Restore"):
             corpus.run(resume=True, inputs=inputs)
     with pytest.raises(DataError, match="--json-key was text, now 'text b'"):
         corpus.run(resume=True, inputs=[one, two], json_keys=["text b"])
@@ -140,7 +140,7 @@ def test_an_input_that_is_read_once_more_is_another_job(corpus: Corpus) -> None:
 
 def test_parts_cut_in_another_way_or_of_another_version_are_refused(corpus: Corpus) -> None:
     for old, new, text in (
-        ('"units": "', '"units": "0', "the input is cut into other units"),
+        ('"units": "', '"units": "0', "the input is split into other units"),
         ('"format": 2', '"format": 1', "another version of this tool"),
     ):
         corpus.run()
@@ -172,7 +172,7 @@ def test_without_resume_earlier_parts_go_with_a_line(corpus: Corpus, capsys: pyt
 def test_a_foreign_file_among_the_parts_is_not_deleted(corpus: Corpus) -> None:
     (corpus.folder / "out.parts").mkdir()
     (corpus.folder / "out.parts" / "thesis.txt").write_text("x")
-    with pytest.raises(DataError, match="out.parts must hold nothing but parts, got thesis.txt"):
+    with pytest.raises(DataError, match="out.parts must contain only parts, got thesis.txt"):
         corpus.run()
     assert (corpus.folder / "out.parts" / "thesis.txt").exists()
 
@@ -194,7 +194,7 @@ def test_other_limits_go_on_with_what_was_finished(corpus: Corpus) -> None:
     corpus.write(CONTENT + b"x\n")
     with pytest.raises(DataError, match="got 1 so far") as error:
         corpus.run(unit_bytes=UNIT_BYTES)
-    kept = re.search(r"([23]) of 3 units are finished and kept: --resume goes on with them", str(error.value))
+    kept = re.search(r"([23]) of 3 units are finished and saved; --resume continues with them", str(error.value))
     assert kept, "the last one may have been finished before its worker was ended"
     summary = corpus.run(resume=True, max_bad_lines=1)
     assert (summary.num_resumed, summary.num_bad) == (int(kept[1]), 1)
@@ -209,7 +209,7 @@ def test_a_stopped_job_says_how_it_goes_on(corpus: Corpus, monkeypatch: pytest.M
             signal.pause()
 
     monkeypatch.setattr(files, "before_operation", stop)
-    with pytest.raises(StopRequest, match="stopped; 2 of 3 units are finished and kept: --resume"):
+    with pytest.raises(StopRequest, match="stopped; 2 of 3 units are finished and saved; --resume"):
         corpus.run(unit_bytes=UNIT_BYTES)
     monkeypatch.undo()
     assert corpus.run(resume=True).num_resumed == 2
@@ -221,9 +221,7 @@ def test_input_that_changes_while_it_is_read_is_refused(corpus: Corpus, monkeypa
             os.utime(corpus.folder / "c.jsonl", ns=(1, 1))
 
     monkeypatch.setattr(files, "before_operation", change)
-    text = (
-        "must stay as it is while it is read; .*c.jsonl was written again .*. Run again once it does. Nothing is kept."
-    )
+    text = "must not change while it is read; .*c.jsonl is .* s older than before.* No units are saved."
     with pytest.raises(DataError, match=text):
         corpus.run(unit_bytes=UNIT_BYTES)
     assert corpus.names() == []

@@ -46,7 +46,7 @@ def test_a_flipped_bit_is_found(corpus: Corpus, place: int) -> None:
 
 def test_another_tokenizer_and_ids_beyond_it_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a", [3, 400])
-    with pytest.raises(DataError, match="built with another tokenizer"):
+    with pytest.raises(DataError, match="built with a different tokenizer"):
         preprocess.verify(str(tmp_path / "a"), small_tokenizer())
     (tmp_path / "a.meta.json").unlink()
     with pytest.raises(DataError, match="ids must be in 0 ... 299, got 0 ... 403"):
@@ -68,7 +68,7 @@ def test_a_flipped_bit_of_the_sidecar_is_found_and_an_older_one_without_a_checks
     path.write_text(json.dumps(fields))
     assert preprocess.verify(str(corpus.prefix), small_tokenizer()).num_documents == 60
     path.write_text(json.dumps(fields | {"vocab_size": 301}))
-    with pytest.raises(DataError, match="size of the tokenizer's vocabulary, 300, it says 301"):
+    with pytest.raises(DataError, match="vocabulary size of the tokenizer, 300, got 301"):
         preprocess.verify(str(corpus.prefix), small_tokenizer())
 
 
@@ -83,7 +83,7 @@ def test_a_document_that_does_not_end_is_found(tmp_path: Path) -> None:
     metadata = dataset_metadata.read(tmp_path / "a.meta.json")
     assert metadata is not None
     (tmp_path / "a.meta.json").write_bytes(replace(metadata, eod_id=8).to_json())
-    with pytest.raises(DataError, match="each document must end with the id 8, document 0 ends with 7"):
+    with pytest.raises(DataError, match="each document must end with the id 8, but document 0 ends with 7"):
         preprocess.verify(str(tmp_path / "a"), None)
 
 

@@ -94,7 +94,7 @@ def test_bad_lines_are_told_with_their_number(corpus: Corpus, store: MemoryFileS
 
 def test_an_object_that_was_written_again_is_another_input(corpus: Corpus, store: MemoryFileSystem) -> None:
     store.pipe("/b/c.jsonl", CONTENT + b"x\n")
-    with pytest.raises(DataError, match="--resume goes on"):
+    with pytest.raises(DataError, match="--resume continues"):
         corpus.run(inputs=["memory://b/c.jsonl"], unit_bytes=500)
     store.pipe("/b/c.jsonl", CONTENT)
     with pytest.raises(DataError, match=rf"c.jsonl had {len(CONTENT) + 2} bytes, now {len(CONTENT)}"):
@@ -122,16 +122,16 @@ def test_what_a_store_fails_at_is_asked_for_again_and_said(
     monkeypatch.setattr(MemoryFileSystem, "cat_file", cat_file)
     corpus.run(inputs=["memory://b/c.jsonl"])
     said = capfd.readouterr().err
-    reason = "500 Internal" if how == "an error" else "699 of 700 bytes came"
+    reason = "500 Internal" if how == "an error" else "received 699 of 700 bytes"
     assert corpus.output() == expected and f"reading bytes 0:700 failed (OSError: {reason}" in said
-    assert "trying again in 0.0 s" in said
+    assert "retrying in 0.0 s" in said
 
 
 @pytest.mark.parametrize(
     "error, text, times",
     [
         (OSError("503 Slow Down"), r"reading bytes 0:\d+ failed 3 times \(OSError: 503 Slow Down\)", 3),
-        (PermissionError("Forbidden"), r"the store refuses access \(PermissionError: Forbidden\). Check the cred", 1),
+        (PermissionError("Forbidden"), r"the store denies access \(PermissionError: Forbidden\). Check the cred", 1),
         (FileNotFoundError("x"), "memory://b/c.jsonl does not exist; check the name", 1),
     ],
 )
@@ -161,13 +161,13 @@ def test_what_is_no_input_is_refused(corpus: Corpus, store: MemoryFileSystem, mo
         ("memory://b/none", "memory://b/none does not exist; check the name"),
         ("memory://b/spark", "memory://b/spark must be finished; _temporary says"),
         ("memory://b/logs", "b/logs is the log folder of datatrove"),
-        ("memory://b/empty", "is a folder without any file"),
+        ("memory://b/empty", "is a folder without files"),
         ("nosuch://b/c", "nosuch://b/c cannot be read: Protocol not known: nosuch"),
     ):
         with pytest.raises(DataError, match=text):
             find_inputs([name])
     if not importlib.util.find_spec("s3fs"):
-        with pytest.raises(DataError, match=r"s3://b/c needs a package: .*For s3:// it is pip install -e '.\[s3\]'"):
+        with pytest.raises(DataError, match=r"s3://b/c needs a package: .*For s3://, run: pip install -e '.\[s3\]'"):
             find_inputs(["s3://b/c"])
     args = preprocess_data.parse_args(["--input", "memory://b/c", "d", "--output-prefix", "o"])
     assert args.input == ["memory://b/c", Path("d")]

@@ -102,7 +102,7 @@ def test_missing_damaged_and_mixed_parts_are_named(corpus: Corpus, tmp_path: Pat
         assert not (corpus.folder / "joined.bin").exists()
         return str(error.value)
 
-    text = "out.parts must hold all 8 units of 3 parts; missing: part 2/3 (units 1, 4, 7). Run again: --part 2/3."
+    text = "out.parts must contain all 8 units of 3 parts; missing: part 2/3 (units 1, 4, 7). Run again: --part 2/3."
     assert said().endswith(text)
     for unit in (1, 4):
         for kind in ("bin", "len", "bad", "json"):
@@ -112,8 +112,8 @@ def test_missing_damaged_and_mixed_parts_are_named(corpus: Corpus, tmp_path: Pat
     (folder / "unit-000099.json").write_bytes(b"{}")
     assert said().endswith(
         "missing: part 2/3 (units 7); damaged: part 1/3 (units 3), part 3/3 (units 5); of another job: part 2/3 (units "
-        "1, 4); of another job: unit 99, of which there is none. Run again: --part 1/3, --part 2/3, --part 3/3. Take "
-        f"out of {folder} what is not of it."
+        "1, 4); of another job: unit 99, which the plan does not have. Run again: --part 1/3, --part 2/3, --part 3/3. "
+        f"Remove the files of other jobs from {folder}."
     )
     (folder / "unit-000099.json").unlink()
     assert run_parts(corpus, append_eod=False) == [2, 0, 1]
@@ -124,19 +124,19 @@ def test_parts_of_other_options_or_of_another_count_are_refused(corpus: Corpus) 
     run_parts(corpus, [1])
     for changed, text in (
         ({"append_eod": False}, "--no-append-eod was False, now True"),
-        ({"share": Share(2, 4)}, r"the output was of 3 jobs \(--part\), now of 4 jobs \(--part\)"),
+        ({"share": Share(2, 4)}, r"the output was divided among 3 jobs \(--part\), now 4 jobs \(--part\)"),
         ({"inputs": [corpus.folder / "c.jsonl"] * 2}, "c.jsonl was read 1 times, now 2"),
     ):
-        with pytest.raises(DataError, match=f"--part ./. needs in .*out.parts what its own jobs have made; .*{text}"):
+        with pytest.raises(DataError, match=f"--part ./.: .*out.parts has the parts of a different job; .*{text}"):
             corpus.run(**{"share": Share(2, 3), "unit_bytes": UNIT_BYTES} | changed)
-    for resume, text in ((False, "holds what jobs with --part have made. Join it"), (True, "of 3 jobs .* of one job")):
+    for resume, text in ((False, "contains the parts of jobs with --part. Merge"), (True, "among 3 jobs .* one job")):
         with pytest.raises(DataError, match=text):
             corpus.run(resume=resume, unit_bytes=UNIT_BYTES)
     assert run_parts(corpus, [1]) == [3], "nothing is lost by what was refused"
     (corpus.folder / "out.parts" / shards.PLAN).write_text("{")
     with pytest.raises(DataError, match="plan.json cannot be read. Remove"):
         run_parts(corpus, [2])
-    with pytest.raises(DataError, match="it has no plan.json that can be read"):
+    with pytest.raises(DataError, match="it has no readable plan.json"):
         joined(corpus)
 
 
@@ -151,16 +151,16 @@ def test_the_folder_of_a_job_without_parts_is_not_joined(corpus: Corpus) -> None
             corpus.run(unit_bytes=UNIT_BYTES)
     finally:
         files.before_operation = before
-    with pytest.raises(DataError, match="it is of a job without, which --resume goes on with"):
+    with pytest.raises(DataError, match="got a job without --part, which --resume continues"):
         joined(corpus)
-    with pytest.raises(DataError, match=r"the output was of one job, now of 3 jobs \(--part\)"):
+    with pytest.raises(DataError, match=r"the output was divided among one job, now 3 jobs \(--part\)"):
         run_parts(corpus, [1])
     assert corpus.run(resume=True, unit_bytes=UNIT_BYTES).num_resumed == 3
 
 
 def test_bad_lines_are_limited_by_part_and_told_of_all(corpus: Corpus, tmp_path: Path) -> None:
     corpus.write(b"x\n" + CONTENT + b"y\n")
-    with pytest.raises(DataError, match=r"(?s)at most 0 bad lines .*c.jsonl:1 .*the same command goes on"):
+    with pytest.raises(DataError, match=r"(?s)at most 0 bad lines .*c.jsonl:1 .*the same command continues"):
         run_parts(corpus, [1])
     report = corpus.folder / "out.part-1-of-3.bad.jsonl"
     assert report.exists()
@@ -180,7 +180,7 @@ def test_an_input_that_changes_or_holds_nothing_is_refused(corpus: Corpus, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(files, "before_operation", change)
-        with pytest.raises(DataError, match="must stay as it is until all parts are made; .*c.jsonl was written again"):
+        with pytest.raises(DataError, match="must not change until all parts are finished; .*c.jsonl is "):
             run_parts(corpus, [2])
     assert len(list((corpus.folder / "out.parts").glob("unit-*.json"))) == 3, "only its own are given up"
     shutil.rmtree(corpus.folder / "out.parts")
@@ -233,7 +233,7 @@ def test_two_writers_of_one_unit_leave_it_whole(corpus: Corpus, order: tuple[int
 @pytest.mark.parametrize(
     "given, text",
     [
-        ("0/16", "must be from 1/16 to 16/16, got 0/16; give an array of SLURM --array=1-16"),
+        ("0/16", "must be from 1/16 to 16/16, got 0/16; start the SLURM array at 1: --array=1-16"),
         ("17/16", "must be from 1/16 to 16/16, got 17/16"),
         ("3", "such as 3/16, got '3'"),
         ("3/", "such as 3/16"),
@@ -258,4 +258,4 @@ def test_the_tools_do_it_from_the_command_line(corpus: Corpus, tmp_path: Path, c
     assert "out.bin: 60 documents" in capfd.readouterr().err
     assert corpus.output() == whole(corpus, tmp_path)
     assert merge_data.main(["--input", "out.parts", "out", "--output-prefix", "two"]) == 2
-    assert "takes one folder of parts alone" in capfd.readouterr().err
+    assert "must be a single folder of parts" in capfd.readouterr().err

@@ -133,9 +133,9 @@ def test_inputs_that_are_not_there_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for paths, text in (
         ([tmp_path / "gone"], "gone does not exist"),
-        ([tmp_path / "empty"], "empty is a folder without any file"),
+        ([tmp_path / "empty"], "empty is a folder without files"),
         ([tmp_path / "pipe"], "must be a file or a folder, got a pipe.*--input -"),
-        (["-", "-"], "can be read once only"),
+        (["-", "-"], "can be read only once"),
         ([], "must name at least one"),
     ):
         with pytest.raises(DataError, match=text):

@@ -35,7 +35,7 @@ def test_parquet_row_groups_are_units_and_places_are_rows(tmp_path: Path) -> Non
     assert [text for text in found if isinstance(text, str)] == ["a", "b\n", "c"]
     bad = [result for result in found if isinstance(result, BadRecord)]
     assert [result.to_json()["row"] for result in bad] == [4, 5, 6]
-    reasons = ["not UTF-8 text .invalid start byte", "must be a string, got null", "holds a NUL"]
+    reasons = ["not UTF-8 text .invalid start byte", "must be a string, got null", "contains a NUL"]
     for result, reason in zip(bad, reasons, strict=True):
         with pytest.raises(DataError, match=rf"c.parquet row {result.byte_offset}: .*{reason}"):
             raise DataError(str(result))
@@ -45,7 +45,10 @@ def test_parquet_row_groups_are_units_and_places_are_rows(tmp_path: Path) -> Non
         "t0\na",
         "t1",
     ]
-    for key, text in (("txt", "must have a column 'txt' .* it has only text, n, meta"), ("n", "must hold strings, it")):
+    for key, text in (
+        ("txt", "must have a column 'txt' .* has only text, n, meta"),
+        ("n", "must contain strings, got"),
+    ):
         with pytest.raises(DataError, match=text):
             texts([path], None, [key])
 
@@ -73,7 +76,7 @@ def test_a_name_with_a_dot_is_a_column_first_and_two_of_a_name_are_refused(tmp_p
     alone = arrow.table({"a.b": ["column"], "n": [1]})
     assert texts([parquet_file(tmp_path / "c.parquet", alone)], None, ["a.b"]) == ["column"]
     twice = arrow.Table.from_arrays([arrow.array(["x"]), arrow.array(["y"])], names=["text", "text"])
-    with pytest.raises(DataError, match="must have one column 'text' .--json-key., it has 2 of that name"):
+    with pytest.raises(DataError, match="must have one column 'text' .--json-key., but has 2 of that name"):
         texts([parquet_file(tmp_path / "c.parquet", twice)])
 
 
@@ -107,9 +110,9 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
     path = parquet_file(tmp_path / "c.parquet", arrow.table({"text": [str(row**9) for row in range(500)]}), 500)
     content = bytearray(path.read_bytes())
     path.write_bytes(content[:-9])
-    with pytest.raises(DataError, match="c.parquet must be a whole parquet file"):
+    with pytest.raises(DataError, match="c.parquet must be a complete parquet file"):
         texts([path])
     content[8:60] = bytes(52)
     path.write_bytes(content)
-    with pytest.raises(DataError, match="c.parquet must be a whole parquet file; it is damaged at row 0"):
+    with pytest.raises(DataError, match="c.parquet must be a complete parquet file; it is damaged at row 0"):
         texts([path])

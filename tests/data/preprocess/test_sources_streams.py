@@ -23,21 +23,21 @@ PACK = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
 @pytest.mark.parametrize(
     "name, content, text",
     [
-        ("c.jsonl", gzip.compress(b"x", mtime=0), "looks like gzip; give it a name that ends in .gz"),
-        ("c.jsonl", zstandard.compress(b"x"), "looks like zstandard; give it a name that ends in .zst"),
-        ("c.jsonl.gz", b'{"text": "a"}\n', "must be what its name says, .gz; its first bytes are 7b 22.*take .gz off"),
+        ("c.jsonl", gzip.compress(b"x", mtime=0), "looks like gzip; rename it to end in .gz"),
+        ("c.jsonl", zstandard.compress(b"x"), "looks like zstandard; rename it to end in .zst"),
+        ("c.jsonl.gz", b'{"text": "a"}\n', "must be a .gz file; its first bytes are 7b 22.*remove .gz"),
         ("c.jsonl.gz", gzip.compress(b"%PDF-1.7", mtime=0), "(decompressed) must be UTF-8 text; it looks like PDF"),
         ("c.tar.gz", gzip.compress(bytes(257) + b"ustar\x0000", mtime=0), "looks like tar; unpack it"),
         ("c.txt", b"\xfd7zXZ\x00", "looks like xz; unpack it: xz -d"),
         ("c.txt", b"BZh91AY", "looks like bzip2"),
         ("c.txt", b"PK\x03\x04", "looks like zip"),
-        ("c.txt", b"PAR1xx", "looks like parquet; give it a name that ends in .parquet"),
-        ("c.txt", b"MMIDIDX\x00\x00", "looks like an index of tokens"),
+        ("c.txt", b"PAR1xx", "looks like parquet; rename it to end in .parquet"),
+        ("c.txt", b"MMIDIDX\x00\x00", "looks like a token index"),
         ("c.txt", "words".encode("utf-16"), "looks like UTF-16; convert it: iconv"),
         ("c.txt", "words".encode("utf-16-le"), "looks like a binary file or UTF-16"),
         ("c.txt", bytes(100), "looks like a binary file"),
-        ("c.parquet", b"words and words", "must be a whole parquet file"),
-        ("c.parquet.gz", b"words", "a file of parquet is compressed inside"),
+        ("c.parquet", b"words and words", "must be a complete parquet file"),
+        ("c.parquet.gz", b"words", "parquet files are compressed internally"),
     ],
 )
 def test_what_is_no_text_is_named_with_its_cure(tmp_path: Path, name: str, content: bytes, text: str) -> None:
@@ -52,9 +52,9 @@ def test_what_is_no_text_is_named_with_its_cure(tmp_path: Path, name: str, conte
 @pytest.mark.parametrize(
     "value, indent, cure",
     [
-        ([{"text": "a"}, {"text": "b"}], 2, "one JSON array. Write each object on a line of its own: jq -c '.[]'"),
-        ({"text": "a"}, 4, "objects that take several lines each. Write each object on a line of its own: jq -c '.'"),
-        ([{"text": "a"}], None, "got a list; of one JSON array, write each element on a line of its own: jq -c '.[]'"),
+        ([{"text": "a"}, {"text": "b"}], 2, "one JSON array. Write each object on its own line: jq -c '.[]'"),
+        ({"text": "a"}, 4, "objects that span several lines. Write each object on its own line: jq -c '.'"),
+        ([{"text": "a"}], None, "got a list; write each element of a JSON array on its own line: jq -c '.[]'"),
     ],
 )
 def test_json_that_is_not_one_object_a_line_is_told_once_with_its_cure(
@@ -105,7 +105,7 @@ def test_a_flipped_bit_is_a_damaged_file_and_no_bad_line(tmp_path: Path, monkeyp
             lambda path=path: corpus.run(inputs=[path], max_bad_lines=1000),
             lambda path=path: any(isinstance(text, BadRecord) for text in documents(path)),
         ):
-            with pytest.raises(DataError, match="c.jsonl.gz must be a whole .gz file; it is damaged before byte"):
+            with pytest.raises(DataError, match="c.jsonl.gz must be a complete .gz file; it is damaged before byte"):
                 read()
         lines = (parse(record, ["text"]) for unit in plan_units([path], None) for record in read_unit(unit))
         with suppress(DataError):
@@ -122,7 +122,7 @@ def test_a_damaged_or_cut_off_stream_is_an_error_with_its_place(tmp_path: Path, 
     path = tmp_path / f"c.jsonl{suffix}"
     for stop in (len(packed) - 1, len(packed) // 2, 5):
         path.write_bytes(packed[:stop])
-        with pytest.raises(DataError, match=rf"whole {suffix} file; it is cut off: it ends at byte {stop}, .*-t"):
+        with pytest.raises(DataError, match=rf"complete {suffix} file; it is truncated: it ends at byte {stop}, .*-t"):
             texts([path])
     packed[len(packed) // 2] ^= 255
     path.write_bytes(packed)

@@ -233,9 +233,9 @@ def test_control_tokens_are_the_tokenizers_own_and_appended_where_it_has_none() 
 
 
 def test_what_does_not_fit_is_refused(file: IndexedDataset) -> None:
-    with pytest.raises(DataError, match=r"documents 3:4 hold 12 tokens; a sample of --seq-length 48 needs 45"):
+    with pytest.raises(DataError, match=r"documents 3:4 have 12 tokens, but a sample of --seq-length 48 needs 45"):
         samples_of(file, documents=(3, 4))
-    with pytest.raises(DataError, match="pairs need two documents, .* got 1. .* use --bert-no-binary-head"):
+    with pytest.raises(DataError, match="require at least two documents, got 1. .* use --bert-no-binary-head"):
         samples_of(file, documents=(2, 3))
     assert samples_of(file, documents=(2, 3), has_pairs=False)[0]
 
@@ -268,7 +268,7 @@ def test_documents_of_one_token_make_pairs_that_do_not_belong_together(tmp_path:
 def test_the_start_tells_of_a_split_that_is_nearly_all_one_document(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name, sizes, warning in (("many", [300] * 9, ""), ("one", [2700, 40, 40], "% of its pairs are of two")):
+    for name, sizes, warning in (("many", [300] * 9, ""), ("one", [2700, 40, 40], "% of its pairs have a random")):
         file = write(tmp_path / name, sizes)
         paths = BlendPaths(data_path=file.prefix, split="1,0,0")
         build_bert_train_valid_test(paths, seq_length=48, tokens=TOKENS, seed=3, needed=(True, False, False))

@@ -125,9 +125,9 @@ def test_megatrons_names_mean_what_they_mean_there(words: str, hidden: int, head
 @pytest.mark.parametrize(
     ("words", "family", "message"),
     [
-        ("--mup-base-hidden-size 8 --optimizer sgd", "gpt2", "divides learning rates as AdamW needs it"),
-        ("--mup-base-hidden-size 8 --dim-model-base 4", "gpt2", "both say what logits are multiplied with"),
-        ("--mup-base-head-dim 4 --softmax-scale 0.5", "gpt2", "Leave one of them out"),
+        ("--mup-base-hidden-size 8 --optimizer sgd", "gpt2", "scales learning rates for AdamW and Muon"),
+        ("--mup-base-hidden-size 8 --dim-model-base 4", "gpt2", "both set the factor of the logits"),
+        ("--mup-base-head-dim 4 --softmax-scale 0.5", "gpt2", "Remove one of them"),
         ("--mup-output-mult 0.5", "gpt2", "use --dim-model-base"),
         ("--mup-attn-scale-power 0.5", "gpt2", "--mup-attn-scale-power 0.5 is not supported"),
         ("--scaling-recipe depth_mup", "gpt2", "must be mup or none"),

@@ -61,7 +61,7 @@ def test_configs_of_the_hub_are_read() -> None:
     [
         (
             {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
-            "rope_type 'dynamic' (known: default, linear, llama3, yarn)",
+            "rope_type 'dynamic' (supported: default, linear, llama3, yarn)",
         ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "rope_type 'llama3' without low_freq_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 4.0, "beta": 1}}, "beta of rope_type 'linear'"),
@@ -74,7 +74,7 @@ def test_configs_of_the_hub_are_read() -> None:
 def test_what_our_llama_has_not_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError) as raised:
         config_from_huggingface({**LLAMA_32, **changed})
-    assert f"our decoders have no counterpart of these settings of a llama: {named}" in str(raised.value)
+    assert f"our decoders do not support these settings of llama: {named}" in str(raised.value)
 
 
 def test_all_that_has_no_form_there_is_told_at_once() -> None:

@@ -183,7 +183,7 @@ def test_the_type_follows_from_the_settings_in_whatever_program(
     if kind:
         assert config_to_huggingface(config, "float32")["model_type"] == kind
     else:
-        with pytest.raises(CheckpointError, match="mistral has the window in all layers there"):
+        with pytest.raises(CheckpointError, match="mistral supports windows in all layers only"):
             config_to_huggingface(config, "float32")
 
 
@@ -193,9 +193,9 @@ def test_a_type_may_be_named_where_several_hold_the_model(convert: Run, tmp_path
     save_model(tmp_path / "run", config)
     words = ("export", "--load", tmp_path / "run", "--output", tmp_path / "out", "--model-type")
     code, output = convert(*words, "qwen3")
-    assert code == 3 and "nearest is qwen3: --qk-norm must be head there, got none" in output
+    assert code == 3 and "nearest is qwen3: --qk-norm must be head, got none" in output
     code, output = convert(*words, "opt")
-    assert code == 3 and "--model-type must be one that a model of this family can have, got 'opt'" in output
+    assert code == 3 and "--model-type 'opt' is not available" in output
     assert convert(*words, "mistral")[0] == 0
     assert convert("import", "--input", tmp_path / "out", "--output", tmp_path / "again")[0] == 0
     assert convert("export", "--load", tmp_path / "again", "--output", tmp_path / "back")[0] == 0
@@ -205,16 +205,16 @@ def test_a_type_may_be_named_where_several_hold_the_model(convert: Run, tmp_path
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"rotary_percent": 0.5}, "--rotary-percent must be 1.0 there, got 0.5"),
+        ({"rotary_percent": 0.5}, "--rotary-percent must be 1.0, got 0.5"),
         ({"qk_norm": "head", "norm_placement": "both"}, "--"),
-        ({"activation": "squared-relu"}, "gated-silu or gated-gelu there, got squared-relu"),
-        ({"clip_qkv": 6.0}, "--clip-qkv must be 0.0 there, got 6.0"),
-        ({"embed_layernorm": True}, "--embed-layernorm must be False there, got True"),
-        ({"final_logit_softcapping": 30.0}, "--final-logit-softcapping must be 0.0 there, got 30.0"),
+        ({"activation": "squared-relu"}, "gated-silu or gated-gelu, got squared-relu"),
+        ({"clip_qkv": 6.0}, "--clip-qkv must be 0.0, got 6.0"),
+        ({"embed_layernorm": True}, "--embed-layernorm must be False, got True"),
+        ({"final_logit_softcapping": 30.0}, "--final-logit-softcapping must be 0.0, got 30.0"),
     ],
 )
 def test_what_no_type_can_hold_is_refused_naming_the_settings(changed: dict[str, Any], named: str) -> None:
-    with pytest.raises(CheckpointError, match="this model has no Hugging Face form; the nearest is") as raised:
+    with pytest.raises(CheckpointError, match="this model has no Hugging Face format; the closest is") as raised:
         config_to_huggingface(config_of("llama", **changed), "float32")
     assert named in str(raised.value)
 
@@ -247,18 +247,18 @@ QWEN2_WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_lay
 @pytest.mark.parametrize(
     ("kind", "changed", "named"),
     [
-        ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "rope_type 'mrope' (known: "),
-        ("qwen2", {"use_mrope": True}, "use_mrope True (known: False)"),
+        ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "rope_type 'mrope' (supported: "),
+        ("qwen2", {"use_mrope": True}, "use_mrope True (supported: False)"),
         ("qwen2", {**QWEN2_WINDOW, "sliding_window": 1}, "sliding_window 1 with a window in 2 layers"),
         ("qwen2", {**QWEN2_WINDOW, "layer_types": ["chunked_attention"] * 6}, "layer_types with chunked_attention"),
-        ("qwen2", {**QWEN2_WINDOW, "layer_types": [SLIDING]}, "layer_types of 1 layers for num_hidden_layers 6"),
+        ("qwen2", {**QWEN2_WINDOW, "layer_types": [SLIDING]}, "layer_types with 1 entries for num_hidden_layers 6"),
         ("qwen2", {"layer_types": [SLIDING] * 6}, "sliding_window None with a window in 6 layers"),
-        ("qwen3", {"attention_bias": True}, "attention_bias True (known: False)"),
+        ("qwen3", {"attention_bias": True}, "attention_bias True (supported: False)"),
         ("qwen3", {"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4}"),
-        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate False (known: True)"),
-        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 (known: 1.0)"),
-        ("mistral", {"layer_types": [SLIDING, *["full_attention"] * 5]}, "layer_types with full_attention beside"),
-        ("olmo2", {"sliding_window": 8}, "sliding_window 8 with a window in 0 layers (known: none)"),
+        ("qwen3", {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate False (supported: "),
+        ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 (supported: 1.0)"),
+        ("mistral", {"layer_types": [SLIDING, *["full_attention"] * 5]}, "layer_types with full_attention and"),
+        ("olmo2", {"sliding_window": 8}, "sliding_window 8 with a window in 0 layers (supported: none)"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
@@ -278,7 +278,7 @@ QWEN2_WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_lay
 def test_what_our_decoders_have_not_is_refused_by_name(kind: str, changed: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError) as raised:
         config_from_huggingface({**HUB[kind], **changed})
-    assert f"our decoders have no counterpart of these settings of a {kind}: {named}" in str(raised.value)
+    assert f"our decoders do not support these settings of {kind}: {named}" in str(raised.value)
 
 
 def config_with(kind: str, **changed: Any) -> Config:

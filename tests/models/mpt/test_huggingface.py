@@ -56,7 +56,7 @@ def test_a_config_of_the_hub_is_read() -> None:
         (with_attention(qk_ln=True), "attn_config.qk_ln True"),
         (with_attention(attn_type="multiquery_attention"), "attn_config.attn_type 'multiquery_attention'"),
         (with_attention(attn_uses_sequence_id=True), "attn_config.attn_uses_sequence_id True"),
-        (with_attention(softmax_scale=0.1), "attn_config.softmax_scale 0.1 (known: 0.353553"),
+        (with_attention(softmax_scale=0.1), "attn_config.softmax_scale 0.1 (supported: 0.353553"),
         (with_attention(rope=True), "attn_config.rope True"),
         (with_attention(sliding_window_size=512), "attn_config.sliding_window_size 512"),
         ({**STORYWRITER, "norm_type": "rmsnorm"}, "norm_type 'rmsnorm'"),
@@ -75,13 +75,13 @@ def test_a_config_of_the_hub_is_read() -> None:
 def test_what_our_mpt_has_not_is_refused_by_name(changed: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError) as raised:
         config_from_huggingface(changed)
-    assert f"our MPT has no counterpart of these settings: {named}" in str(raised.value)
+    assert f"our MPT does not support these settings: {named}" in str(raised.value)
 
 
 def test_all_that_has_no_form_there_is_told_at_once() -> None:
     with pytest.raises(CheckpointError) as raised:
         config_to_huggingface(config_of("mpt", activation="relu", kv_hidden_size=4, ff_hidden_size=20), "float32")
-    assert all(text in str(raised.value) for text in ("gelu there, got relu", "2 heads of 4 for 16", "got 20 for 16"))
+    assert all(text in str(raised.value) for text in ("gelu, got relu", "2 heads of 4 for 16", "got 20 for 16"))
 
 
 def test_settings_come_back_and_their_program_takes_them() -> None:

@@ -58,9 +58,9 @@ def test_the_flags_reach_the_samples(tmp_path: Path) -> None:
         ({"data_path": None}, "--data-path must name token files"),
         ({"split": "10,0,0"}, r"the valid split .* 10 tokens, got 0 of 10 .* \(--split 10,0,0, --enc-seq-length 10"),
         ({"enc_seq_length": 12}, "the valid split must have at least one sample of 12 tokens, got 1 of 10"),
-        ({"enc_seq_length": 200}, r"all data together is 110 tokens; one sample of --enc-seq-length 200 needs 221"),
+        ({"enc_seq_length": 200}, r"has 110 tokens in total, but one sample of --enc-seq-length 200 needs 221"),
         ({"tokens": T5Tokens.appended(57, 12, 0)}, "0 ... 56 .* got 57 in document 5 at token 1, byte 112 of"),
-        ({"tokenizer_identity": "u"}, "built with another tokenizer"),
+        ({"tokenizer_identity": "u"}, "built with a different tokenizer"),
         ({"dec_seq_length": 3}, "--dec-seq-length must be at least 4, .* --enc-seq-length 10, got 3"),
         ({"tokens": T5Tokens.appended(200, 0, 0)}, "1 for --enc-seq-length 10; too few sentinels: .* gives 0"),
     ],
@@ -91,7 +91,7 @@ def test_a_set_in_three_files_may_be_one_of_several_corpora(tmp_path: Path) -> N
     assert isinstance(train.parts["set"], SpanFilesDataset) and isinstance(train.parts["a"], T5Dataset)
     assert {train[index]["targets"].shape for index in range(9)} == {(8,)}
     assert train.order.cursors(2) == {"set": 1, "a": 1} and train.order.cursors(9) == {"set": 8, "a": 1}, "18 a sample"
-    with pytest.raises(DataError, match="targets must be of one length in all corpora, got 0 for .*set and 4 for .*a"):
+    with pytest.raises(DataError, match="must have the same length in all corpora, got 0 for .*set and 4 for .*a"):
         build(None, **values)
 
 

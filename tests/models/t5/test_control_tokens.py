@@ -52,5 +52,5 @@ def test_too_few_sentinels_are_told_with_what_to_do() -> None:
         tokens_of().require_sentinels(11, "--enc-seq-length 512")
     with pytest.raises(DataError, match="gives 0. Raise --vocab-extra-ids to 1,"):
         tokens_of(extra_ids=0).require_sentinels(1, "--enc-seq-length 8")
-    with pytest.raises(DataError, match="the tokenizer gives 3. Take a tokenizer with more"):
+    with pytest.raises(DataError, match="the tokenizer provides 3. Use a tokenizer with more"):
         tokens_of(sentinel_ids=(99, 98, 97)).require_sentinels(4, "--enc-seq-length 512")

@@ -98,9 +98,9 @@ def test_a_head_of_its_own_is_not_lost():
 
 
 def test_names_of_another_model_are_listed():
-    with pytest.raises(CheckpointError, match=r"T5ForConditionalGeneration: transformer.h.0.x, encoder.block.0.y"):
+    with pytest.raises(CheckpointError, match=r"T5ForCond.* has no .*: transformer.h.0.x, encoder.block.0.y"):
         to_ours({"transformer.h.0.x": torch.zeros(1), "encoder.block.0.y": torch.zeros(1)}, HEADS, is_untied=False)
-    with pytest.raises(CheckpointError, match="not of our T5 with relative positions: embedding.position"):
+    with pytest.raises(CheckpointError, match="our T5 with relative positions has no .*: embedding.position"):
         from_ours({"embedding.position.weight": torch.zeros(1)}, HEADS)
     with pytest.raises(
         CheckpointError, match="SelfAttention.v: the rows of each part .* got 18 rows, which is not a multiple of 4"
@@ -132,5 +132,5 @@ def test_the_configuration_becomes_our_fields():
 
 
 def test_a_feed_forward_without_a_counterpart_is_refused():
-    with pytest.raises(CheckpointError, match=r"feed_forward_proj 'gated-tanh' \(known: relu, "):
+    with pytest.raises(CheckpointError, match=r"feed_forward_proj 'gated-tanh' \(supported: relu, "):
         model_fields(T5Config(feed_forward_proj="gated-tanh"))

@@ -75,7 +75,7 @@ def test_targets_that_are_too_long_are_cut_and_counted(prefix: Path, monkeypatch
     longest = max(int((whole[index]["dec_segments"] >= 0).sum()) for index in range(6))
     assert not said
     cut = samples_of(prefix, dec_seq_length=longest - 1)
-    assert f"of 6 samples looked at have more than --dec-seq-length {longest - 1} targets, up to {longest};" in said[0]
+    assert f"more than --dec-seq-length {longest - 1} target tokens, up to {longest};" in said[0]
     for index in range(6):
         assert cut[index]["targets"].tolist() == whole[index]["targets"][: longest - 1].tolist()
 
@@ -99,12 +99,12 @@ def edit(prefix: Path, suffix: str, place: int, number: int) -> None:
 @pytest.mark.parametrize(
     "suffix, place, number, text",
     [
-        ("_context", 5, 1002, "markers of document 0 do not count up"),
-        ("_context", 5, 1020, "document 0 .* token 5 of a_context.bin is 1020, above all markers"),
-        ("_target", 0, 7, "must start with the marker 1000, .* got .7. in document 0. Give the tokenizer"),
-        ("_target", 3, 7, "document 0 .* spans 0 ... 2 do not each start with their marker"),
-        ("_target_offset", 1, 4, "document 0 .* its 3 spans do not lie one behind the other"),
-        ("_target_offset", 5, 5, "document 0 .* its target has 9 tokens, spans need 10"),
+        ("_context", 5, 1002, "markers of document 0 are not consecutive"),
+        ("_context", 5, 1020, "document 0 .* token 5 of a_context.bin is 1020, which is above all markers"),
+        ("_target", 0, 7, "must start with the marker 1000, .* got .7. in document 0. Use the tokenizer"),
+        ("_target", 3, 7, "document 0 .* spans 0 ... 2 do not all start with their markers"),
+        ("_target_offset", 1, 4, "document 0 .* its 3 spans are not contiguous"),
+        ("_target_offset", 5, 5, "document 0 .* its target has 9 tokens, but its spans need 10"),
     ],
 )
 def test_a_damaged_set_is_refused(prefix: Path, suffix: str, place: int, number: int, text: str) -> None:
@@ -116,10 +116,10 @@ def test_a_damaged_set_is_refused(prefix: Path, suffix: str, place: int, number:
 
 def test_files_of_different_sets_are_refused(prefix: Path) -> None:
     write_pair(Path(f"{prefix}_target_offset"), [[0, 3, 3, 2, 5, 4]])
-    with pytest.raises(DataError, match="as many documents each, got 5 in _context, 5 in _target, 1 in _target_offset"):
+    with pytest.raises(DataError, match="same number of .* got 5 in _context, 5 in _target, 1 in _target_offset"):
         samples_of(prefix)
     write_pair(Path(f"{prefix}_target_offset"), [[0, 3, 3, 2, 5]] * 5)
-    with pytest.raises(DataError, match="document 0 .* offsets are 5 numbers, not pairs"):
+    with pytest.raises(DataError, match="document 0 .* 5 offsets do not form pairs"):
         samples_of(prefix)
 
 
@@ -130,7 +130,7 @@ def test_another_vocabulary_is_refused(prefix: Path) -> None:
 
 def test_markers_that_16_bits_cannot_hold_are_refused(tmp_path: Path) -> None:
     write_set(tmp_path / "a", counting([(1, 1, 1, 1, 1, 1)]), vocab_size=65_534)
-    with pytest.raises(DataError, match="document 0 .* uint16 cannot hold the markers of 3 spans"):
+    with pytest.raises(DataError, match="document 0 .* uint16 cannot represent the markers of 3 spans"):
         SpanFiles(str(tmp_path / "a"), 65_534)
 
 
@@ -150,11 +150,11 @@ def build(prefix: Path, **changed: Any) -> Any:
 def test_a_set_opens_where_no_ordinary_pair_is(prefix: Path) -> None:
     train, valid, _ = build(prefix)
     assert isinstance(only(train), SpanFilesDataset) and valid is None and train[0]["inputs"].shape == (16,)
-    with pytest.raises(DataError, match="--denoisers must be one kind for .* got R,S"):
+    with pytest.raises(DataError, match="--denoisers must be one denoiser for .* got R,S"):
         build(prefix, denoisers=parse_denoisers("R,S", 0.15, 3))
     with pytest.raises(DataError, match="too few sentinels: --vocab-extra-ids gives 2"):
         build(prefix, tokens=T5Tokens.appended(VOCAB_SIZE, 2, 0))
-    with pytest.raises(DataError, match="all data together is 103 tokens; one sample of .* needs 199"):
+    with pytest.raises(DataError, match="has 103 tokens in total, but one sample of .* needs 199"):
         build(prefix, enc_seq_length=200)
     Path(f"{prefix}_target.bin").unlink()
     with pytest.raises(DataError, match="a_target.bin does not exist; a set in three files is _context, _target"):

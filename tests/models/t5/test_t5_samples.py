@@ -174,7 +174,7 @@ def test_a_sample_stays_the_same_for_ever(file: IndexedDataset) -> None:
 
 
 def test_what_does_not_fit_is_refused(file: IndexedDataset) -> None:
-    with pytest.raises(DataError, match=r"documents 3:4 hold 12 tokens; a sample of --enc-seq-length 64 needs 70"):
+    with pytest.raises(DataError, match=r"documents 3:4 have 12 tokens, but a sample of --enc-seq-length 64 needs 70"):
         samples_of(file, documents=(3, 4))
     with pytest.raises(DataError, match="--dec-seq-length must be at least 14, .* --enc-seq-length 64, got 13"):
         samples_of(file, dec_seq_length=13)

@@ -307,11 +307,11 @@ def one_departs(rank: int, way: str, reads: bool) -> str:
 
 
 NAMED = {
-    "skips": "replica 0 calls layers.2, replica 1 calls layers.3",
-    "ends early": "replica 0 calls layers.5, replica 1 calls layers.4",
-    "is shorter": "replica 0 calls layers.0, replica 1 is through with its micro-batch",
-    "goes on": "replica 0 is through with its micro-batch, replica 1 calls what is in no layer",
-    "evaluates": "in no layer in training, replica 1 calls what is in no layer in an evaluation",
+    "skips": "replica 0 gathers layers.2, replica 1 gathers layers.3",
+    "ends early": "replica 0 gathers layers.5, replica 1 gathers layers.4",
+    "is shorter": "replica 0 gathers layers.0, replica 1 has finished its micro-batch",
+    "goes on": "replica 0 has finished its micro-batch, replica 1 gathers weights outside of layers",
+    "evaluates": "of layers in training, replica 1 gathers weights outside of layers in an evaluation",
 }
 
 

@@ -159,5 +159,5 @@ def test_replicas_own_their_parts_and_the_first_what_is_not_cut() -> None:
 
 
 def test_adafactor_is_refused_with_stage_1() -> None:
-    with pytest.raises(ConfigError, match=r"--optimizer adafactor needs --zero-stage 0, got 1.*use stage 0"):
+    with pytest.raises(ConfigError, match=r"--optimizer adafactor requires --zero-stage 0, got 1.*Use --zero-stage 0"):
         build_optimizer([torch.nn.Parameter(torch.ones(2, 2))], name="adafactor", zero_stage=1)

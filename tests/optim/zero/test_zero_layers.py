@@ -147,10 +147,10 @@ def test_replicas_that_call_other_layers_are_stopped_on_all_ranks_before_a_weigh
         and "use --zero-stage 2" in messages[0]
         and "CHANGED" not in messages[0]
     )
-    named = {"skips": "replica 0 calls layers.1, replica 1 calls layers.0"}
-    named["ends early"] = "replica 0 calls layers.7, replica 1 calls layers.6"
-    named["goes on"] = "replica 0 calls layers.0, replica 1 is through with its micro-batch"
-    named["evaluates"] = "replica 0 calls layers.0 in an evaluation, replica 1 calls layers.0 in training"
+    named = {"skips": "replica 0 gathers layers.1, replica 1 gathers layers.0"}
+    named["ends early"] = "replica 0 gathers layers.7, replica 1 gathers layers.6"
+    named["goes on"] = "replica 0 gathers layers.0, replica 1 has finished its micro-batch"
+    named["evaluates"] = "replica 0 gathers layers.0 in an evaluation, replica 1 gathers layers.0 in training"
     assert named[way] in messages[0]
 
 
@@ -224,7 +224,7 @@ def test_the_largest_unit_is_told_and_warned_of_where_it_is_most(monkeypatch: py
         alone(module)
     assert [kind for kind, _ in messages] == ["info", "warning"]
     assert "8 units, the largest with 12% of the weights: layers.0" in messages[0][1]
-    assert "100% of the weights: what is in no layer" in messages[1][1] and "ModuleList" in messages[1][1]
+    assert "100% of the weights: weights outside of layers" in messages[1][1] and "ModuleList" in messages[1][1]
 
 
 def test_a_loss_that_is_no_number_under_zero_3_says_where_nan_may_be_from() -> None:

@@ -291,7 +291,7 @@ def test_a_split_backward_trains_alike_wherever_gradients_lie() -> None:
 
 
 def _refused(rank: int) -> str:
-    with pytest.raises(ValueError, match="master weights in fp32, got parameters of fp64") as raised:
+    with pytest.raises(ValueError, match="main params in fp32, got fp64 parameters") as raised:
         make_engine(Toy(config={"zero_optimization": ZERO, "zero_allow_untested_optimizer": True}), 1)
     return str(raised.value)
 

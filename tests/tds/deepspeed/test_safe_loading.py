@@ -73,7 +73,7 @@ def test_an_object_off_the_list_is_named_and_nothing_of_it_is_run(tmp_path: Path
     load.is_trusted = True
     assert torch.equal(engine.load(path)["a"], torch.ones(2)) and mark.exists()
     (tmp_path / "text").write_text("what is this?")
-    with pytest.raises(UnsafeFileError, match="it is damaged, or not one of torch"):
+    with pytest.raises(UnsafeFileError, match="the file is damaged, or not from torch"):
         load_safely(str(tmp_path / "text"))
 
 

@@ -87,8 +87,8 @@ def _checks(rank: int, checks: bool) -> Any:
 def test_checksums_on_request_find_stages_that_read_different_samples() -> None:
     codes, _, reports = fork_ranks(2, _checks, True)
     assert codes == [1, 1]
-    assert "DataDisagreement: all ranks of a replica that read must read the same micro-batches" in reports[0]
-    assert "of number 1: checksum" in reports[0] and "rank 1 (stage 1, replica 0)" in reports[1]
+    assert "DataDisagreement: all ranks of a replica that read data must read the same micro-batches" in reports[0]
+    assert "micro-batch 1 differs: checksum" in reports[0] and "rank 1 (stage 1, replica 0)" in reports[1]
     run_ranks(2, _checks, False)
     with pytest.raises(ValueError, match="must be true or false, got 'yes'"):
         compares_data({"check_data": "yes"})

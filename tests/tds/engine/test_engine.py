@@ -198,12 +198,12 @@ def test_mistakes_are_told_with_what_to_do() -> None:
         and "interleaved" in messages["whole"]
         and "in each chunk" in messages["thin"]
     )
-    assert 'no "shedule" (did you mean "schedule"?); its keys are stages, partition,' in messages["key"]
+    assert 'no "shedule" (did you mean "schedule"?). Its keys are stages, partition,' in messages["key"]
     assert "[0, 2, 3]" in messages["bounds"] and "4 layers" in messages["bounds"]
     assert "none on stage 0" in messages["empty"] and "1 layers, 2 stages" in messages["few"]
     classes = ", ".join(dict.fromkeys(spec.typename.__name__ for spec in Toy("chain", layers=4).specs()))
-    assert "got 'type:transformer'; the classes are " + classes + ". Take one" in messages["type"]
-    assert "one length" in messages["lists"] and "Leave it out" in messages["mpu"]
+    assert "'type:transformer' matches no layer; the classes are " + classes + ". Write type:" in messages["type"]
+    assert "equal lengths" in messages["lists"] and "Remove it" in messages["mpu"]
 
 
 def _skipped(rank: int, toy: Toy) -> list[Any]:

@@ -115,5 +115,5 @@ def test_the_last_action_that_the_device_has_reached_is_told() -> None:
     clock.reached = 2
     assert exchange.action_of_device() == Forward(1)
     words = on_device(Report(True, None, 1.0, "has been adding up"), exchange.action_of_device())
-    assert words.words == "has been adding up, its device is at its forward of micro-batch 1"
+    assert words.words == "has been adding up; its device runs its forward of micro-batch 1"
     assert on_device(words, None) is words

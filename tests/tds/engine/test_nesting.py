@@ -45,31 +45,31 @@ def test_a_pair_is_taken_as_tuple_or_list_with_labels_or_without(batch: Any) -> 
     [
         (
             None,
-            "got None from here. Return the pair from the batch function (one without a return gives None)",
+            "got None from here. Return the pair from the batch function (without a return statement it returns None)",
         ),
-        (X, "got tensor [4, 128] from here. Give (it, labels); where there are no labels,"),
+        (X, "got tensor [4, 128] from here. Return (tensor, labels), or (tensor, None) if there are no labels"),
         (
             {"ids": X, "mask": X, "labels": Y},
-            "got {'ids': tensor [4, 128], 'mask': tensor [4, 128], 'labels': tensor [4]} from here. Say which is "
-            'which: from collate_fn, or by engine.set_batch_fn(lambda batch: ((batch["ids"], batch["mask"]), '
+            "got {'ids': tensor [4, 128], 'mask': tensor [4, 128], 'labels': tensor [4]} from here. Return the "
+            'pair from collate_fn, or call engine.set_batch_fn(lambda batch: ((batch["ids"], batch["mask"]), '
             'batch["labels"]))',
         ),
         ({"ids": X, "target": Y}, 'lambda batch: ((batch["ids"],), batch["target"]))'),
         ({"ids": X}, 'lambda batch: ((batch["ids"],), batch["labels"]))'),
         (
             (X,),
-            "got (tensor [4, 128],) from here. The labels are missing: give (tensor [4, 128], labels)",
+            "got (tensor [4, 128],) from here. The labels are missing. Return (tensor [4, 128], labels)",
         ),
-        (((X, Y),), "It is nested one level too deep: give (tensor [4, 128], tensor [4])"),
-        ([[X, Y]], "nested one level too deep: give [tensor [4, 128], tensor [4]]"),
+        (((X, Y),), "It is nested one level too deep. Return (tensor [4, 128], tensor [4])"),
+        ([[X, Y]], "nested one level too deep. Return [tensor [4, 128], tensor [4]]"),
         (
             (X, X, Y),
-            "got (tensor [4, 128], tensor [4, 128], tensor [4]) from here. Put what the first layer takes into a "
-            "tuple of its own: ((tensor [4, 128], tensor [4, 128]), tensor [4]), if the last are the labels",
+            "got (tensor [4, 128], tensor [4, 128], tensor [4]) from here. Put the inputs of the first layer into "
+            "one tuple: ((tensor [4, 128], tensor [4, 128]), tensor [4]), if the last element is the labels",
         ),
-        ((), "got () from here. It is empty"),
-        ("text", "got str from here. Give tensors"),
-        (np.zeros((2, 3)), "got numpy array [2, 3] from here. Give tensors"),
+        ((), "got () from here. The batch is empty"),
+        ("text", "got str from here. Return a pair of tensors"),
+        (np.zeros((2, 3)), "got numpy array [2, 3] from here. Return a pair of tensors"),
     ],
     ids=range(12),
 )
@@ -77,7 +77,7 @@ def test_a_wrong_nesting_is_named_with_what_to_do(batch: Any, message: str) -> N
     with pytest.raises(TypeError) as raised:
         BatchSource(iter([batch]), None, 0).next()
     text = str(raised.value).replace(" from the iterator on stage 0", " from here")
-    assert text.startswith("a micro-batch must be ((inputs...), labels): what the first layer takes, and")
+    assert text.startswith("a micro-batch must be ((inputs...), labels): the inputs of the first layer, and")
     assert message in text
 
 
@@ -86,14 +86,17 @@ def test_a_wrong_nesting_is_named_with_what_to_do(batch: Any, message: str) -> N
     [
         (
             (X, np.zeros(3)),
-            "ndarray at inputs[1] of the inputs (tensor [4, 128], numpy array [3]). Make a",
+            "ndarray at inputs[1] of the inputs (tensor [4, 128], numpy array [3]). Convert it",
         ),
         (
             {"ids": X, "more": [Y, None]},
             "NoneType at inputs['more'][1] of the inputs {'ids': tensor [4, 128], '",
         ),
-        (("one text", "another"), "str at inputs[0] of the inputs (str, str). Leave it out, or make numbers of the"),
-        ((X, 3), "int at inputs[1] of the inputs (tensor [4, 128], int). Make a tensor of it"),
+        (
+            ("one text", "another"),
+            "str at inputs[0] of the inputs (str, str). Remove it, or convert the text to numbers",
+        ),
+        ((X, 3), "int at inputs[1] of the inputs (tensor [4, 128], int). Convert it to a tensor"),
     ],
     ids=range(4),
 )
@@ -104,7 +107,7 @@ def test_an_input_that_is_no_tensor_is_named_with_its_place(inputs: Any, message
 
 
 def test_a_loader_is_no_iterator() -> None:
-    with pytest.raises(TypeError, match=r"take an iterator, got list\. Make one by iter\(\.\.\.\), once"):
+    with pytest.raises(TypeError, match=r"need an iterator, got list\. Create one with iter\(\.\.\.\), once"):
         BatchSource([(X, Y)], None, 0)  # type: ignore[arg-type]
 
 
@@ -136,8 +139,6 @@ def test_an_engine_names_the_nesting_and_who_gave_it() -> None:
     for rank in (0, 2):
         message = f"from the batch function without_pairs on stage {rank}"
         assert "got (tensor [3, 4, 6], tensor [3, 4, 6], tensor [3, 4])" in reports[rank] and message in reports[rank]
-    assert (
-        "the first layer was given (tensor [3, 4, 6], tensor [3, 4, 6])" in fork_ranks(1, _train_on_two_for_one)[2][0]
-    )
-    message = "the loss function was given (tensor [3, 4, 6], tensor [3, 4, 6])"
+    assert "the first layer received (tensor [3, 4, 6], tensor [3, 4, 6])" in fork_ranks(1, _train_on_two_for_one)[2][0]
+    message = "the loss function received (tensor [3, 4, 6], tensor [3, 4, 6])"
     assert message in fork_ranks(1, _train_with_wrong_labels)[2][0]

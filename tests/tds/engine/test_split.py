@@ -130,13 +130,13 @@ def _messages(rank: int) -> list[str]:
     engine = make_engine(Toy("chain", pipeline={"schedule": "zb-h1"}), 2)
     for _ in range(2):
         train(engine, Toy("chain"))
-    return [text for text in messages if "put off" in text]
+    return [text for text in messages if "weight gradients are deferred" in text]
 
 
 def test_the_engine_says_once_what_its_schedule_splits() -> None:
     first, last = run_ranks(2, _messages)
     assert first == [], "the first stage's backward is whole"
-    assert last == ["zb-h1, stage 1: the gradients of all its weights are put off"]
+    assert last == ["zb-h1, stage 1: all its weight gradients are deferred"]
 
 
 class LossWithWeights(nn.Module):
@@ -163,7 +163,7 @@ def _with_own_loss(rank: int, recomputes: bool, schedule: str) -> Any:
     module = tds.PipelineModule(toy.specs(), num_stages=2, loss_fn=LossWithWeights(recomputes))
     engine = make_engine(toy, 2, module=module)
     loss = engine.train_batch(iter(toy.batches()))
-    return float(loss), [text for text in messages if "put off" in text]
+    return float(loss), [text for text in messages if "weight gradients are deferred" in text]
 
 
 @pytest.mark.parametrize("recomputes", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -171,7 +171,7 @@ def test_weights_of_a_loss_function_are_put_off_too(recomputes: bool) -> None:
     (wanted, _), _ = run_ranks(2, _with_own_loss, recomputes, "1f1b")
     (loss, _), (_, messages) = run_ranks(2, _with_own_loss, recomputes, "zb-h1")
     assert loss == wanted
-    assert messages == ["zb-h1, stage 1: the gradients of all its weights are put off"]
+    assert messages == ["zb-h1, stage 1: all its weight gradients are deferred"]
 
 
 def _calls(rank: int) -> list[int]:

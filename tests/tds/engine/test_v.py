@@ -105,14 +105,14 @@ def test_what_does_not_go_with_a_v_is_refused(tmp_path: Path) -> None:
         for message, words in zip(
             messages,
             (
-                "placed in a v, got 2 in a loop",
-                "placed in a loop, got 2 in a v",
-                "must be the module's, got 'loop' there and 'v'",
-                "needs several chunks on each stage, in a loop, got 2 in a v",
-                "as large as the stages are many, got 1 for 2 stages",
-                'stand without "schedule" and "micro_batch_group_size"',
-                "a v needs 2 or more chunks on each stage",
-                "each stage must hold a layer in each chunk, got none on stage ",
+                "with the placement v, got 2 with the placement loop",
+                "with the placement loop, got 2 with the placement v",
+                "equal to placement of PipelineModule, got 'loop' in the JSON and 'v'",
+                'needs several chunks per stage and the placement "loop", got 2 chunks and the placement "v"',
+                "at least the number of stages, got 1 for 2 stages",
+                'excludes "schedule" and "micro_batch_group_size"',
+                "v needs 2 or more chunks per stage",
+                "each stage must have a layer in each chunk, got none on stage ",
             ),
             strict=True,
         ):

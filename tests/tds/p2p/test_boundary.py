@@ -55,12 +55,12 @@ def test_records_may_differ_from_boundary_to_boundary() -> None:
 @pytest.mark.parametrize(
     ("lists", "words"),
     [
-        ({"_input_grad": [True], "_input_type": ["float", "bool"]}, "one length"),
-        ({"_input_grad": [True], "_input_type": ["bool"]}, r"only floats have gradients.*_input_grad\[0\]"),
-        ({"_input_grad": [True], "_input_type": [torch.int64]}, "only floats have gradients.*'int64'"),
+        ({"_input_grad": [True], "_input_type": ["float", "bool"]}, "equal lengths"),
+        ({"_input_grad": [True], "_input_type": ["bool"]}, r"only float tensors have gradients.*_input_grad\[0\]"),
+        ({"_input_grad": [True], "_input_type": [torch.int64]}, "only float tensors have gradients.*'int64'"),
         ({"_input_grad": [True], "_input_type": ["half"]}, "_input_type.0. must be one of"),
         ({"_input_grad": ["yes"]}, r"_input_grad\[0\] must be True or False, got 'yes'"),
-        ({"_input_grad": [True], "boundary": [Boundary()]}, "declared once, got boundary and _input_grad"),
+        ({"_input_grad": [True], "boundary": [Boundary()]}, "declared only once, got boundary and _input_grad"),
         ({"boundary": ["float"]}, r"boundary\[0\] must be a Boundary, got 'float'"),
     ],
 )
@@ -96,7 +96,7 @@ def test_lists_that_hold_something_else_are_refused(name: str, values: Any, word
 @pytest.mark.parametrize(
     ("tensors", "words"),
     [
-        ((HIDDEN,), r"stage 3 \(layer 7 \(Dense\)\) must pass on the 2 tensors that are declared.*got 1"),
+        ((HIDDEN,), r"stage 3 \(layer 7 \(Dense\)\) must return the 2 declared tensors.*got 1"),
         ((HIDDEN, MASK.float()), r"stage 3 output 1 \('mask', of layer 7 \(Dense\)\): declared bool, got float32\[4\]"),
         (
             (HIDDEN.detach(), MASK),
@@ -120,7 +120,9 @@ def test_each_dtype_is_told_from_each_other(declared: torch.dtype, got: torch.dt
     first, now = (TensorMeta(dtype, (2, 3), False, False) for dtype in (declared, got))
     with pytest.raises(BoundaryError, match=rf"stage 3 output 0 \(of layer 7.*was {names}\[2, 3\] at micro-batch 5"):
         check_same((now,), (first,), (SINGLE, SINGLE), PLACE, micro_batch=5)
-    with pytest.raises(BoundaryError, match=f"declared here x {str(declared)[6:]} .*announced {str(got)[6:]}"):
+    with pytest.raises(
+        BoundaryError, match=f"declared on this rank as x {str(declared)[6:]} .*announces {str(got)[6:]}"
+    ):
         check_received((now,), (record,), Place(1, "input"), is_training=True)
 
 
@@ -173,13 +175,15 @@ def test_a_header_that_disagrees_with_the_receivers_declaration_is_refused() -> 
     for record, words in (
         (
             Boundary("h", partitioned=True),
-            "partitioned=True; announced float32.2, 8. with gradient=True, partitioned=False",
+            "partitioned=True; the sender announces float32.2, 8. with gradient=True, partitioned=False",
         ),
         (Boundary("h", needs_grad=False), "gradient=False"),
     ):
         with pytest.raises(BoundaryError, match=rf"stage 1 input 0 \('h', of layer 2 \(Dense\)\).*{words}"):
             check_received((spec,), (record,), place, is_training=True)
-    with pytest.raises(BoundaryError, match="stage 1 .layer 2 .Dense.. expects the 2 tensors.*but 1 are announced"):
+    with pytest.raises(
+        BoundaryError, match="stage 1 .layer 2 .Dense.. expects the 2 declared tensors, but the sender announces 1"
+    ):
         check_received((spec,), DECLARED, place, is_training=True)
 
 

@@ -123,7 +123,7 @@ def test_what_a_stage_hands_to_itself_is_not_changed_unnoticed() -> None:
 
 def test_an_output_to_oneself_is_held_to_the_declaration() -> None:
     exchange = alone_in_a_v(module=SimpleNamespace(boundary=[Boundary("hidden"), Boundary("mask", "bool")]))
-    with pytest.raises(BoundaryError, match="must pass on the 2 tensors that are declared"):
+    with pytest.raises(BoundaryError, match="must return the 2 declared tensors"):
         exchange.send_forward(Message(Kind.ACTIVATION, 0, 0, 0), torch.ones(2))
 
 
@@ -381,12 +381,12 @@ ISSUE_DTYPES = (
 
 
 FAULTS: dict[str, tuple[dict[str, Any], Any, str]] = {
-    "P03-number": ({"_input_grad": [True]}, (GRAD, GRAD), "the 1 tensors that are declared (any), got 2"),
+    "P03-number": ({"_input_grad": [True]}, (GRAD, GRAD), "the 1 declared tensors (any), got 2"),
     "P03-type": ({"_input_type": ["float", "bool"]}, (GRAD, GRAD.detach()), "declared bool, got float32[2, 8]"),
     "P07-detached": ({"_input_grad": [True]}, GRAD.detach(), "declared with a gradient, got float32[2, 8] that"),
     "P07-needed": ({"_input_grad": [False]}, GRAD, "declared without a gradient, got float32[2, 8] that requires"),
     "P13-swapped": ({"boundary": [Boundary("a"), Boundary("b")]}, {"b": GRAD, "a": GRAD}, "names ('a', 'b') in order"),
-    "long-name": ({}, {"k" * 2000: GRAD}, "keys of a dict that crosses a stage must fit into 1024 bytes"),
+    "long-name": ({}, {"k" * 2000: GRAD}, "keys of a dict at a stage boundary must fit into 1024 bytes"),
 }
 
 

@@ -320,7 +320,7 @@ def _heard(rank: int) -> list[str]:
 
 
 def test_it_says_once_in_a_job_that_it_is_not_for_speed() -> None:
-    message = "cpu tensors go through the host, by gloo (host_copies): for numbers only, not for speed"
+    message = "cpu tensors are copied through the host and sent by gloo (host_copies): slow, for tests of results"
     assert run_ranks(2, _heard) == [[message], []]
 
 

@@ -57,7 +57,7 @@ def _hang(rank: int, size: int, place: str, toy: Toy, at_loss: bool) -> Any:
 
 @pytest.mark.parametrize(
     ("size", "kind", "at_loss", "words"),
-    [(3, "chain", False, "of micro-batch"), (2, "tied", True, "taking the norm of the gradients")],
+    [(3, "chain", False, "of micro-batch"), (2, "tied", True, "computing the norm of the gradients")],
 )
 def test_the_others_give_up_when_a_stage_sleeps(
     size: int, kind: str, at_loss: bool, words: str, tmp_path: Path

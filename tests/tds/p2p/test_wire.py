@@ -115,7 +115,7 @@ def test_lazily_conjugated_tensors_travel_as_their_values() -> None:
             SINGLE,
             "at most 8 dimensions.*stage 0 output 0 .of layer 2",
         ),
-        ([TensorMeta(torch.float8_e5m2, (1,), False, False)], SINGLE, "plain dtype, got float8_e5m2"),
+        ([TensorMeta(torch.float8_e5m2, (1,), False, False)], SINGLE, "a supported dtype, got float8_e5m2"),
         (
             [TensorMeta(torch.bool, (), False, False)],
             Structure(dict, ("k" * MAX_KEY_BYTES,)),

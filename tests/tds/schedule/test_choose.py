@@ -21,7 +21,7 @@ def test_of_equals_the_one_that_holds_least_is_chosen() -> None:
     choice = choose({name: PLAIN[name] for name in ("gpipe", "1f1b")}, Costs.even(2, 0.01, 0.01, 0.01), 2, 8)
     assert choice.name == "1f1b"
     assert choice.reason == (
-        "1f1b: predicted 270 ms a step against 270 (gpipe); it holds 2 micro-batches in flight, against 8 (gpipe)"
+        "1f1b: predicted 270 ms per step against 270 (gpipe); it has 2 micro-batches in flight, against 8 (gpipe)"
     )
 
 

@@ -180,7 +180,7 @@ def test_a_larger_group_of_micro_batches_runs_and_holds_more(p: int, more: int, 
 
 
 def test_a_group_smaller_than_the_stages_is_refused() -> None:
-    with pytest.raises(ValueError, match="one for each stage or more, got 3 for 4 stages"):
+    with pytest.raises(ValueError, match="as large as the number of stages, got 3 for 4 stages"):
         schedule_named("interleaved", 2, group_size=3)(4, 8, 0)
 
 

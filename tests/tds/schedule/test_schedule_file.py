@@ -71,15 +71,15 @@ def test_what_is_written_is_read_back_and_torch_reads_each_cell(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("0F0,0B0\n1F0,1X0\n", r"line 2: a cell must be .* such as 0F0, got '1X0'"),
-        ("0F0,0SEND_F0,0B0\n", "got '0SEND_F0'. Write the compute-only form"),
+        ("0F0,0B0\n1F0,1X0\n", r"line 2: a cell must consist of .* such as 0F0, got '1X0'"),
+        ("0F0,0SEND_F0,0B0\n", "got '0SEND_F0'. Use the compute-only format"),
         ("0F0,(0F1;0SEND_F0)OVERLAP_F_B\n", r"line 1: .*, got '\(0F1;0SEND_F0\)OVERLAP_F_B'"),
         ("0F0,()OVERLAP_F_B\n", r"line 1: .*, got '\(\)OVERLAP_F_B'"),
         ("", "must have a line with actions"),
         ("0F0,0B0\n,,\n", "must have a line with actions"),
-        ("1F0,1B0\n0F0,0B0\n", r"must lie in a loop .* or in a V .*, got stage 0: \[1\]; stage 1: \[0\]"),
+        ("1F0,1B0\n0F0,0B0\n", r"must be placed in a loop .* or in a V .*, got stage 0: \[1\]; stage 1: \[0\]"),
         ("0F0,0B0,1F0,1B0\n2F0,2B0,3F0,3B0\n", r"got stage 0: \[0, 1\]; stage 1: \[2, 3\]"),
-        ("0F0,0B0,0F1\n1F0,1B0,1F1,1B1\n", "cannot run: stage 0 must have one Backward of each"),
+        ("0F0,0B0,0F1\n1F0,1B0,1F1,1B1\n", "cannot run: stage 0 must have one Backward for each"),
         (
             "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
             r"cannot run: stages wait for each other: stage 0 at Backward\(micro_batch=0, chunk=0\) for stage 1; stage "

@@ -38,7 +38,7 @@ def test_balanced_bounds_are_as_good_as_the_best_of_all_partitions(costs, parts)
 
 def test_equal_layers_are_spread_evenly_and_more_parts_than_layers_are_an_error():
     assert partition.partition_balanced([1.0] * 9, 4) == [0, 2, 4, 6, 9]
-    with pytest.raises(ValueError, match="3 layers can be cut into 1 to 3 parts, got 4"):
+    with pytest.raises(ValueError, match="3 layers can be partitioned into 1 to 3 parts, got 4"):
         partition.partition_balanced([1.0] * 3, 4)
 
 

@@ -190,13 +190,15 @@ def test_schedules_of_a_v_are_found_by_name_and_placement() -> None:
     assert schedule_named("ZB-V", 2, V) is zero_bubble_v and schedule_named("dualpipev", 2, V) is dual_pipe_v
     for name, chunks, kind in (("zb-v", 2, LOOP), ("zb-v", 1, LOOP), ("dualpipev", 3, V)):
         with pytest.raises(
-            ValueError, match=f"needs 2 chunks of layers on each stage, placed in a v, got {chunks} in a "
+            ValueError, match=f"needs 2 chunks of layers per stage with the placement v, got {chunks} with "
         ):
             schedule_named(name, chunks, kind)
-    with pytest.raises(ValueError, match=r"placed in a loop, got 2 in a v.*choose one of \['zb-v', 'dualpipev'\]"):
+    with pytest.raises(
+        ValueError, match=r"with the placement loop, got 2 with the placement v.*choose one of \['zb-v', 'dualpipev'\]"
+    ):
         schedule_named("interleaved", 2, V)
     for order in (zero_bubble_v, dual_pipe_v):
-        with pytest.raises(ValueError, match="a V has 2 chunks"):
+        with pytest.raises(ValueError, match="needs 2 chunks"):
             order(2, 2, 0, 3)
         with pytest.raises(ValueError, match="needs num_stages >= 1"):
             order(2, 0, 0)

@@ -30,17 +30,17 @@ F, B, I, W = Forward, Backward, BackwardInput, BackwardWeight  # noqa: E741 - th
 @pytest.mark.parametrize(
     ("actions", "words"),
     [
-        ([F(0), B(0), B(0)], r"Backward\(micro_batch=0, chunk=0\) must come once, after its Forward, got it when"),
-        ([F(0), F(0), B(0)], "must come once, first of all, got it when its Forward was done"),
-        ([B(0), F(0)], "after its Forward, got it when nothing was done"),
-        ([F(0), W(0), I(0)], "after its BackwardInput, got it when its Forward was done"),
-        ([F(0), I(0), B(0)], "after its Forward, got it when its BackwardInput was done"),
-        ([F(0), B(0), W(0)], "after its BackwardInput, got it when its whole backward was done"),
-        ([F(0), I(0)], "must have one BackwardWeight of each .*, got none of micro_batch=0, chunk=0"),
-        ([F(0)], "must have one Backward of each"),
-        ([], "must have one Forward of each"),
-        ([F(0), B(1)], "outside 1 micro-batches and 1 chunks"),
-        ([F(0), B(0, 1)], "outside 1 micro-batches and 1 chunks"),
+        ([F(0), B(0), B(0)], r"Backward\(micro_batch=0, chunk=0\) must run once, after its Forward, but it follows"),
+        ([F(0), F(0), B(0)], "must run once, before its backward, but it follows its Forward"),
+        ([B(0), F(0)], "after its Forward, but it follows nothing"),
+        ([F(0), W(0), I(0)], "after its BackwardInput, but it follows its Forward"),
+        ([F(0), I(0), B(0)], "after its Forward, but it follows its BackwardInput"),
+        ([F(0), B(0), W(0)], "after its BackwardInput, but it follows its full backward"),
+        ([F(0), I(0)], "must have one BackwardWeight for each .*, got none for micro_batch=0, chunk=0"),
+        ([F(0)], "must have one Backward for each"),
+        ([], "must have one Forward for each"),
+        ([F(0), B(1)], "out of range for 1 micro-batches and 1 chunks"),
+        ([F(0), B(0, 1)], "out of range for 1 micro-batches and 1 chunks"),
         ([F(-1), B(0)], "outside 1 micro-batches"),
         ([F(0.0), B(0)], "must be integers"),  # type: ignore[arg-type]
         ([F(True), B(0)], "must be integers"),
@@ -62,12 +62,13 @@ def test_what_is_no_order_for_one_stage_is_refused(actions: Any, words: str) -> 
     [
         (
             [[F(0), F(1), B(0), B(1)], [F(1), B(1), F(0), B(0)]],
-            r"taken in the order in which they are sent: stage 1 at Forward\(micro_batch=1, chunk=0\) would take the "
-            "activation of micro-batch 0, piece 0, from stage 0 for the activation of micro-batch 1",
+            r"received in the order in which they are sent: stage 1 at Forward\(micro_batch=1, chunk=0\) would receive "
+            "the activation of micro-batch 0, piece 0, from stage 0 instead of the activation of micro-batch 1",
         ),
         (
             [[F(0), F(1), I(0), I(1), W(0), W(1)], [F(0), F(1), I(1), I(0), W(0), W(1)]],
-            "would take the gradient of micro-batch 1, piece 0, from stage 1 for the gradient of micro-batch 0",
+            "would receive the gradient of micro-batch 1, piece 0, from stage 1 instead of the gradient of micro-batch "
+            "0",
         ),
         (
             [[F(0), B(0), F(1), B(1)], [F(0), F(1), B(0), B(1)]],
@@ -76,12 +77,16 @@ def test_what_is_no_order_for_one_stage_is_refused(actions: Any, words: str) -> 
         ),
         (
             [[F(1), F(0), B(0), B(1)], [F(1), F(0), B(0), B(1)]],
-            "stage 0: the forwards of a chunk must go by rising .* .data are read in this order., got Forward.*=0",
+            "stage 0: the forwards of a chunk must be in the order of .* .data are read in this order., got "
+            "Forward.*=0",
         ),
-        ([[F(0), F(1), B(1), B(0)], [F(0), F(1), B(1), B(0)]], "stage 0: the backwards of a chunk must go by rising"),
+        (
+            [[F(0), F(1), B(1), B(0)], [F(0), F(1), B(1), B(0)]],
+            "stage 0: the backwards of a chunk must be in the order of",
+        ),
         (
             [[F(0), F(1), I(0), I(1), W(0), W(1)], [F(0), F(1), I(0), I(1), W(1), W(0)]],
-            "stage 1: the backwards of weights of a chunk must go by rising",
+            "stage 1: the backwards of weights of a chunk must be in the order of",
         ),
     ],
 )
@@ -94,7 +99,8 @@ def test_a_chunk_that_takes_what_was_sent_for_another_is_refused() -> None:
     stages = stages_of("interleaved", 2, 1, 2)
     stages[1] = [F(0, 1), F(0, 0), B(0, 1), B(0, 0)]
     words = (
-        "would take the activation of micro-batch 0, piece 0, from stage 0 for the activation of micro-batch 0, piece 2"
+        "would receive the activation of micro-batch 0, piece 0, from stage 0 instead of the activation of "
+        "micro-batch 0, piece 2"
     )
     with pytest.raises(ScheduleError, match=words):
         validate(stages, 1, num_chunks=2)
@@ -116,7 +122,7 @@ def test_a_forward_is_in_flight_until_the_weights_half_is_done() -> None:
 
 def test_an_evaluation_has_forwards_only() -> None:
     assert validate([[F(0), F(1)]], 2, is_training=False) == [2]
-    with pytest.raises(ScheduleError, match="forwards only"):
+    with pytest.raises(ScheduleError, match="only have forwards"):
         validate([[F(0), B(0)]], 1, is_training=False)
 
 

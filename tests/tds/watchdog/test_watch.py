@@ -89,7 +89,7 @@ def test_a_rank_that_the_others_waited_for_says_so_to_the_launcher(
 ) -> None:
     monkeypatch.setattr(rank_status, "_page", bytearray(rank_status.SIZE))
     monkeypatch.setattr(timeouts.exit_guard, "leave", lambda *words: None)
-    found = f"{named} did not come: it has been saving for 9 s"
+    found = f"{named} is missing: it has been saving for 9 s"
     timeouts.leave_stuck(found, dog._report(), None, "rank 0", 10.0)
     assert rank_status.own().state == state
 
@@ -110,7 +110,7 @@ def test_stacks_that_a_stop_of_the_whole_process_has_shown_are_explained(
     dog.clock.now += stopped_s
     dog._arm()
     dog._arm()
-    message = "rank 0: the stacks above were shown because nothing ran here for 60 s: the process was stopped, "
+    message = "rank 0: the stacks above were written because no thread ran for 60 s: the process was stopped, "
     assert capfd.readouterr().err.count(message) == is_reported and armed == [10.0, 10.0]
 
 
@@ -158,7 +158,7 @@ def test_a_rank_whose_alarm_is_answered_does_what_it_was_told_to_do_then(dog: An
     dog._on_stuck, dog._is_busy = (lambda *seen: calls.append(seen)), (lambda: True)
     dog._answer(dog._alarms)
     ((found, own, linger),) = calls
-    assert found.startswith("no rank is at work") and own.is_waiting and linger == dog._alarms.linger
+    assert found.startswith("no rank is working") and own.is_waiting and linger == dog._alarms.linger
 
 
 @pytest.mark.parametrize("operation", [None, "all_reduce"])

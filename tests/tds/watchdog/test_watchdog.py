@@ -116,7 +116,7 @@ def test_a_killed_rank_of_one_replica_ends_all_of_both_and_is_named(tmp_path: Pa
 
 def test_a_stopped_rank_is_named_by_all_others_when_the_time_is_up(tmp_path: Path) -> None:
     for rank, message, after_s, lines in _survivors(tmp_path, "stop"):
-        assert message.startswith("rank 1 (stage 1, replica 0) did not come and does not answer: stopped"), message
+        assert message.startswith("rank 1 (stage 1, replica 0) is missing and does not answer: stopped"), message
         assert f"stage {rank} lost stage" in message or f"stage {rank} lost a rank" in message
         assert LIMIT_S - 1 < after_s < LIMIT_S + SLACK_S
         assert len(lines) == 1 and f"rank {rank} (stage {rank}, replica 0) has " in lines[0]
@@ -126,7 +126,7 @@ def test_a_stopped_rank_is_named_by_all_others_when_the_time_is_up(tmp_path: Pat
 def test_a_rank_stuck_in_a_users_code_answers_and_is_named(tmp_path: Path) -> None:
     for _, message, after_s, lines in _survivors(tmp_path, "sleep"):
         assert message.startswith(
-            "rank 1 (stage 1, replica 0) did not come: it has been in its forward of micro-batch 2"
+            "rank 1 (stage 1, replica 0) is missing: it has been in its forward of micro-batch 2"
         )
         assert after_s < LIMIT_S + SLACK_S and len(lines) == 1
     own = [line for line in (tmp_path / "lines-1").read_text().splitlines() if line.startswith("tds watchdog: ")]
@@ -180,7 +180,7 @@ def _fail(dog: Any) -> str:
 def test_an_error_that_the_program_caught_leaves_nothing_and_the_next_one_has_its_own_verdict() -> None:
     store = dist.HashStore()
     own = _watching(0, store)
-    assert _fail(own).startswith("rank 1 did not come and does not answer")
+    assert _fail(own).startswith("rank 1 is missing and does not answer")
     assert collective_scope.current_collective() is None and own.exchange.waiting is None
     with pytest.raises(ArithmeticError), collective_scope.collective_scope(0, "averaging"):
         raise ArithmeticError
@@ -190,7 +190,7 @@ def test_an_error_that_the_program_caught_leaves_nothing_and_the_next_one_has_it
         raise RuntimeError(users)
     assert not isinstance(raised.value, PeerLost)
     other = _watching(1, store)
-    assert _fail(own).startswith("rank 1 did not come: it has been outside of train_batch")  # it answers now
+    assert _fail(own).startswith("rank 1 is missing: it has been outside of train_batch")  # it answers now
     assert all(thread.is_alive() for dog in (own, other) for thread in (dog._timer, dog._listener))
 
 
@@ -267,7 +267,7 @@ def _collectives(rank: int) -> str:
 def test_the_last_messages_tell_of_collectives_too() -> None:
     for message in run_ranks(2, _collectives):
         places = [message.index(f"ended {what}") for what in (
-            "agreeing on the loss", "adding up the gradients of tied weights", "taking the norm"
+            "all-reducing the loss", "all-reducing the gradients of tied weights", "computing the norm"
         )]  # fmt: skip
         assert places == sorted(places) and message.index("gradient of micro-batch 3") < places[0]
 
@@ -282,13 +282,13 @@ NAMES = [f"rank {i}" for i in range(4)]
 @pytest.mark.parametrize(
     ("reports", "start"),
     [
-        ({0: _says(True, 1), 2: _says(True, 1), 3: _says(True, 2)}, "rank 1 did not come and does not answer"),
+        ({0: _says(True, 1), 2: _says(True, 1), 3: _says(True, 2)}, "rank 1 is missing and does not answer"),
         ({0: _says(True, 1), 1: _says(False, words="sleeps"), 2: _says(True, 1), 3: _says(False, since_s=9)},
-         "rank 1 did not come: it sleeps"),
+         "rank 1 is missing: it sleeps"),
         ({0: _says(True), 1: _says(False, since_s=1), 2: _says(False, since_s=7, words="reads"), 3: _says(True)},
-         "rank 2 did not come: it reads"),
-        ({0: _says(True, 1), 1: _says(True, 0), 2: _says(True), 3: _says(True, 2)}, "no rank is at work"),
-        ({0: _says(True, 3)}, "rank 1, rank 2, rank 3 did not come and does not answer"),
+         "rank 2 is missing: it reads"),
+        ({0: _says(True, 1), 1: _says(True, 0), 2: _says(True), 3: _says(True, 2)}, "no rank is working"),
+        ({0: _says(True, 3)}, "rank 1, rank 2, rank 3 is missing and does not answer"),
     ],
 )  # fmt: skip
 def test_the_verdict_follows_the_chain_of_waits(reports: dict[int, Report], start: str) -> None:
@@ -302,7 +302,7 @@ def test_a_report_says_what_where_and_for_how_long() -> None:
     reported = report("in train_batch", Backward(3, 1), waiting, None, 3.04, [0, 2, 4])
     assert reported.waits_for == 4 and reported.is_waiting
     assert reported.words == (
-        "has waited for the gradient of micro-batch 3 chunk 1 from stage 2 (rank 4) ahead of its backward of "
+        "has waited for the gradient of micro-batch 3 chunk 1 from stage 2 (rank 4) before its backward of "
         "micro-batch 3 chunk 1 for 3.0 s"
     )
     together = report("in train_batch", None, None, "agreeing on the loss", 2, [0])

@@ -31,10 +31,10 @@ def test_what_products_have_added_is_said_once_with_what_autograd_adds(monkeypat
     for _ in range(2):
         each.on_log({})
     assert said == [
-        "--gradient-accumulation-fusion: products add the gradients of 81.8 % of the weights here; "
-        "autograd adds those of 0.bias, 1.weight"
+        "--gradient-accumulation-fusion: matrix products accumulate the gradients of 81.8 % of the weights on this "
+        "rank; autograd accumulates those of 0.bias, 1.weight"
     ]
-    assert start_table.fusion_text(module, set(module.parameters())).endswith("of 100.0 % of the weights here")
+    assert start_table.fusion_text(module, set(module.parameters())).endswith("of 100.0 % of the weights on this rank")
 
 
 @pytest.mark.slow
@@ -57,4 +57,4 @@ def test_a_run_says_it_in_its_first_logged_step(tmp_path: Path, extra: str, is_s
     said = (tmp_path / "said").read_text().splitlines() if (tmp_path / "said").exists() else []
     assert len(said) == is_said
     if is_said:
-        assert "products add the gradients of 9" in said[0] and "position" in said[0], said
+        assert "products accumulate the gradients of 9" in said[0] and "position" in said[0], said

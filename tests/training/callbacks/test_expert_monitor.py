@@ -91,9 +91,9 @@ def test_the_warning_names_layers_figures_and_a_way_out(extra: str, advice: str)
     found.collapsing(now)
     text = found._text(found.collapsing(now), now)
     assert text == (
-        "router collapse: layers.1, layers.2, layers.3 and 2 more: the entropy of layers.1 is that of "
-        f"2.2 of 8 experts, the mean of 2 steps; now the largest has 4.00 x the mean tokens. {advice}, or lower --lr; "
-        "docs/seeing.md#experts"
+        "router collapse: layers.1, layers.2, layers.3 and 2 more: the mean entropy of layers.1 over 2 steps "
+        f"corresponds to 2.2 of 8 experts; the most loaded expert now has 4.00 x the mean tokens. {advice}, or "
+        "lower --lr; docs/seeing.md#experts"
     )
 
 

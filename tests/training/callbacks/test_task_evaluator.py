@@ -124,13 +124,13 @@ def test_a_task_that_fails_is_told_and_the_run_goes_on(
 ) -> None:
     def evaluate(self: Any, lm: Any) -> Results:
         lm.loglikelihood([Request(TEXTS[0])])
-        raise DataError("the tasks small must run through, got KeyError: 'x'")
+        raise DataError("the tasks small failed: KeyError: 'x'")
 
     monkeypatch.setattr(Tasks, "evaluate", evaluate)
     found = records(corpus, tmp_path / "run", 2, f"--gas 1 --eval-tasks {suite} --eval-tasks-interval 2")
     assert of_kind(found, "tasks") == [] and [one["step"] for one in found if one["kind"] == "train"][-1] == 4
     output = capfd.readouterr()
-    assert (output.out + output.err).count("TASKS NOT EVALUATED: the tasks small must run through") == 2, "each once"
+    assert (output.out + output.err).count("TASKS NOT EVALUATED: the tasks small failed") == 2, "each once"
 
 
 def is_signalled(rank: int) -> None:
@@ -160,13 +160,13 @@ def test_what_cannot_be_evaluated_is_refused_ahead_of_the_training(
             parse([*words, "--vocab-size", "64", "--data-path", "x"], world_size=world_size, env={})
         return str(caught.value)
 
-    assert "acts with --eval-tasks FILE only" in problem("--eval-tasks-interval", "2")
-    assert "must be a file that names tasks" in problem("--eval-tasks", str(tmp_path / "none"))
+    assert "has no effect without --eval-tasks FILE" in problem("--eval-tasks-interval", "2")
+    assert "must name a file of tasks" in problem("--eval-tasks", str(tmp_path / "none"))
     cut = ("--context-parallel-size", "2")
-    assert "which --context-parallel-size cannot cut" in problem("--eval-tasks", str(suite), *cut, world_size=2)
-    assert "acts in training only" in problem("--eval-tasks", str(suite), "--eval-only", "--load", str(tmp_path))
+    assert "which --context-parallel-size cannot split" in problem("--eval-tasks", str(suite), *cut, world_size=2)
+    assert "applies to training only" in problem("--eval-tasks", str(suite), "--eval-only", "--load", str(tmp_path))
     argv = flags(corpus, tmp_path / "run", f"{SHORT} --eval-tasks {suite}")
-    with pytest.raises(AssertionError, match="cannot cut over the ranks, got written"):
+    with pytest.raises(AssertionError, match="--sequence-parallel does not support tasks .* got written"):
         train_ranks(2, [*argv, "--model-parallel-size", "2", "--sequence-parallel"])
 
     def fails(self: Any, suite: Any, kind: str) -> None:

@@ -64,7 +64,7 @@ def test_a_model_that_writes_no_text_takes_no_prompts() -> None:
 
 def test_what_cannot_be_is_refused_with_the_way_out() -> None:
     extra = "--sequence-parallel --model-parallel-size 2".split()
-    with pytest.raises(ConfigError, match="--sequence-parallel cannot cut.*tools/generate.py"):
+    with pytest.raises(ConfigError, match="--sequence-parallel cannot split.*tools/generate.py"):
         parse(["--sample-prompts", "The", *extra], world_size=2, env={})
     config = parse(["--sample-prompts", "The", "--vocab-size", "64"], world_size=1, env={})
     samples = TextSamples(config)
@@ -89,7 +89,7 @@ def test_a_prompt_of_the_defaults_that_the_model_cannot_take_is_left_out_and_tol
     codes, _ = train_ranks(1, flags(corpus, tmp_path / "run", "--train-iters 2"))
     captured = capfd.readouterr()
     assert codes == [0] and "step 2/2" in captured.out and "sample | " not in captured.out
-    assert (captured.out + captured.err).count("no text is shown at the end: prompt 1 has") == 1
+    assert (captured.out + captured.err).count("no text samples will be generated at the end: prompt 1 has") == 1
 
 
 def test_a_text_ends_where_a_training_sample_does() -> None:
